@@ -32,9 +32,9 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` name, and prints its result. By default they are the
-    arguments of the process. Returns the exit status: 0, or 2 if the request is wrong; the error is
-    then printed on stderr.
+    """Runs the command that `arguments` name, and prints its result. By default `arguments` are the
+    arguments of the process. Returns the exit status: 0, or 2 if the request is wrong; in that case
+    the error is printed on stderr.
     """
     options = parser().parse_args(arguments)
     try:

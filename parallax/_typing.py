@@ -16,7 +16,8 @@ else:
 
     Specs = PyTree[PartitionSpec | None]  # a spec for each array, None for each other leaf
 
-# From the path of a leaf and the leaf to its spec; None leaves the leaf to another rule
+# A function of the path of a leaf and the leaf. It returns the leaf's spec, or None to leave the
+# leaf to another rule.
 Rule = Callable[[str, Any], PartitionSpec | None]
 
 __all__ = ["Device", "PyTree", "Rule", "Specs"]

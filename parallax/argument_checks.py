@@ -57,7 +57,8 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
     """Raises `ValueError` unless `ids` are windows of tokens: whole numbers, `[batch, window]`.
 
     Ids outside the vocabulary are refused too, if their values are known. Inside a compiled program
-    they are not known: there such ids are accepted, and the model's embedding of them is nan.
+    the values are not known: ids outside the vocabulary are then accepted, and the model's
+    embedding of them is nan.
 
     Args:
         where: the beginning of the error message.

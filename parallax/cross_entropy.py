@@ -4,9 +4,9 @@ Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits 
 the rows of one device, t the tokens of a block.
 
 The logits `x · table^T` are B T V numbers, often more than all other activations of the model. A
-block of tokens needs only its own logits. Its results are small: a loss, the gradient of its `x`,
-and its term of the table's gradient. All three are computed while the block's logits exist, so the
-backward pass only scales the gradients.
+block of tokens needs only its own logits. The results of a block are small: a loss, the gradient of
+the block's `x`, and the block's term of the table's gradient. All three are computed while the
+block's logits exist, so the backward pass only scales the gradients.
 
 Source: the gradient in the forward pass is from Hsu et al., Liger Kernel (arXiv 2410.10989),
 section 3.2.
@@ -39,13 +39,13 @@ def mean(
 
     It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
     with the same number of matrix products: three for value and gradient, one for only the value.
-    The factors of the products have the dtype of `x`. Their sums, the softmax and the loss are
-    float32 or wider.
+    The factors of the products have the dtype of `x`. The sums of products, the softmax and the
+    loss are float32 or wider.
 
-    It holds the t V_X logits of t = `block_tokens` tokens, and two arrays of the table's size: its
-    gradient, and a block's term of the gradient. Each block reads and writes both once; with blocks
-    of a few hundred tokens, this takes no noticeable time. For each block, a device sends as many
-    bytes as `tensor.cross_entropy` does for the tokens of the block.
+    The computation holds the t V_X logits of t = `block_tokens` tokens, and two arrays of the
+    table's size: the table's gradient, and a block's term of it. Each block reads and writes both
+    arrays once; with blocks of a few hundred tokens, this takes no noticeable time. For each block,
+    a device sends as many bytes as `tensor.cross_entropy` does for the tokens of the block.
 
     `x` must be a result of `tensor.copy_to`, which is the identity forward. The cotangent of `x` is
     this device's term of a sum, and the backward pass of `tensor.copy_to` adds the terms. There is
@@ -54,15 +54,17 @@ def mean(
     Args:
         x: the input of the head, after `tensor.copy_to`.
         table: this device's rows of the vocabulary's table, which is split over `axis`.
-        targets: numbers of rows of the whole table. A target outside the vocabulary makes the loss
+        targets: indices of rows of the whole table. A target outside the vocabulary makes the loss
             nan, unless its weight is 0.
         axis: the axis or axes that the rows are split over; `()` if the table is whole.
         weights: the factors of the tokens' losses. The sum is still divided by the number of
-            tokens: pass `normalized` weights for a weighted mean. They are not differentiated.
+            tokens: pass `normalized` weights for a weighted mean. The weights are not
+            differentiated.
         vocabulary: the number of rows without padding. The logits of padding are minus infinity,
             and the gradients of padding are 0.
-        block_tokens: the most tokens whose logits exist at the same time. None: 512 for each device
-            of `axis`, so that a block of logits takes the same memory for any number of devices.
+        block_tokens: the most tokens whose logits exist at the same time. By default 512 for each
+            device of `axis`, so that a block of logits takes the same memory for any number of
+            devices.
 
     Raises:
         ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are
@@ -183,7 +185,7 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     microbatches have different sums of weights. So the weights are divided by their global mean
     once, before the gradient function. Then plain means over equal parts give the right result.
     `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and pipelines take such
-    means. One scalar is sent.
+    means. The devices send one scalar.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

@@ -2,16 +2,16 @@
 
     hardware.A100                                  # a record: the figures of one device
 
-Figures are for one device (a TPU chip) and for one direction of a link. GB are 10^9 bytes, but 2^30
-for the memory of a TPU. The figures were written down before any time was estimated with them, and
-were not changed afterwards to fit measurements. Sources:
+Figures are for one device (a TPU chip) and for one direction of a link. A GB is 10^9 bytes, but
+2^30 bytes for the memory of a TPU. The figures were written down before any time was estimated with
+them, and were not changed afterwards to fit measurements. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
   nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. The rate of
-  NVLink is for one direction. The network between machines is the network of a DGX; each of its
-  eight devices has an eighth of the rate. The latencies of a hop, 3.4 and 14 us, are the base
-  latencies in NCCL's model of rings (src/graph/tuning.cc).
+  NVLink is for one direction. The network between machines is the network of a DGX; each of the
+  eight devices of a DGX has an eighth of the network's rate. The latencies of a hop, 3.4 and 14 us,
+  are the base latencies in NCCL's model of rings (src/graph/tuning.cc).
 * TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x. The rates of links, and 1 us for a hop,
   are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. For
   two chips the rate of the network between slices is not stated: the table has the rate of a v5p
@@ -51,7 +51,8 @@ class Hardware:
         full_rate: the operations per second of matrix products of float32 arrays, the dtype of the
             parameters, as JAX computes them by default.
         bandwidth: the bytes per second from and to memory.
-        domain: the number of devices that fast links join: those of a machine or a slice.
+        domain: the number of devices that fast links join, which are the devices of a machine or a
+            slice.
         fast: the time of a hop over one fast link (TPU), or over all links of a GPU to its switch.
         slow: the time of a hop between domains.
         efficiency: the share of the rates that large products reach.
@@ -127,10 +128,10 @@ class Hardware:
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     """Returns the record of a GPU.
 
-    `memory` is in GB. `rate` is of products in 16 bits and `full_rate` of products of float32
-    arrays, in 10^12 operations per second. `bandwidth`, `nvlink` and `network` are in GB per
-    second. `nvlink` is the rate of all links of a device inside a machine, and `network` is its
-    rate between machines.
+    `memory` is in GB. `rate` is the rate of products in 16 bits, and `full_rate` the rate of
+    products of float32 arrays, both in 10^12 operations per second. `bandwidth`, `nvlink` and
+    `network` are in GB per second. `nvlink` is the rate of all links of a device inside a machine,
+    and `network` is the rate of a device between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies and of the shares reached.

@@ -5,14 +5,14 @@ differs along a mesh axis if its type says that it varies over the devices of th
 `inner(eqn)` are the jaxprs that an equation holds, such as the body of a loop.
 
 A fact about a value is any object. `Following` computes the facts about an equation's results from
-those about its operands. A value that may be either of two, such as the result of a `cond`, has the
-facts `first | second`. A value that is computed from several operands has the facts
-`met(operands)`.
+the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
+the facts about it are `first | second`, the facts about the two. A value that is computed from
+several operands has the facts `met(operands)`.
 
 One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three
 masks with a bit for each argument. `at_all` has the arguments on which the value depends at all,
 and `alone` those on which it depends through a chain of operations without a collective. `met` has
-those that were combined with data in such a chain.
+the arguments that were combined with data in such a chain.
 """
 
 import functools
@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.collectives import types as collective_types
 
-# The folders of JAX and of Python, whose lines `origin` skips
+# JAX's folder, and that of Python's library, where installed packages lie too: `origin` skips them
 _BELOW = (os.path.dirname(str(jax.__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 
 # Primitives that compute each element of their result from the same element of their operands
@@ -72,8 +72,8 @@ def opened(jaxpr: Any) -> Jaxpr:
     """Returns the jaxpr inside a closed jaxpr, without the values of its constants; returns any
     other jaxpr unchanged.
 
-    JAX 0.12 has only one class of jaxprs, whose attribute `jaxpr` is the jaxpr itself. There it is
-    returned with its constants.
+    JAX 0.12 has only one class of jaxprs, whose attribute `jaxpr` is the jaxpr itself. With JAX
+    0.12 the jaxpr is returned with its constants.
     """
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
@@ -97,12 +97,12 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Returns the jaxpr that an equation calls, as those of `jit` and `checkpoint` do; None if it
-    calls none.
+    """Returns the jaxpr that an equation calls, as the equations of `jit` and `checkpoint` do; None
+    if it calls none.
 
-    It is the equation's only jaxpr, with as many arguments and results as the equation has operands
-    and results. Only these counts are compared, not the types, so the body of a `scan` is returned
-    too. Callers that must exclude it test the primitive's name first.
+    The jaxpr is the equation's only one, and has as many arguments and results as the equation has
+    operands and results. Only these counts are compared, not the types, so the body of a `scan` is
+    returned too. Callers that must exclude it test the primitive's name first.
     """
     bodies = inner(eqn)
     fits = (
@@ -149,8 +149,8 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
     An equation of `linear`, as the collectives of this library make them, holds Python functions
-    instead of a jaxpr, so it is traced here. No mesh is needed for this: the code around the call
-    runs inside a map over the axes already.
+    instead of a jaxpr, so these are traced here. No mesh is needed for this: the code around the
+    call runs inside a map over the axes already.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -172,8 +172,8 @@ class Reach(NamedTuple):
         alone: the arguments that the value depends on through a chain of operations without a
             collective.
         met: the arguments that were combined with data in such a chain, as a weight is in a matmul.
-            They are a part of `alone`: a later collective, such as a sum of partial products over
-            devices, ends the chain.
+            The arguments in `met` are a part of those in `alone`. A later collective, such as a sum
+            of partial products over devices, ends the chain.
     """
 
     at_all: int = 0
@@ -235,12 +235,12 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses choose the type of a fact, and define `plain`. A value that may be either of two,
-    such as the result of a `cond`, has the facts `first | second`.
+    Subclasses choose the type of a fact, and define `plain`. If a value may be either of two
+    values, as the result of a `cond` may, the facts about it are `first | second`.
 
     Attributes:
-        unknown: the fact about a value of which nothing is known, such as an empty set: joined to
-            another fact by `|`, it adds nothing.
+        unknown: the fact about a value of which nothing is known. It adds nothing to another fact
+            by `|`: if facts are sets, it is the empty set.
     """
 
     unknown: Any
@@ -248,14 +248,14 @@ class Following:
     def constant(self, aval: Any, value: Any) -> Any:
         """Returns the facts about a constant of the program: by default `unknown`.
 
-        For subclasses that override this: `aval` is the constant's type, and `value` its value, or
-        None if only the type is known.
+        Subclasses may override this method, and use `aval`, the constant's type, and `value`, the
+        constant's value, which is None if only the type is known.
         """
         return self.unknown
 
     def plain(self, eqn: JaxprEqn, operands: list[Any], aval: Any) -> Any:
-        """Returns the facts about a result, of the type `aval`, of an equation without inner
-        programs.
+        """Returns the facts about one result of an equation without inner programs; `aval` is the
+        type of the result.
 
         `operands` are the facts about the equation's operands.
         """
@@ -283,8 +283,9 @@ class Following:
         return list(map(read, jaxpr.outvars))
 
     def results(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Returns the facts about an equation's results, given the facts about its operands. Inner
-        programs are followed by `branches`, `loop` and `run`, and other equations by `plain`."""
+        """Returns the facts about an equation's results, given the facts about its operands.
+        `branches`, `loop` and `run` follow inner programs; `plain` gives the facts for other
+        equations."""
         name = eqn.primitive.name
         if name == "cond":
             return self.branches(eqn, operands)
@@ -334,10 +335,10 @@ class Following:
     def loop(
         self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]
     ) -> list[Any]:
-        """Returns the facts about a loop's results: carries, then stacked results.
+        """Returns the facts about a loop's results: first the carries, then the stacked results.
 
-        `constants`, `carry` and `sliced` are the facts about the operands of the three kinds; a
-        slice has the facts of its array.
+        `constants`, `carry` and `sliced` are the facts about the loop's constants, carries and
+        sliced arrays; a slice has the facts of the array from which it is cut.
         """
         # The body is read again until the facts about the carries no longer change. This ends,
         # since each pass adds to them, and there are finitely many facts.
@@ -381,7 +382,7 @@ class _Ways(FollowingAlong):
     def __init__(self, axis: str, data: int, of_constants: int):
         """At the start, no argument is known to go into a `ppermute`. `data` is the mask of the
         arguments that are data. `of_constants` is the mask with the bit for constants that differ
-        between devices; they count as data too."""
+        between devices; these constants count as data too."""
         super().__init__(axis)
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.passed_on = 0
@@ -428,8 +429,8 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and the number of carries among a scan's operands.
 
     The remaining operands are sliced along their first dim, one slice for each iteration. JAX 0.10
-    and 0.12 have different names for these numbers, so they are computed from ranks: a slice has
-    one dim fewer than the array that it is cut from or stacked into.
+    and 0.12 have different names for these numbers, so this function computes the numbers from
+    ranks: a slice has one dim fewer than the array that it is cut from or stacked into.
     """
     body = inner(eqn)[0]
 
@@ -462,9 +463,11 @@ def frames(eqn: JaxprEqn) -> Sequence[Any]:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """Returns the innermost line outside JAX that made an equation, "clipping.py:77", or ""."""
+    """Returns the innermost line outside `_BELOW` that made an equation, such as "clipping.py:77";
+    "" if there is no such line."""
     for frame in frames(eqn):
         name = frame.file_name
+        # Names without ".py", such as "<frozen ...>" or "<stdin>", are no files.
         if name.endswith(".py") and not name.startswith(_BELOW):
             return f"{os.path.basename(name)}:{frame.line_num}"
     return ""
@@ -481,6 +484,6 @@ def counted_scope(name: str, *, runs: int, rounds: int) -> str:
 
     The loop runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in
     which iterations it runs, so the compiled program does not show the number `runs`. Code that
-    reads compiled programs finds the number in this name, by the pattern `COUNTED`.
+    reads compiled programs finds `runs` in this name, by the pattern `COUNTED`.
     """
     return f"{name}.{runs}_of_{rounds}"

@@ -51,22 +51,23 @@ class Layout:
     The kernels `cudnn_attention` and `attention` do not store the scores.
 
     Args:
-        data: replicas, among which the batch is split.
-        stage: pipeline stages, among which the layers are split.
-        tensor: devices that share each layer's heads and hidden units.
-        replica: groups of `data` replicas each, with a slower network between the groups (HSDP).
-            Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced inside
-            a group, and then each device's share of them (1/n, for n devices in a group) is reduced
-            between groups.
-        expert: devices among which each layer's experts are split; tokens travel to their experts.
-            In all else the axis behaves like `data`: its devices take different sequences. ZeRO
-            splits its state only over `data` and `context`. See `parallax.experts`.
-        context: devices among which the tokens of each sequence are split; attention passes the
-            keys and values around these devices. See `parallax.context`.
+        data: the number of replicas, among which the batch is split.
+        stage: the number of pipeline stages, among which the layers are split.
+        tensor: the number of devices that share each layer's heads and hidden units.
+        replica: the number of groups of `data` replicas, with a slower network between the groups
+            (HSDP). Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced
+            inside a group, and then each device's share of them (1/n, for n devices in a group) is
+            reduced between groups.
+        expert: the number of devices among which each layer's experts are split; tokens travel to
+            their experts. In all else the axis behaves like `data`: its devices take different
+            sequences. But ZeRO splits nothing over this axis, only over `data` and `context`. See
+            `parallax.experts`.
+        context: the number of devices among which the tokens of each sequence are split; attention
+            passes the keys and values around these devices. See `parallax.context`.
         microbatches: the number of parts of a replica's batch. The parts run one after another, or,
             with stages, follow each other through the stages; their gradients are accumulated.
-        chunks: chunks of layers on each stage; with more than 1, the pipeline is interleaved, and
-            its bubble is smaller.
+        chunks: the number of chunks of layers on each stage; with more than 1, the pipeline is
+            interleaved, and its bubble is smaller.
         zero: the stage of ZeRO; 0 means no ZeRO. From 1 on, the replicas split the optimizer's
             state among them, instead of holding copies of it; from 2 on, also the sums of
             gradients; at 3, also the parameters.
@@ -82,8 +83,8 @@ class Layout:
             chunks), `gpipe`, `zero_bubble_lockstep`, `one_f_one_b` or `zero_bubble`. The last two
             hold fewer microbatches in flight than the others, and allow no collectives by `ring`
             inside a stage. The default allows chunks, and any collectives and recomputation in a
-            stage. Other schedules refuse some of these, or are slower with them. docs/pipeline.md
-            has the measured times of all schedules.
+            stage. Other schedules refuse some of these choices, or are slower with them.
+            docs/pipeline.md has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
             stage gathers the parts. It is for stages on different machines. See
@@ -143,7 +144,7 @@ class Layout:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch by sequences, for its `PartitionSpec`:
+        """The axes that split the batch by sequences, for the batch's `PartitionSpec`:
         `P(layout.batch_axes)`."""
         return tuple(name for name in BATCH_AXES if name in self.axes)
 
@@ -167,7 +168,7 @@ class Layout:
 
     def group(self, device: int, *axis_names: str) -> list[int]:
         """Returns the devices with which `device` communicates along these axes, `device` included.
-        They are in ascending order, the order of their ring.
+        The devices are in ascending order, which is also their order in a ring.
 
         Raises:
             ValueError: there is no such axis, or no such device.
@@ -340,8 +341,8 @@ class Layout:
 
         `misread` has a sentence for each mistake in the text. `written` has the fields, with names
         and values already corrected as the message will propose them. The layout must fit `sizes`,
-        those of a model and a batch; if `sizes` is empty, only the fields are checked. `wording` is
-        the form of the proposal in the message.
+        the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
+        `wording` is the form of the proposal in the message.
         """
         # If the text has a mistake, there is always a message, which begins with the first one. The
         # proposal has the fields in `written` and those that it changes, not all the others.
@@ -378,7 +379,7 @@ def _typed(name: str, text: str) -> Any:
 
 
 def _value_of_bare(name: str) -> Any:
-    """Returns the value to propose for a field that is written without one: True for a boolean
+    """Returns the value to propose for a field that is written without a value: True for a boolean
     field, such as `sequence`, else the field's default."""
     return True if isinstance(DEFAULTS[name], bool) else DEFAULTS[name]
 

@@ -51,7 +51,7 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     Raises:
         ValueError: the sizes do not multiply to the number of devices; there is no axis, or a size
             is below 1; or there are several CPU devices, and JAX's compilation cache is on: a
-            program for several CPU devices that is loaded from it can return wrong numbers.
+            program for several CPU devices that is loaded from the cache can return wrong numbers.
     """
     devices = jax.devices() if devices is None else list(devices)
     asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -138,10 +138,11 @@ def spmd(
 
     It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
     (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
-    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (It would turn Python
-    numbers into arrays.) The returned function may also be called inside a jitted program. Each
-    argument is first laid out as its spec says, wherever it was. Results lie on `mesh`; under
-    `jax.set_mesh`, their axes have the types (Auto or Explicit) of that mesh.
+    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (`jax.jit` would turn
+    Python numbers into arrays.) The returned function may also be called inside a jitted program.
+    Each argument is first laid out as its spec says, wherever it was. Results lie on `mesh`; under
+    `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of the mesh that
+    was set.
 
     Args:
         f: a function of local blocks; it names the axes along which it communicates.
@@ -192,7 +193,8 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
 
     `specs` is a tree prefix, so one spec may hold for several leaves. The rows of an array are its
     first dim. In a batch, one of such arrays may be a table, such as a weight for each class, which
-    is split by mistake: `grads` refuses the batch. Arrays with specs of their own may differ.
+    is split by mistake: `grads` refuses the batch. Arrays that each have a spec of their own may
+    have different numbers of rows.
     """
 
     def axes(spec, leaves):
@@ -275,7 +277,7 @@ class Moved(NamedTuple):
 
     Attributes:
         tree: the tree on the new devices.
-        bytes: the bytes that the new devices did not have before, summed over devices.
+        bytes: the number of bytes that the new devices did not have before, summed over devices.
     """
 
     tree: Any
@@ -308,10 +310,10 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
-    """Returns the bytes of `leaf` that must be moved, summed over devices.
+    """Returns the number of bytes of `leaf` that must be moved, summed over devices.
 
-    A device needs the part of `leaf` that `sharding` gives it. What it has of this part already is
-    not moved.
+    A device needs the part of `leaf` that `sharding` gives it. What the device already has of this
+    part is not moved.
     """
     argument_checks.check_not_deleted(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
@@ -347,7 +349,8 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
 
 
 def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns (start, stop) for each dim, from a slice for each dim of an array of this shape."""
+    """Returns (start, stop) for each dim of an array of this shape; `place` has a slice for each
+    dim."""
     return [part.indices(size)[:2] for part, size in zip(place, shape, strict=True)]
 
 
@@ -393,7 +396,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
 def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
     """Raises `ValueError` if `spec` does not fit the array `leaf`.
 
-    The message names `path`, and the `rule` that gave the spec, if that is given.
+    The message names `path`, and also the rule that gave the spec, if it is given as `rule`.
     """
     where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
     # JAX refuses these too, but its message does not name the leaf. An entry of a spec, for one

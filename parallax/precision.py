@@ -46,8 +46,8 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """Returns a function like `grad`, which computes with the parameters cast to `dtype`, and
-    returns gradients in the parameters' own dtypes.
+    """Returns a function like `grad` that computes with the parameters cast to `dtype`, and returns
+    gradients in the parameters' own dtypes.
 
     Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
     cast once per step, and the sums over microbatches stay wide. Put it inside `grads.averaged`,
@@ -73,7 +73,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns a loss function, or the head of a pipeline, whose loss is multiplied by `scale`.
+    """Returns `loss`, a loss function or the head of a pipeline, with its loss multiplied by
+    `scale`.
 
     Auxiliary values stay as they are.
     """
@@ -91,7 +92,8 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `grad` of a `scaled` loss, with its loss and its gradients divided by `scale`.
+    """Returns `grad`, made from a `scaled` loss, with the loss and the gradients divided by
+    `scale`.
 
     The loss and the gradients are float32 or wider. Use `unscaled` inside a function that compares
     the size of gradients with a bound, such as `grads.clipped`.
@@ -145,8 +147,9 @@ class ScaledGrad:
     """A gradient function for `step.make` that depends on the loss scale, as float16 needs.
 
     Args:
-        grad_of: takes the scale, a scalar, and returns the gradient function, whose gradients are
-            `unscaled`. If the state of the step has no scale, `grad_of` is called with None.
+        grad_of: a function that takes the scale, a scalar, and returns the gradient function, whose
+            gradients are `unscaled`. If the state of the step has no scale, `grad_of` is called
+            with None.
     """
 
     grad_of: Callable[[Any], Callable[..., Any]]

@@ -31,7 +31,7 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Sets the `layer` or the `microbatch` that taps in the `with` block report with their values.
+    """Sets the `layer` or the `microbatch` that a tap in the `with` block reports with a value.
 
     The numbers are integers or arrays. None keeps the number that an enclosing `at` has set.
     Nothing is set while no record is made.

@@ -54,7 +54,7 @@ def none(block: Callable[..., Any]) -> Callable[..., Any]:
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """Returns `block` with a backward pass that recomputes only the results gathered over devices.
 
-    These are weights (ZeRO-3) or tokens (sequence parallelism), which are gathered again.
+    Such results are weights (ZeRO-3) or tokens (sequence parallelism), which are gathered again.
     """
 
     def is_saveable(primitive, *_, **params):
@@ -84,8 +84,8 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
 
     For the backward pass of a GELU, JAX keeps five or six arrays; here it keeps one, the argument.
     This also works inside a `jax.checkpoint` whose policy keeps results, such as that of `gathers`.
-    A `jax.checkpoint` of `f` would not: the outer policy decides about the results inside it too,
-    and keeps them. The result has reverse-mode derivatives only.
+    A `jax.checkpoint` of `f` would not work there: the outer policy would decide about the results
+    inside `f` too, and would keep them. The returned function has reverse-mode derivatives only.
 
     Args:
         f: a function of positional arguments, arrays or trees of arrays. It must not read by

@@ -12,7 +12,8 @@ is the other's transpose, and together they send as many bytes as Megatron's pai
 all-reduces of the forward and the backward pass.
 
 Each device uses the parameters that are the same on all devices (norms, biases, positions) only for
-its own tokens. So their gradients are terms of a sum: wrap the gradient function in `grads.summed`.
+its own tokens. So the gradients of these parameters are terms of a sum: wrap the gradient function
+in `grads.summed`.
 
 Source: Korthikanti et al., Reducing activation recomputation in large transformer models (arXiv
 2205.05198), section 4.2.
@@ -152,7 +153,7 @@ def comms(
     `tensor.Comms`, the record of the functions by which a model's layers send data.
 
     The axes `shared` split the vocabulary too, such as the stages of a pipeline. `all_tokens` and
-    `sum_partials` communicate over them by Megatron's pair, `tensor.copy_to` and
+    `sum_partials` communicate over these axes by Megatron's pair, `tensor.copy_to` and
     `tensor.reduce_from`.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
@@ -172,7 +173,8 @@ def comms(
 
     def all_tokens_alike(x):
         """Gathers the rows `x` of all devices. The result is typed as the same on all devices, and
-        no gradient flows through it. A mixture of experts gathers the experts' ids by it."""
+        no gradient flows through it. A mixture of experts gathers the experts' ids with this
+        function."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 

@@ -27,9 +27,9 @@ class Split(NamedTuple):
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
     """Returns the dims of the leaf at `path` that `axis` splits, each with the axes that split it.
 
-    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf, for ZeRO,
-    which the error names. `specs` maps the dotted path of a leaf to its spec; a leaf that it lacks
-    is whole, and has no splits.
+    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf. Only ZeRO
+    calls this function, so the error names ZeRO. `specs` maps the dotted path of a leaf to its
+    spec; a leaf that `specs` lacks is whole, and has no splits.
 
     Raises:
         ValueError: a dim is split over `axis` first, and each part again over another axis.
@@ -69,7 +69,7 @@ def take(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def gather(x: Array, splits: Sequence[Split]) -> Array:
-    """Returns the whole leaf, typed as equal on all devices, from its shards: `A[I_X] -> A[I]`."""
+    """Returns the whole leaf from the shards, typed as equal on all devices: `A[I_X] -> A[I]`."""
     for dim, axis in splits:
         # Each device gathers the same blocks in the same order, so the results are equal bit for
         # bit.

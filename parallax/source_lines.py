@@ -1,6 +1,6 @@
 """Finds the line, or the file, of the function from which an equation of a program was traced.
 
-`frames(eqn)` are the calls that made an equation, the innermost first.
+`frames(eqn)` are the stack frames of the Python calls that made an equation, the innermost first.
 """
 
 import functools
@@ -31,9 +31,9 @@ UNKNOWN = "unknown line"
 def source(eqn: JaxprEqn) -> str:
     """Returns the line that made an equation, as "folder/file.py:12", with the whole path.
 
-    It is the innermost line of the user's code. Without such a line, it is the innermost line of
-    this library outside `lint` and `collectives`: the function that calls a collective says more
-    than the collective's own lines. Without that too, it is `UNKNOWN`.
+    It is the innermost line of the user's code. If there is none, it is the innermost line of this
+    library outside `lint` and `collectives`, since the function that calls a collective says more
+    than the collective's own lines. If there is no such line either, it is `UNKNOWN`.
     """
     library_line = UNKNOWN
     for frame in frames(eqn):

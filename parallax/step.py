@@ -2,9 +2,9 @@
 
 An array varies along a mesh axis if its type says that it may differ between the devices of the
 axis; otherwise it is the same on all devices of the axis. A parameter that varies is a shard.
-`checked` refuses an optimizer that is wrong on shards. Auxiliary values, `aux`, are a tree of
-values to log or to use in `after_update`. The loss scale (`precision.Scale`) is a factor that keeps
-gradients of 16 bits in range.
+`checked` refuses an optimizer whose updates would be wrong on shards. Auxiliary values, `aux`, are
+a tree of values to log or to use in `after_update`. The loss scale (`precision.Scale`) is a factor
+that keeps gradients of 16 bits in range.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class State(eqx.Module):
     another `State`, which has a spec in place of each array.
 
     Attributes:
-        model: the parameters, in a tree that may have leaves of other kinds.
+        model: a tree with the parameters, and perhaps with leaves of other kinds.
         optimizer: the state of the optimizer.
         step: the number of steps, skipped ones included: an int32 scalar.
         scale: a `precision.Scale` if the loss is scaled, else None.
@@ -92,13 +92,13 @@ def make(
     extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
-    """Returns the train step of `grad` and `optimizer`. Inside `mesh.spmd` it runs on each device's
-    blocks of the arrays; on one device it runs without `mesh.spmd`.
+    """Returns the train step of `grad` and `optimizer`. Inside `mesh.spmd` the step runs on each
+    device's blocks of the arrays; on one device the step runs without `mesh.spmd`.
 
     A step is skipped if the loss or the gradient norm is infinite or NaN. It is also skipped if the
     update would make a finite number of the model or of the optimizer's state infinite or NaN. A
     skipped step changes only the number of the step (and the loss scale), and its `Info` says so.
-    `step(state, batch, limit)`, with a scalar, also skips a step whose loss is above `limit`
+    `step(state, batch, limit)` also skips a step whose loss is above `limit`, a scalar
     (`run.spikes` computes such a limit). A leaf without a gradient stays as it is.
 
     Args:
@@ -106,9 +106,10 @@ def make(
             `precision.ScaledGrad`, and the step adjusts the state's `scale`.
         optimizer: an optimizer that acts element by element, since each device updates its own
             shards, or one of `parallax.optimizers`.
-        max_norm: the largest global norm, over all shards: larger gradients are scaled down to it.
-        reduce_norm_over: axes whose collective algorithms add the shards' sums of squares for the
-            norm, such as `ring("data")`; over all other axes `lax.psum` adds them.
+        max_norm: the largest global norm of the gradients, over all shards; larger gradients are
+            scaled down to this norm.
+        reduce_norm_over: axes, such as `ring("data")`, whose own algorithms add the shards' sums of
+            squares for the norm; over all other axes `lax.psum` adds these sums.
         after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
             changes, such as batch statistics.
         extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`. By
@@ -187,8 +188,9 @@ def _lost(
     the same on all devices.
 
     A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    is used only for its dtype, in which the lost numbers are added up. Along the axes in `axes`
-    their own algorithms add the devices' numbers, along all others `lax.psum`, as in `grads.norm`.
+    is used only for its dtype, in which the lost numbers are added up. The devices' numbers are
+    added as in `grads.norm`: along the axes in `axes` by the algorithms of these axes, and along
+    all other axes by `lax.psum`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -339,11 +341,11 @@ def init(
         optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
             default `rule`.
         scale: the first loss scale, for a `precision.ScaledGrad`.
-        trainable: the leaves that the optimizer has state for: a function of a leaf, which is a
-            traced array, or a tree of booleans, a prefix of the model. The gradient function gives
-            None for the others.
-        batch_axes: the mesh axes that split the batch. Over these only `rules.fsdp` and
-            `rules.experts` may split a parameter; `rules.specs` refuses any other rule that does.
+        trainable: chooses the leaves for which the optimizer has state. It is a function of a leaf
+            (a traced array), or a tree of booleans that is a prefix of the model. For all other
+            leaves the gradient function gives None.
+        batch_axes: the mesh axes that split the batch. Only `rules.fsdp` and `rules.experts` may
+            split a parameter over these axes; `rules.specs` refuses any other rule that does.
 
     Raises:
         ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
@@ -366,11 +368,10 @@ class Planned(NamedTuple):
     """A state that is planned but not made yet.
 
     Attributes:
-        init: makes the state, each shard on its device. `init()` makes a new model. `init(model)`
-            makes none, and takes the arrays of `model`, which must be whole (not shards).
-        shapes: a `jax.ShapeDtypeStruct` with its sharding for each array, and the other leaves of
-            the state.
-        specs: the spec of each array.
+        init: a function that makes the state, each shard on its device. `init()` makes a new model.
+            `init(model)` takes the arrays of `model` instead, which must be whole (not shards).
+        shapes: the state, in which a `jax.ShapeDtypeStruct` with a sharding stands for each array.
+        specs: the state, in which a spec stands for each array.
     """
 
     init: Callable[..., State]
@@ -401,8 +402,8 @@ def planned(
         optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
             default `rule`.
         scale: the first loss scale, for a `precision.ScaledGrad`.
-        trainable: the leaves that the optimizer has state for: a function of a leaf, which is a
-            traced array, or a tree of booleans, a prefix of the model.
+        trainable: chooses the leaves for which the optimizer has state. It is a function of a leaf
+            (a traced array), or a tree of booleans that is a prefix of the model.
         batch_axes: the mesh axes that split the batch, over which only `rules.fsdp` and
             `rules.experts` may split a parameter.
 
@@ -415,7 +416,8 @@ def planned(
     statics = []
 
     def make_arrays():
-        """Returns a new model with None for its static leaves, which it adds to `statics`."""
+        """Returns a new model with None in place of its static leaves, and adds these to
+        `statics`."""
         arrays, static = eqx.partition(make_model(), trees.is_array)
         # `jax.eval_shape` returns only arrays, so the static leaves are stored in this list.
         statics.append(static)
@@ -451,8 +453,8 @@ def planned(
         return dataclasses.replace(state, model=eqx.combine(state.model, statics[0]))
 
     def init(given=None):
-        """Returns the state of a new model, or, if `given` is a model with whole arrays, of that
-        one."""
+        """Returns the state of the model `given`, whose arrays are whole; if `given` is None, the
+        state of a new model."""
         return with_static(make_in_place(given))
 
     return Planned(init, with_static(shapes), specs)
@@ -462,8 +464,8 @@ def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
     """Returns a function that makes a state under `jit`. If its argument is None, it makes the
-    state by `make()`. Else the argument is a model with whole arrays, and it makes the state by
-    `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the shardings."""
+    state by `make()`. Else the argument is a model with whole arrays, and the function makes the
+    state by `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the shardings."""
     # The compiled functions return leaves, not a tree. If static fields of a model are functions,
     # each `make_model()` may make new functions, and its tree then has another structure.
     leaves, structure = jax.tree.flatten(shapes)

@@ -2,18 +2,19 @@
 
 A record of values is made in a `with recording():` block. Outside of one, `tap` returns its
 argument and adds nothing to the program. Inside, `tap` is an identity whose lowering calls back to
-Python. Its transpose is another identity, which reports the cotangent. So taps work under `scan`,
-`checkpoint`, `vmap`, `shard_map` and in pipelines. In a jaxpr a tap has no effect (in JAX's sense),
-so transformations treat it like any other operation. Users call `tap` as `bisect.tap`, so errors
-name it so.
+Python. The transpose of the tap is another identity, which reports the cotangent. So taps work
+under `scan`, `checkpoint`, `vmap`, `shard_map` and in pipelines. In a jaxpr a tap has no effect (in
+JAX's sense), so transformations treat it like any other operation. Users call `tap` as
+`bisect.tap`, so errors use this name.
 
 `tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
-numbers of the microbatch and the layer, and positions for some dims. Its `way` says what it
-reports. FORWARD: the value; LINEAR, for the tap of a tangent: nothing; BACKWARD: the cotangent;
-AFTER: a value that is computed after the backward pass. Its `mark`, a `Mark`, has the name of the
-tap (`path`), and says how the value is split (`dims`, `terms`). Its `recorder` is the object to
-which it reports. `RECORDER` holds the recorder that is active now, and `AT` the numbers of the
-microbatch and the layer that `recording.at` set.
+numbers of the microbatch and the layer, and, for some dims, the positions of the value's elements.
+Its `way` says what the tap reports: FORWARD means the value; LINEAR, for the tap of a tangent,
+means nothing; BACKWARD means the cotangent; AFTER means a value that is computed after the backward
+pass. Its `mark`, a `Mark`, has the name of the tap (`path`), and says how the value is split
+(`dims`, `terms`). Its `recorder` is the object to which the tap reports. `RECORDER` holds the
+recorder that is active now, and `AT` holds the numbers of the microbatch and the layer that
+`recording.at` set.
 """
 
 import contextlib
@@ -68,14 +69,14 @@ class Report(NamedTuple):
 
     Attributes:
         mark: the mark of the tap.
-        way: `forward`; `backward` for a cotangent; `after` for a value that is computed after the
-            backward pass.
+        way: `forward` for a value of the forward pass, `backward` for a cotangent, or `after` for a
+            value that is computed after the backward pass.
         device: the device's index along each axis of the mark's `sizes`.
         microbatch: the number of the microbatch; -1 if the device had no job.
         layer: the number of the layer; -1 if the value belongs to no layer.
         value: the device's block of the value.
-        places: for each dim in the mark's `placed`, the positions of its elements in the whole
-            array.
+        places: for each dim in the mark's `placed`, the positions of the block's elements in the
+            whole array.
     """
 
     mark: Mark
@@ -91,7 +92,8 @@ class Recorder:
     """The object to which taps report.
 
     Attributes:
-        paths: for each path its index, from 0, in the order in which the taps were first traced.
+        paths: the index of each path. Indices count from 0, in the order in which the taps were
+            first traced.
         marks: the mark of each path, as it was first traced.
         reports: the reports of all devices, in any order.
     """
@@ -105,8 +107,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Makes taps report to the recorder that it yields. This is for programs that are traced inside
-    the `with` block.
+    """Yields a recorder, and makes taps report to it, in programs that are traced inside the `with`
+    block.
 
     A program that `jax.jit` traced before is not traced again, and reports nothing.
     """
@@ -127,7 +129,7 @@ def tap(
 ) -> Shaped[Array, "*dims"]:
     """Returns `x`. Inside `recording`, `x` and its cotangent are reported under the name `path`.
 
-    Outside of it a tap costs nothing.
+    Outside of `recording` a tap costs nothing.
 
     Args:
         x: a value of the model: on each device, its block.
@@ -138,8 +140,8 @@ def tap(
             axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the batch has
             its own value, and that the whole value is their mean, as for a loss. Along all axes
             that the spec does not name, the devices must have the same value.
-        places: for each dim that is not split into equal blocks in order, the positions of its
-            elements in the whole array.
+        places: for each dim that is not split into equal blocks in order, the positions of this
+            device's elements in the whole array.
 
     Raises:
         ValueError: the spec has more dims than `x`, or a value that is split differently has the
@@ -164,13 +166,14 @@ def tap_tree(
     Args:
         tree: any tree.
         path: the first part of the names.
-        specs: a tree with a spec at the path of each array of `tree`; it may also have specs at
-            other paths.
-        without: the axes over which the arrays were gathered, so that the axes in `specs` no longer
-            split them.
+        specs: a tree with a spec at the path of each array of `tree`; the tree may also have specs
+            at other paths.
+        without: the axes over which the arrays were gathered. `specs` may name these axes, but they
+            no longer split the arrays.
         loops: the number of leading dims that are in the specs but not in the arrays, because a
             loop, such as a scan over layers, takes one slice of these dims at a time.
-        way: `AFTER` for values that are computed after the backward pass and have no cotangent.
+        way: `FORWARD`, or `AFTER` for values that are computed after the backward pass and have no
+            cotangent.
     """
     if not is_on():
         return tree
@@ -202,9 +205,9 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
-    """Returns `x`, tapped as `path`, and adds its mark to the recorder. `spec` is the split of the
-    whole value over the mesh's axes. `places` has, for some dims, the positions of the elements of
-    `x` in the whole array. `way` is FORWARD or AFTER."""
+    """Returns `x`, tapped as `path`, and adds the tap's mark to the recorder. `spec` is the split
+    of the whole value over the mesh's axes. `places` has, for some dims, the positions of the
+    elements of `x` in the whole array. `way` is FORWARD or AFTER."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:
@@ -298,8 +301,8 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 def _differentiated(primals, tangents, **params):
     """Returns the tapped `x` and the tapped tangent of `x`: the forward derivative of `tap_p`.
-    `primals` are its operands and `tangents` their tangents; `params` are the `mark`, the `way` and
-    the `recorder` of the tap."""
+    `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents; `params` are
+    the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
     # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; its transpose is the
     # tap of the cotangent. The other ways stay: LINEAR is linear already, and BACKWARD and AFTER
@@ -312,9 +315,9 @@ def _differentiated(primals, tangents, **params):
 
 
 def _transposed(cotangent, x, *others, **params):
-    """Returns the cotangents of the operands of `tap_p`: for `x` its cotangent, tapped unless it is
-    zero, and None for the others, which are integers. Only the transpose of the tap of a tangent
-    (LINEAR) is the tap of a cotangent (BACKWARD); other taps report no cotangent."""
+    """Returns the cotangents of the operands of `tap_p`: the cotangent of `x` (tapped, unless it is
+    zero), and None for each other operand, which is an integer. Only the transpose of the tap of a
+    tangent (LINEAR) is the tap of a cotangent (BACKWARD); other taps report no cotangent."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]

@@ -1,11 +1,11 @@
 """Tensor parallelism: a layer's weights are split over an axis, in Megatron's pair of layers.
 
-The first layer of a pair is column-parallel: each device has some of its outputs. The second is
-row-parallel: each device has some of its inputs. A device's outputs of the first layer are its
-inputs of the second, so nothing is sent between the two. `copy_to` stands before the pair (identity
-forward, all-reduce backward), and `reduce_from` after it (all-reduce forward, identity backward).
-In place of one axis, several may be given. With `()` nothing is split, and the same code runs on
-one device.
+The first layer of a pair is column-parallel: each device has some of the layer's outputs. The
+second layer is row-parallel: each device has some of the layer's inputs. A device's outputs of the
+first layer are its inputs of the second, so nothing is sent between the two. `copy_to` stands
+before the pair (identity forward, all-reduce backward), and `reduce_from` after it (all-reduce
+forward, identity backward). In place of one axis, several may be given. With `()` nothing is split,
+and the same code runs on one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
 axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
@@ -63,10 +63,10 @@ class Comms(NamedTuple):
         context_shards: the number of devices that split the tokens of the layers.
         over_tokens: the axis or axes that split the tokens of the residual stream.
         gathered: `(x)`: takes one row for each of this device's tokens of the residual stream, and
-            returns the rows of all tokens that the layers process, [B, T, ...]. They are the same
-            on all devices of `axis`, and no gradient flows through `gathered`.
+            returns the rows of all tokens that the layers process, [B, T, ...]. These rows are the
+            same on all devices of `axis`, and no gradient flows through `gathered`.
         wrap_experts: takes the function of a mixture of experts and returns a function whose
-            experts are split over an axis, as `experts.comms` does.
+            experts are split over an axis. `experts.comms` sets this attribute.
     """
 
     axis: Axis
@@ -88,12 +88,12 @@ class Comms(NamedTuple):
 
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     """Returns a `Comms` for Megatron's pairs over `axis`: the functions by which the layers of a
-    model communicate. Every device has all tokens.
+    model communicate.
 
-    So nothing gathers or splits tokens: `all_tokens` is only `copy_to`, and `local_tokens` is the
-    identity. `shared` are axes over which the vocabulary is split too, such as the stages of a
-    pipeline. `sum_partials`, after the look-up of the embeddings, and `all_tokens`, before the
-    output layer, communicate over these axes as well.
+    Every device has all tokens, so nothing gathers or splits them: `all_tokens` is only `copy_to`,
+    and `local_tokens` is the identity. `shared` are axes over which the vocabulary is split too,
+    such as the stages of a pipeline. `sum_partials`, after the look-up of the embeddings, and
+    `all_tokens`, before the output layer, communicate over these axes as well.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -114,7 +114,7 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
     Megatron's f.
 
     It is the identity forward. Backward, one all-reduce sums the devices' shares of the cotangent.
-    Its transpose is `reduce_from`.
+    The transpose of `copy_to` is `reduce_from`.
 
     Raises:
         ValueError: `x` varies along `axis` already, so the devices' cotangents are of different
@@ -136,7 +136,8 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
 def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
     """Returns the sum of the devices' partial results, on all devices: Megatron's g.
 
-    It is one all-reduce forward, and the identity backward. Its transpose is `copy_to`.
+    It is one all-reduce forward, and the identity backward. The transpose of `reduce_from` is
+    `copy_to`.
 
     Raises:
         ValueError: `x` is the same along one of the axes, so the sum would count it several times.
@@ -160,7 +161,7 @@ def column(
 ) -> Float[Array, "*batch_and_outputs_shard"]:
     """Returns a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
 
-    Backward it takes one all-reduce of the size of `x`.
+    The backward pass takes one all-reduce of the size of `x`.
 
     The outputs may have several dims, such as heads and head width; any of them may be split. The
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
@@ -186,7 +187,7 @@ def row(
 ) -> Float[Array, "... outputs"]:
     """Returns a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
-    Forward it takes one all-reduce of the size of the result.
+    The forward pass takes one all-reduce of the size of the result.
 
     The inputs may have several dims: the last dims of `x` and the first dims of `weight`. The
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
@@ -213,8 +214,8 @@ class ColumnLinear(eqx.Module):
     gives its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]: all outputs outside `shard_map`, and
-            this device's outputs inside.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Both have all outputs
+            outside `shard_map`, and this device's outputs inside.
         axis: the axis or axes that the outputs are split over; `()` on one device.
     """
 
@@ -243,8 +244,8 @@ class RowLinear(eqx.Module):
     gives its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]. Outside `shard_map` the weight has all
-            inputs; inside, this device's inputs.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. The weight has all
+            inputs outside `shard_map`, and this device's inputs inside.
         axis: the axis or axes that the inputs are split over; `()` on one device.
     """
 
@@ -254,8 +255,8 @@ class RowLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
     ) -> Float[Array, "*batch outputs"]:
-        """Returns all outputs: the sum of the devices' products, plus the bias. `x` is one vector
-        or several, of which this device has some inputs. `key` is ignored, as in Equinox.
+        """Returns all outputs: the sum of the devices' products, plus the bias. `x` has this
+        device's inputs, of one vector or of several. `key` is ignored, as in Equinox.
 
         Raises `ValueError` if the weight is not split along its inputs, or does not fit `x`.
         """
@@ -267,13 +268,14 @@ class RowLinear(eqx.Module):
 class Embedding(eqx.Module):
     """`eqx.nn.Embedding` with its rows split over an axis: `W[V_X, D], ids[B] -> [B, D]`.
 
-    It takes one all-reduce of the result.
+    A call takes one all-reduce of the size of the result.
 
     `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`.
     `rule` gives its specs. A call takes one id, as `eqx.nn.Embedding` does, or an array of ids.
 
     Attributes:
-        embedding: weight [rows, width]: all rows outside `shard_map`, this device's inside.
+        embedding: the table, with weight [rows, width]. It has all rows outside `shard_map`, and
+            this device's rows inside.
         axis: the axis or axes that the rows are split over; `()` on one device.
     """
 
@@ -311,11 +313,12 @@ def rule(model: PyTree) -> Rule:
 
     It gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**", P()))`
     leaves them whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a weight may
-    have further dims in front of its last two, and these are not split.
+    have further dims in front of its last two, and these further dims are not split.
 
     Raises:
-        ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. It reads the number of
-            its heads from a static field, so on a shard it would compute narrower heads.
+        ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. The attention reads
+            the number of its heads from a static field, so on a shard it would compute narrower
+            heads.
     """
     _check_attention(model)
 
@@ -426,9 +429,9 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit.
 
-    It must take the inputs of this device, and the same axes of `axis` must split its inputs and
-    those of `x`. The inputs are the first dims of the weight and the last dims of `x`. `name` is
-    the caller's, for the message.
+    The weight must take the inputs of this device, and the same axes of `axis` must split the
+    inputs of the weight and the inputs of `x`. The inputs are the first dims of the weight and the
+    last dims of `x`. `name` is the name of the calling function, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
@@ -469,7 +472,7 @@ def embed(
     """Returns the rows `ids` of a table whose rows are split over `axis`:
     `W[V_X, D], ids[B] -> [B, D]`.
 
-    `table` has this device's rows, and `ids` are numbers of rows of the whole table. `vocabulary`
+    `table` has this device's rows, and `ids` are indices of rows of the whole table. `vocabulary`
     is the number of rows without padding; by default all rows. An id outside the vocabulary gives
     nan, or zeros if its number in `weights` is 0; the rows are not multiplied by `weights`. One
     all-reduce sums the devices' results of `embed_partial`.
@@ -489,13 +492,13 @@ def embed_partial(
 ) -> Float[Array, "*batch width"]:
     """Returns this device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing is sent.
 
-    Each device looks up the rows that it holds, and gives zeros for the ids of other devices. An id
-    outside the vocabulary gives nan on every device, or zeros if its weight is 0. No row gets a
-    gradient from such an id.
+    Each device looks up the rows that it holds, and gives zeros for ids whose rows other devices
+    hold. An id outside the vocabulary gives nan on every device, or zeros if its weight is 0. No
+    row gets a gradient from such an id.
 
     Args:
         table: this device's rows.
-        ids: numbers of rows of the whole table.
+        ids: indices of rows of the whole table.
         axis: the axis or axes that the rows are split over; `()` if they are whole.
         weights: the weights of the ids; only whether a weight is 0 matters.
         vocabulary: the number of rows without padding; by default all rows.
@@ -536,7 +539,7 @@ def cross_entropy(
 
     Args:
         logits: this device's columns.
-        targets: numbers of columns of the whole vocabulary.
+        targets: indices of columns of the whole vocabulary.
         axis: the axis or axes that the columns are split over; `()` if they are whole.
         weights: the factors of the positions' losses. For a weighted mean over tokens, see
             `parallax.cross_entropy.normalized`.
@@ -586,8 +589,8 @@ def _held(ids, rows: int, axis: Axis):
 def _outside(ids, vocabulary: int):
     """Returns whether each id is outside the vocabulary.
 
-    Ids are compared in their own dtype: an int64 id may not fit in int32, and the vocabulary's last
-    number may not fit in a narrow dtype.
+    Ids are compared in their own dtype: an int64 id may not fit in int32, and the last id of the
+    vocabulary may not fit in a narrow dtype.
     """
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 

@@ -1,15 +1,16 @@
 """Lays the devices of a mesh on a torus of TPUs, so that a ring along an axis sends to neighbours.
 
-Each dim of the torus is factored into *pieces*, one for each axis of the mesh. So the devices along
-an axis form a box, whose *sides* are the axis's pieces of the dims. The ring of the axis is a
-closed path through that box, of single steps if possible: it goes out along one side, and comes
-back through all other points. A *cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are
-tried, and the one whose hops cross the fewest links is taken. Of two equal cuts, the one with
-shorter hops along the last axes of the mesh is taken, and then the one with fewer pieces: if two
-axes share a dim, their long hops share its links. A *laying* of a dim gives each combination of the
-axes' coordinates a place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). `line` and
-`lines` are such arrays. A *path* is the order in which the ring of an axis visits the points of its
-box. `metrics[dim]` has the number of links between each two places of a dim.
+The length of each dim of the torus is factored into *pieces*, one factor for each axis of the mesh.
+So the devices along an axis form a box, whose *sides* are the axis's pieces of the dims. The ring
+of an axis is a closed path through the axis's box: it goes out along one side, and comes back
+through all other points, by steps to neighbouring points if possible. A *cut* is one choice of all
+pieces; `cut[dim][axis]` is one piece. All cuts are tried, and the cut whose hops cross the fewest
+links is taken. Of two equal cuts, the cut with shorter hops along the last axes of the mesh is
+taken, or else the cut with fewer pieces above 1: if two axes share a dim, the long hops of both
+cross the same links. A *laying* of a dim gives each combination of the axes' coordinates a place
+along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). In the code, `line` is such an array,
+and `lines` are several. A *path* is the order in which the ring of an axis visits the points of its
+box. `metrics[dim]` is an array with the number of links between each two places of the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -58,7 +59,7 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     or if the axes cannot be split between the slices.
 
     Args:
-        devices: their number is the product of `sizes`. A TPU has `coords`, `core_on_chip`,
+        devices: the devices, as many as the product of `sizes`. A TPU has `coords`, `core_on_chip`,
             `device_kind` and perhaps `slice_index`.
         sizes: the sizes of the mesh's axes.
     """
@@ -70,7 +71,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
     # `inner` is the shape of one slice: each must have that many devices.
     are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
-    # Such devices are not placed by coordinates. They stay slice by slice, in the order given.
+    # Devices of unequal slices, and devices that are no TPUs, are not placed by coordinates. They
+    # stay slice by slice, in the order given.
     if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
     arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
@@ -86,8 +88,9 @@ def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
     A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
     number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
-    that are possible. The product of all factors is `count`. If no factors of the axes have this
-    product, it is a smaller divisor of `count`, and `device_array` ignores the coordinates.
+    that are possible. The product of all factors is `count`. If no factors of the sizes have this
+    product, the product of the result is a smaller divisor of `count`, and `device_array` ignores
+    the coordinates.
     """
     factors = []
     for size in sizes:
@@ -117,7 +120,7 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
         for chip, device in zip(chips.tolist(), devices, strict=True)
     }
     rings = closed_dims(devices[0].device_kind in FLAT, box)
-    # The chips do not fill the box, or have unequal numbers of cores.
+    # In this case the chips do not fill the box, or have unequal numbers of cores.
     if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
     # The coordinates and the core of each device, in the order of the mesh.
@@ -133,12 +136,12 @@ def hops(
 ) -> list[float]:
     """Returns, for each axis, the mean number of links that a hop of the axis's ring crosses.
 
-    An axis of one device has no hop. It gets 1, a factor that changes no cost.
+    An axis of one device has no hop. The result for it is 1, a factor that changes no cost.
 
     Args:
         box: the chips along each dim of the torus.
         rings: whether each dim closes in a ring.
-        cores: the devices of a chip.
+        cores: the number of devices on a chip.
         sizes: the sizes of the mesh's axes.
     """
     here = coordinates(box, rings, cores, sizes)
@@ -163,7 +166,7 @@ def coordinates(
     Args:
         box: the chips along each dim of the torus.
         rings: whether each dim closes in a ring.
-        cores: the devices of a chip; a message between them crosses no link.
+        cores: the number of devices on a chip; a message between two of them crosses no link.
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
     """
     best, cost = None, math.inf
@@ -200,10 +203,10 @@ def _laid(
     """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: the pieces of each dim of the torus, and last those of the cores on a chip, which count
-            as one more dim.
-        lines: for each dim, its laying: one of `_lines`.
-        paths: for each axis, the path through its box: one of `_paths`.
+        cut: the pieces of each dim of the torus. The last entry has the pieces of the cores on a
+            chip, which count as one more dim.
+        lines: for each dim, its laying, which is one of the results of `_lines`.
+        paths: for each axis, the path through its box, which is one of the results of `_paths`.
         sizes: the sizes of the mesh's axes.
     """
     places = np.zeros((*sizes, len(cut)), int)
@@ -225,14 +228,14 @@ def _laid(
 def _links(size: int, ring: bool) -> np.ndarray:
     """Returns the number of links between each two places of a dim: an array [size, size].
 
-    On a `ring` the shorter way round counts.
+    If `ring` is true, the dim closes in a ring, and the shorter way round counts.
     """
     distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
     return np.minimum(distance, size - distance) if ring else distance
 
 
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
-    """Yields each way to cut the dims of a box: `cut[dim][axis]`.
+    """Yields each way to cut the dims of a box; `cut[dim][axis]` is one piece, a whole number.
 
     The pieces of a dim multiply to its length, and the pieces of an axis to the axis's size. The
     search goes dim by dim, and divides the axes' sizes by the chosen pieces. A cut is complete if
@@ -265,14 +268,14 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the ways to lay the pieces of a dim along the dim, each an array of shape `pieces`.
+    """Returns the ways to lay the pieces of a dim along it. Each way is an array of shape `pieces`.
 
     The array gives the place along the dim of each combination of digits; a digit is an axis's
     coordinate in its piece. Any axis may be the innermost. For each digit of an outer axis, the
-    digits of the inner axes fill a stretch of neighbouring places. In every second stretch they may
-    be in reverse order. With two axes, the end of a stretch and the beginning of the next then have
-    the same inner digit, so the outer axis goes from one to the other by a hop of one link. With
-    three axes or more, not all stretches join so.
+    digits of the inner axes fill a stretch of neighbouring places. In every second stretch the
+    digits may be in reverse order. With two axes, the end of a stretch and the beginning of the
+    next then have the same inner digit, so the outer axis goes from one stretch to the next by a
+    hop of one link. With three axes or more, not all stretches follow each other like this.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -308,10 +311,10 @@ def _costs(
     Args:
         axis: the index of the axis.
         cut: the pieces of each dim.
-        lines: for each dim, its layings: the result of `_lines`.
-        metrics: for each dim, the links between each two places.
+        lines: for each dim, its layings, as `_lines` returns them.
+        metrics: for each dim, the number of links between each two places.
     """
-    # `side` counts the dims in which the axis has a piece: the columns of a path are these dims.
+    # `side` counts the dims in which the axis has a piece above 1; a path has a column for each.
     sides, side = _sides(axis, cut), 0
     costs = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
     for dim, pieces in enumerate(cut):
@@ -337,12 +340,12 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns, for each path, the fraction of its steps that go from coordinate i to coordinate j
-    along a side.
+    """Returns, for each path through a box, the fraction of the path's steps that go from
+    coordinate i to coordinate j along a side of the box.
 
-    The array is [paths, sides, i, j], padded to the longest side. A step that moves along another
-    side goes from i to i. The sum of the fractions, each times the links between i and j, is the
-    mean number of links of a hop.
+    The array is [paths, sides, i, j], with i and j padded to the longest side. Along a side, a step
+    that moves along another side goes from i to i. The sum of the fractions, each times the links
+    between i and j, is the mean number of links of a hop.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -356,11 +359,11 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns paths that visit each point of a box once, each an array [points, sides].
+    """Returns paths that visit each point of a box once. Each path is an array [points, sides].
 
-    `sides` are the lengths of the box. The ring of an axis follows a path, and goes from its last
-    point back to the first. For each order of the sides there are one or two paths, and
-    `coordinates` takes the path of all that costs least.
+    `sides` are the lengths of the box's sides. The ring of an axis follows a path, and goes from
+    the path's last point back to its first. For each order of the sides there are one or two paths.
+    Of all these paths `coordinates` takes the one that costs least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):
@@ -396,7 +399,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns all points of a box in an order in which each point is one step from the one before.
 
-    `sides` are the lengths of the box. Every second row runs backward, so that no step is longer.
+    `sides` are the lengths of the box's sides. Every second row runs backward, so that no step is
+    longer than one place.
     """
     points: list[tuple[int, ...]] = [()]
     for size in sides:

@@ -16,12 +16,12 @@ AnyMesh = Mesh | AbstractMesh  # an AbstractMesh has no devices: programs are on
 
 
 class DiskForm(NamedTuple):
-    """Two functions, for `run.checkpoint.Checkpoints`: from a state to the form in which it is
-    stored, and back.
+    """Two functions for `run.checkpoint.Checkpoints`: one turns a state into the form in which the
+    state is stored, and the other turns this form into the state.
 
     Attributes:
-        to_disk: turns a state into the form that is the same for all layouts (splits over devices).
-            It uses only `jax.numpy` on the arrays, since it is compiled.
+        to_disk: turns a state into a form that is the same for all layouts (splits over devices).
+            The function uses only `jax.numpy` on the arrays, since it is compiled.
         from_disk: the inverse of `to_disk`.
     """
 
@@ -45,7 +45,8 @@ def is_inexact(leaf: Any) -> bool:
 def is_spec(leaf: Any) -> bool:
     """Returns whether a leaf is a `PartitionSpec`.
 
-    It serves as `is_leaf` for trees of specs, since JAX would otherwise open a spec as a tuple.
+    The function serves as `is_leaf` for trees of specs, since JAX would otherwise open a spec as a
+    tuple.
     """
     return isinstance(leaf, PartitionSpec)
 
@@ -59,8 +60,8 @@ def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     """Returns a dict from the dotted path of each spec of a tree to the spec.
 
     Raises:
-        ValueError: two specs have one dotted path, as those of the key "a.b" and of a key "b"
-            inside "a" have.
+        ValueError: two specs have the same dotted path, as the spec at the key "a.b" and the spec
+            at a key "b" inside "a" have.
     """
     named = [
         (dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)
@@ -84,7 +85,7 @@ def twice(paths: Sequence[str]) -> list[str]:
 class SpecsByPath(dict[str, PartitionSpec]):
     """A dict from path to spec that is also a rule: a function of (path, leaf) that returns a spec.
 
-    For a path that is not in the dict it returns None. `rules.specs` refuses most rules that
+    For a path that is not in the dict the rule returns None. `rules.specs` refuses most rules that
     give no leaf a spec; an empty dict is allowed.
     """
 

@@ -76,7 +76,8 @@ class Wording(NamedTuple):
         change: a function that takes the fields that the caller wrote and the new values, and
             returns the text that the caller should write.
         fixed: the sizes that the caller cannot change.
-        accepts: whether a change passes all other checks of the caller.
+        accepts: a function that takes a change, and returns whether the change passes all other
+            checks of the caller.
     """
 
     value: Callable[[str, Any], str]
@@ -127,11 +128,11 @@ def refusal(
     misread: str = "",
 ) -> str | None:
     """Returns the message for a layout whose `fields` are wrong or do not fit `sizes`, with a
-    proposal; None if it fits.
+    proposal; None if the layout fits.
 
     Args:
         fields: a layout's fields by name.
-        sizes: an empty dict, to check the fields alone; or one with layers, heads, hidden, rows
+        sizes: an empty dict, to check the fields alone; or a dict with layers, heads, hidden, rows
             (the vocabulary's, with padding), batch (sequences) and tokens (of a sequence), and
             perhaps experts, devices and processes.
         wording: the form of the message.
@@ -175,8 +176,8 @@ def fits(fields: Fields, sizes: Fields) -> bool:
 def repaired(
     fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Returns `change` and all further changes that it makes necessary; None if the fields then
-    still do not fit, or fit only with a change of a `fixed` size."""
+    """Returns `change` and all further changes that `change` makes necessary; None if the fields
+    then still do not fit, or fit only with a change of a `fixed` size."""
     sizes = _with_experts(sizes)  # 1 expert if the caller's sizes have no number
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
@@ -212,7 +213,7 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     not fit the layout.
 
     With `to_repair`, the order is the one in which `repaired` cures them: first the axes, whose
-    product is the number of devices, and then the sizes that must be multiples of them.
+    product is the number of devices, and then the sizes that must be multiples of the axes.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
@@ -232,8 +233,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
 
 
 def _values(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each field whose type or value is wrong. Its cure is the value that the
-    caller may have meant, the closest choice, or 1 for a count out of bounds."""
+    """Yields a fault for each field whose type or value is wrong. The cure is the value that the
+    caller may have meant, or the closest choice, or 1 for a count out of bounds."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
         # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.
@@ -251,7 +252,8 @@ def _values(fields: Fields) -> Iterator[Fault]:
 
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for the first size that is not a whole number above 0, or is too large.
-    Otherwise yields one if the machine's devices cannot be shared evenly among its processes."""
+    If there is no such size, yields a fault if the machine's devices cannot be shared evenly among
+    its processes."""
     # The cure: the least `devices` or `batch` that fits the layout, and 1 for any other size.
     least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
@@ -300,8 +302,8 @@ def _choices(fields: Fields) -> Iterator[Fault]:
 
 def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
     """Yields a fault for each choice about pipelines that has nothing to act on, or that another
-    choice excludes. With several chunks per stage (`chunks`), also yields one if the microbatches
-    are not a multiple of the stages."""
+    choice excludes. With several chunks per stage (`chunks`), also yields a fault if the
+    microbatches are not a multiple of the stages."""
     P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
     if fields["chunks"] > 1 and P == 1:
         needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
@@ -354,7 +356,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         if name in sizes and sizes[name] % t:
             needed = f"Layout: {what} ({{{name}}}) must be a multiple of {{tensor}}."
             cure = {"tensor": closest_divisor(heads_and_hidden, t)}
-            # The third argument is the note that follows the cure in the message.
+            # The third argument is the note that follows the first cure in the message.
             yield Fault(needed, (cure,), ", which divides it")
     if "layers" in sizes and sizes["layers"] % (P * v):
         fewer_stages = {"stage": closest_divisor(sizes["layers"], P), "chunks": 1}
@@ -509,8 +511,8 @@ def _devices(fields: Fields) -> int:
 
 
 def closest_divisor(number: int, size: int) -> int:
-    """Returns the divisor of `number` that is closest to `size`; of two equally close ones, the
-    smaller."""
+    """Returns the divisor of `number` that is closest to `size`; it may be larger than `size`. Of
+    two equally close divisors, it is the smaller."""
     # No divisor is larger than the number itself.
     size = min(number, size)
     # The closest numbers are tried first; at each distance, the smaller number.
@@ -574,7 +576,7 @@ def _with_experts(sizes: Fields) -> Fields:
 
 
 def _without_fields(sizes: Fields) -> dict[str, Any]:
-    """Returns the sizes without those that are also fields of a layout: without `processes`."""
+    """Returns the sizes without `processes`, the only size that is also a field of a layout."""
     return {name: value for name, value in sizes.items() if name not in DEFAULTS}
 
 

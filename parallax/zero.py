@@ -7,20 +7,20 @@ keeps n equal copies of everything. Here each device keeps a share:
     ZeRO-2  `accumulated` around `reduce_scattered`; `sharded` optimizer   also gradients 1/n
     ZeRO-3  `averaged` around `gathered` blocks; `gathered_once` the rest  also parameters 1/n
 
-ZeRO-1 moves the bytes of data parallelism, 2 (n - 1)/n of the parameters' bytes per step, as one
-reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
+ZeRO-1 sends as many bytes as data parallelism, 2 (n - 1)/n of the parameters' bytes per step, by
+one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
 microbatch (again in the backward pass) and scatters once.
 
 A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
 says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
 was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
-over the axes that its spec names, and summed over the others. It is not summed over axes that split
-the parameter itself (experts). A mean divides by the product of the sizes of all axes.
+over the axes that its spec names, and summed over the others. A leaf is not summed over axes that
+split the parameter itself (experts). A mean divides by the product of the sizes of all axes.
 `splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a `Split`: the
-dim, and those axes of `axis` that split it. `sequence_after(x, y)` is `x`; on a CPU each of its
-arrays waits for all of `y`, so that all devices send in one order: else they could wait for each
-other forever.
+dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a CPU each
+array of `x` waits for all of `y`, so that all devices send in one order: else they could wait for
+each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
 `ZeRO` makes them all, from a stage, an axis and the model's rule.
@@ -88,7 +88,8 @@ def reduce_scattered(
         return total / axis.size()
 
     def scatter(value, gradients, params, names):
-        """Scatters the gradients; `names` has for each leaf the axes over which it is to be summed.
+        """Scatters the gradients; `names` has for each leaf the axes over which its gradient is to
+        be summed.
 
         Returns the value (the loss, or loss and aux), the shares of the gradients, and for each
         leaf the axes over which its gradient must still be summed.
@@ -133,9 +134,9 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     are returned unchanged, not summed.
 
     Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient function in
-    `reduce_scattered`, which recognises shares by their shape, sums the leaves that stay whole, and
-    divides. `axis` must not have an axis that splits a parameter without ZeRO already, such as the
-    experts' axis.
+    `reduce_scattered`. That function recognises shares by their shape, sums the leaves that stay
+    whole, and divides all gradients. `axis` must not contain an axis that splits a parameter even
+    without ZeRO, such as the experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -153,17 +154,18 @@ def sharded(
     """Returns `optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for an
     optimizer that acts element by element.
 
-    Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that
-    share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes move. If
-    gradients have their full shape, `update` averages and scatters them itself, or, if they are
-    averaged already, takes the device's share. Inside the map, its `init` returns the device's
-    share of the state. Outside, where arrays are global, `init` returns the whole state, for which
-    `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
+    The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
+    updates that share of the parameters, and gathers the updates: (n - 1)/n of the parameters'
+    bytes move. Gradients of full shape are averaged and scattered by `update` itself; of gradients
+    that are averaged already, `update` only takes the device's share. Inside `shard_map`, the
+    returned `init` makes the device's share of the state. Outside, where arrays are global, `init`
+    returns the whole state, for which `rules.optimizer_specs(optimizer, params, specs)` gives the
+    specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
-    that combines elements of a gradient, as by a norm, would see only those of a share, so it is
-    refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or
-    `grads.clipped`, which take the norm over all shares.
+    that combines elements of a gradient, as by a norm, would see only the elements of a share, so
+    it is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in
+    `step.make` or `grads.clipped`, which take the norm over all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -225,8 +227,9 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """Returns this device's share of the mean of a gradient, which has its parameter's shape and
-    differs between devices along the axes `local`. `splits` are the splits into shares."""
+    """Returns this device's share of the mean of a gradient. The gradient has its parameter's
+    shape, and differs between devices along the axes `local`. `splits` are the splits into
+    shares."""
     # The devices have different terms only along the axes in `local`. They are summed by a
     # reduce-scatter along the splits over such axes, and by an all-reduce along the other axes in
     # `local`.
@@ -248,13 +251,13 @@ def gathered(
     axis: AxisLike,
     specs: Specs,
 ) -> Callable[..., Any]:
-    """Returns `function(params, ...)` for parameters that are stored as shares: it gathers them
-    before the function, and scatters their gradients after it. ZeRO-3.
+    """Returns `function(params, ...)` for parameters that are stored as shares: the parameters are
+    gathered before the function, and their gradients are scattered after it. This is ZeRO-3.
 
-    `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient of such a leaf is
-    the sum of the devices' gradients, reduce-scattered. If `gathered` wraps a block that a loop
-    runs, one layer at a time is gathered. Wrap the result in `remat.gathers`, or in another policy
-    of `remat`, to gather again in the backward pass, so that no gathered layer is kept:
+    Each leaf that `specs` split over `axis` is gathered, `A[I_X] -> A[I]`; the gradient of such a
+    leaf is the sum of the devices' gradients, reduce-scattered. If `gathered` wraps a block that a
+    loop runs, one layer at a time is gathered. Wrap the result in `remat.gathers`, or in another
+    policy of `remat`, to gather again in the backward pass, so that no gathered layer is kept:
 
         again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
@@ -282,13 +285,14 @@ def gathered_once(
     axis: AxisLike,
     specs: Specs,
 ) -> Grad:
-    """Returns `grad` for parameters that are stored as shares: it gathers them once before `grad`,
-    and sums and scatters their gradients after it.
+    """Returns `grad` for parameters that are stored as shares: the parameters are gathered once
+    before `grad`, and their gradients are summed and scattered after it.
 
-    It is for parameters that all microbatches need and that are too small to be gathered in each,
-    such as embeddings beside `gathered` blocks. Leaves whose spec is None or does not name `axis`
-    are passed unchanged, and so are their gradients. Wrap the result in `grads.averaged`, which
-    sums the gradients of these leaves, and divides all gradients by the number of devices.
+    It is for parameters, such as embeddings beside `gathered` blocks, that all microbatches need
+    and that are too small to be gathered again in each microbatch. Leaves whose spec is None or
+    does not name `axis` are passed unchanged, and so are their gradients. Wrap the result in
+    `grads.averaged`, which sums the gradients of the unchanged leaves, and divides all gradients by
+    the number of devices.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -318,10 +322,10 @@ class PartSpecs(NamedTuple):
     """Specs for the parts of a model whose parameters are stored as shares.
 
     Attributes:
-        ends: the specs of the model, with None in place of the blocks: for `gathered_once`, or for
-            `gathered` around the loss.
-        stage: the specs of the blocks as a stage of a pipeline sees them, [layers, ...]; without a
-            pipeline, as the model has them.
+        ends: the specs of the model, with None in place of the blocks. They are for
+            `gathered_once`, or for `gathered` around the loss.
+        stage: the specs of the blocks of a pipeline stage, whose arrays are [layers, ...]; without
+            a pipeline, the specs of the model's blocks.
         layer: the specs of one layer, for `gathered` around the block that a loop runs.
     """
 
@@ -339,8 +343,8 @@ def part_specs(
 ) -> PartSpecs:
     """Returns three trees of specs, from the specs of a whole model whose blocks are stacked.
     `ends` is for `gathered_once`: the specs of the model (embeddings, head), with None in place of
-    the blocks. `layer` has those of one block, for `gathered`; `stage` has those of a pipeline
-    stage's blocks.
+    the blocks. `layer` has the specs of one block, for `gathered`; `stage` has the specs of a
+    pipeline stage's blocks.
 
     Args:
         specs: the specs of the model, as `rules.specs` gives them.
@@ -429,8 +433,8 @@ class ZeRO:
     Args:
         stage: 1, 2 or 3.
         axis: the axis, or the axes, that split the batch.
-        inside: the rule of the model without ZeRO, such as `tensor.rule(model)`, with P() for the
-            leaves that it does not know.
+        inside: the rule of the model without ZeRO, such as `rules.first(tensor.rule(model),
+            rules.match("**", P()))`.
         model: the model's arrays or their shapes, all of them whole.
         mesh: the mesh that the step runs on.
         min_size: leaves of fewer elements stay whole, as in `rules.fsdp`.
@@ -441,7 +445,8 @@ class ZeRO:
         specs: the specs of the shares, a tree like the model, for the functions of this module.
 
     Raises:
-        ValueError: there is no such stage, or no such axis in the mesh; or as `rules.specs` does.
+        ValueError: there is no such stage, or no such axis in the mesh; or `rules.specs` refuses
+            the specs.
     """
 
     stage: int
@@ -486,8 +491,9 @@ class ZeRO:
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `loss` for the parameters as they are stored: in stage 3 it checks their shapes
-        and gathers them first; in the other stages `loss` is returned unchanged."""
+        """Returns `loss` for the parameters as they are stored: in stage 3 the result checks the
+        shapes of the parameters, and gathers them first; in the other stages `loss` is returned
+        unchanged."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -499,9 +505,9 @@ class ZeRO:
         of the axis; each device keeps its share of the gradients.
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
-        microbatch before it adds them up. In stage 3 the gradients are scattered in the backward
-        pass of `loss`, so this function sums only those of leaves that stay whole. In all stages,
-        parameters that are not split as `rule` says are refused.
+        microbatch, and adds up the shares. In stage 3 the gradients are scattered in the backward
+        pass of `loss`, so this function sums only the gradients of leaves that stay whole. In all
+        stages, parameters that are not split as `rule` says are refused.
         """
 
         def scattered_grad(params, batch):

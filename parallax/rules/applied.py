@@ -3,10 +3,10 @@
 A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
 another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
 `fits` a spec that would be right, if one is known. The *placement* of a leaf is its spec and the
-rules that gave it; its *wrappers* are the `fsdp`s around the rule. `arrays` are the array leaves of
-a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle* if it
-places none. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of an `fsdp`
-maps globs of paths to dims that it must not split.
+rules that gave it; the *wrappers* of a leaf are the `fsdp`s around its rule. `arrays` are the array
+leaves of a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle*
+if it places none. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of an
+`fsdp` maps globs of paths to dims that it must not split.
 """
 
 import difflib
@@ -49,8 +49,8 @@ def specs(
     from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from
     `eqx.filter_eval_shape`.
 
-    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on its axes
-    and sizes are not found.
+    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on the mesh's
+    axes and sizes are not found.
 
     Raises:
         ValueError: the first of the errors below; `audit` returns all of them. Errors of the rules
@@ -77,8 +77,8 @@ class Audit(NamedTuple):
     """The specs that a rule gives the leaves of a tree, and the errors in them.
 
     Attributes:
-        specs: the valid specs, by the path of their array.
-        refusals: the errors, in the order in which `specs` would raise them.
+        specs: a dict from the path of an array to its spec, for each array with a valid spec.
+        refusals: the errors, in the order in which the function `specs` would raise them.
     """
 
     specs: dict[str, PartitionSpec]
@@ -96,7 +96,8 @@ def audit(
     and in the other specs.
 
     `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch,
-    or the name of one. Without a mesh, errors that depend on its axes and sizes are not found.
+    or the name of one. Without a mesh, errors that depend on the mesh's axes and sizes are not
+    found.
     """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
@@ -200,7 +201,7 @@ def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
     """Returns the placement of a leaf: the spec `given` by its rule, the spec after all `fsdp`s
-    around that rule, and what each of these did. `wrappers` are these `fsdp`s, the innermost
+    around that rule, and what each `fsdp` did. `wrappers` are these `fsdp`s, the innermost
     first."""
     spec, why = given, []
     for wrapper in wrappers:
@@ -249,7 +250,8 @@ def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
     """Yields the innermost rules, those that are neither a `first` nor an `fsdp`, in order.
 
-    Each comes with the `fsdp`s around it, the innermost first. `wrappers` are those around `rule`.
+    Each comes with the `fsdp`s around it, the innermost first. `wrappers` are the `fsdp`s around
+    `rule` itself.
     """
     if isinstance(rule, first):
         for part in rule.rules:
@@ -266,8 +268,8 @@ def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Pla
 
     Such a rule ends a list of rules as a default, and earlier rules may leave nothing for it.
     `taken` has the placements by earlier rules, by the leaf's index. But if the rule is inside an
-    `fsdp`, and no earlier rule inside that `fsdp` places a leaf, it must place one: otherwise that
-    `fsdp` would do nothing.
+    `fsdp`, and no earlier rule inside that `fsdp` places a leaf, `rule` must place one: otherwise
+    that `fsdp` would do nothing.
     """
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
     is_default = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())

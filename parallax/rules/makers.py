@@ -58,7 +58,7 @@ class experts(match):
 
 @dataclass(frozen=True, init=False)
 class first:
-    """The rule that returns the first spec that one of `rules` returns, asked in order."""
+    """The rule that asks `rules` in order, and returns the first spec that one of them gives."""
 
     rules: tuple[Rule, ...]
 
@@ -119,7 +119,7 @@ class fsdp:
         return f"fsdp({self.axis_name!r}, size={self.size})"
 
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
-        """Returns `spec` with one more dim split, or as it was, and the reason in words."""
+        """Returns `spec`, with one more dim split if one fits, and the reason in words."""
         entries = padded(spec, leaf.ndim)  # one for each dim
         # `keep` maps globs of paths to dims that stay unsplit.
         dims = [

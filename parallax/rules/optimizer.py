@@ -1,8 +1,8 @@
 """The specs of an optimizer's state, which is split like the parameters that it belongs to.
 
-A moment is an array of the state whose path ends with the path of a parameter, to which it belongs;
-`parameter_index` finds the parameter. An entry of a spec says which mesh axes split one dim, and
-`padded(spec, ndim)` has an entry for each dim.
+A moment is an array of the state whose path ends with the path of a parameter. The moment belongs
+to that parameter, which `parameter_index` finds. An entry of a spec says which mesh axes split one
+dim, and `padded(spec, ndim)` has an entry for each dim.
 """
 
 import itertools
@@ -21,12 +21,13 @@ from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, par
 
 
 class GatheredOptState(eqx.Module):
-    """The state of an optimizer of `parallax.optimizers`, which updates whole matrices.
+    """The state of an optimizer of `parallax.optimizers` that updates whole matrices.
 
     Attributes:
         groups: the state of each group of leaves; in the leaves of a group, the dims that count
             layers have the same sizes.
-        names: the axes along which matrices are whole; the layers are split over them instead.
+        names: the axes along which matrices are whole; the layers are split over these axes
+            instead.
         members: the paths of each group's leaves.
         leads: for each group, how many leading dims count layers, in its leaves and in every array
             of its state.
@@ -59,17 +60,17 @@ def optimizer_specs(
 
     A moment has the spec of its parameter. Other arrays, such as counts, have `P()`.
 
-    A moment may have another shape than its parameter if it is that parameter reduced over some
-    dims, which are dropped or kept as 1. The factored moments of Adafactor are an example. Each
-    remaining dim stays split as in the parameter. If dims have equal sizes, it may be unclear which
-    of them was reduced. A dim of the moment then stays split only if it is split alike in every
-    possible case. Any other shape raises `ValueError`, unless the parameter is whole: then its
-    state is whole too.
+    A moment may also have the shape of its parameter reduced over some dims. A reduced dim is
+    dropped, or kept with size 1. The factored moments of Adafactor are an example. Each remaining
+    dim stays split as in the parameter. If dims have equal sizes, it may be unclear which of them
+    was reduced. A dim of the moment then stays split only if it is split alike in every possible
+    case. Any other shape raises `ValueError`, unless the parameter is whole: then its state is
+    whole too.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
     leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
     optimizer of `parallax.optimizers` keeps its state in matrices that are whole along the axes
-    given to it, and splits the layers over these axes; `mesh`, if given, must have them.
+    given to it, and splits the layers over these axes; `mesh`, if given, must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks it.
@@ -88,7 +89,7 @@ def optimizer_specs(
 
     def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
         """Returns the spec of one array of the state. `spec_of_leaf` gives the spec of a parameter
-        by its name, and `spec_without_leaf` is for an array that belongs to none."""
+        by its name, and `spec_without_leaf` is for an array that belongs to no parameter."""
         i = parameter_index(path, paths)
         # A count belongs to no leaf.
         if i is None:
@@ -154,7 +155,7 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
     """Returns the spec of a leaf whose matrices are whole along the axes `names`.
 
     Its layers, the first `lead` dims, are split over these axes instead. A leaf without layers
-    (lead 0) is whole along them.
+    (lead 0) is whole along these axes.
 
     Args:
         entries: the entries of the parameter's spec, one for each dim.

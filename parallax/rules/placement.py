@@ -2,10 +2,10 @@
 
 An entry of a spec says which mesh axes split one dim; `entry_axes` gives them as a tuple. The
 *wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
-axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. Of
-a placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the
-name of the rule and its wrappers. *Stacked* axes are mesh axes that split the dim of stacked
-layers, in every leaf that has one.
+axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. In
+a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the wrappers, and
+`p.by` is the name of the rule and its wrappers. *Stacked* axes are mesh axes that split the dim of
+stacked layers, in every leaf that has one.
 """
 
 import math
@@ -28,7 +28,8 @@ class Refusal:
         where: the path of the leaf, or the rule.
         what: the text of the error, which says what was needed and what was found instead.
         cure: the text that says what to do.
-        fits: a spec that the leaf could have: its own, without the axes that do not fit.
+        fits: a spec that the leaf could have, which is its own spec without the axes that do not
+            fit.
     """
 
     kind: str
@@ -83,8 +84,8 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Returns the errors in the spec of a leaf. Each has in `fits` a spec to advise, except in the
-    case of `stacked` below.
+    """Returns the errors in the spec of a leaf. The `fits` of an error is a spec to advise. It is
+    None for a "does-not-divide" error if an axis in `stacked` splits the leaf.
 
     Args:
         p: the leaf and its spec.
@@ -101,7 +102,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns an error with a spec to advise, except in the case of `stacked`."""
+        """Returns an error with a spec to advise, unless it is "does-not-divide" and an axis in
+        `stacked` splits the leaf."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -174,8 +176,8 @@ def _batch_refused(
 def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim that is split over an axis which the mesh lacks, or whose size
-    is not a multiple of the number of devices along the axes that split it. `stacked` are the axes
+    """Yields an error for each dim whose axes do not fit: the mesh lacks one of these axes, or the
+    size of the dim is not a multiple of the number of devices along them. `stacked` are the axes
     that seem to split the layers of all leaves. The spec must have no more entries than the leaf
     has dims."""
     for dim, entry in enumerate(p.spec):
@@ -257,8 +259,8 @@ def _fitting(
 
 
 def free(leaf: Any, entries: list, size: int) -> list[int]:
-    """Returns the dims that no axis splits yet and that are multiples of `size`; `entries` are
-    those of the leaf's spec, one for each dim."""
+    """Returns the dims that no axis splits yet and that are multiples of `size`; `entries` are the
+    entries of the leaf's spec, one for each dim."""
     return [
         dim
         for dim, length in enumerate(leaf.shape)
@@ -282,6 +284,6 @@ def spec_of(entries: list) -> PartitionSpec:
 def name_of(rule: Callable[..., Any], wrappers: tuple[Any, ...] = ()) -> str:
     """Returns the name of a rule and of the wrappers around it, in words: `rule inside fsdp(...)`.
 
-    A rule that is a function has its `__qualname__`, and any other its `repr`.
+    The name of a function is its `__qualname__`, and the name of any other rule is its `repr`.
     """
     return " inside ".join([getattr(rule, "__qualname__", repr(rule)), *map(repr, wrappers)])
