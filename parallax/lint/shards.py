@@ -1,17 +1,19 @@
-"""Finds mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
+"""Finds mistakes with arguments that are split, from the specs of a `shard_map` and the operations
+in its body.
 
 A *value* is an array in the program; functions take and return its id, an int. A *fact* is one
 thing that the lint knows about a value, such as "it differs along 'data'". A `Value` has the facts
-about one value, and `known[id(program)]` those about all values of a program, by their ids. Three
-facts say what a value was computed from. `shard` is the argument whose elements it has, with the
-`Dims` of the value: for each dim, the axes that split it, the outermost first. `fed` are the axes
-along which it depends on a split batch, with no collective over them between the batch and the
-value. `chosen` are the axes for which it depends on the device's index. `axes_of_blocks` gives the
-axes that split dims of which a device has several rows (indices).
+about one value. `known[id(program)]` has the facts about all values of a program, by the ids of the
+values. Three facts say what a value was computed from. `shard` is the argument whose elements the
+value has, with the `Dims` of the value: for each dim, the axes that split the dim, the outermost
+first. `fed` are the axes along which the value depends on a split batch, if no collective over the
+axis stands between the batch and the value. `chosen` are the axes along which the value depends on
+the device's index. `axes_of_blocks` gives the axes that split dims of which a device has several
+rows (indices).
 
-Joining elements of different shards is no mistake in two cases. If each device has one row of a
-dim, its rows may be separate models, as in an ensemble. And if the elements are rounded to integers
-or to 8 bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
+A reduction of one shard is no mistake in two cases. If each device has one row of a dim, the rows
+of this dim may be separate models, as in an ensemble. If the elements are rounded to integers or to
+8 bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
 """
 
 import math
@@ -44,8 +46,9 @@ class ShardMap:
         body: the function that returns the body of a loop.
         sizes: the sizes of the mesh axes that have several devices.
         trained: the indices of the arguments that are trained. An argument counts as trained if a
-            result has its shape and spec.
-        exchanged: the axes of permutes and all-to-alls in the body, such as those of a pipeline.
+            result has the same shape and spec.
+        exchanged: the axes of permutes and all-to-alls in the body, such as the permutes of a
+            pipeline.
         findings: the mistakes, one for each kind and line.
     """
 
@@ -59,7 +62,7 @@ class ShardMap:
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
 
     def __post_init__(self):
-        """Sets `sizes`, without axes of one device, which split nothing."""
+        """Sets `sizes`. Axes of one device are left out, since they split nothing."""
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
     def note(self, mistake: Callable[..., Finding], node: Node, *details: Any) -> None:
@@ -83,12 +86,13 @@ class ShardMap:
     ) -> tuple[list[Value], list[Dims]]:
         """Returns the facts about the body's arguments, and the axes that split the dims of its
         results. Also sets `trained`, the indices of the trained arguments, and `exchanged`, the
-        axes of permutes and all-to-alls: along these, `note_layers` accepts a split of the layers.
+        axes of permutes and all-to-alls. Along the axes `exchanged`, `note_layers` accepts a split
+        of the layers.
 
         Args:
             jaxpr: the body.
             params: the parameters of the `shard_map`, with its specs.
-            inputs: the facts about its operands.
+            inputs: the facts about the operands of the `shard_map`.
             ours: the function that returns the jaxpr of a collective of this library.
         """
         argument_dims = self._dims(params["in_specs"], jaxpr.invars)
@@ -123,7 +127,7 @@ class ShardMap:
         return arguments, results
 
     def _dims(self, specs: Sequence[PartitionSpec], atoms: Sequence[Any]) -> list[Dims]:
-        """Returns for each array the axes that split each of its dims and have several devices."""
+        """Returns, for each dim of each array, those axes of several devices that split the dim."""
         split = []
         for spec, aval in zip(specs, jaxprs.types(atoms), strict=True):
             # A spec may have fewer entries than the array has dims: the other dims are not split.
@@ -138,12 +142,12 @@ class ShardMap:
     def origin_facts(
         self, program: Flat, node: Node, inputs: Sequence[Value], note: Note
     ) -> list[dict[str, Any]]:
-        """Returns the facts `shard`, `fed` and `chosen` about each result of an operation, in a
-        dict by these names.
+        """Returns a dict for each result of an operation, with the facts `shard`, `fed` and
+        `chosen` about the result.
 
         A result has the shard of the first operand whose elements it keeps. In an operation with
         several results and as many operands, result j belongs to operand j. A collective ends the
-        dependence on a split batch (`fed`) along its axes.
+        dependence on a split batch (`fed`) along the axes of the collective.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
@@ -187,12 +191,13 @@ class ShardMap:
     def _gathered(
         self, program: Flat, node: Node, operand: int, result: int, dims: Dims, note: Note
     ) -> Dims | None:
-        """Returns the `Dims` of a gathered array, given those of the operand (`dims`); None if its
-        blocks are not in order.
+        """Returns the `Dims` of a gathered array, given the `Dims` of the operand (`dims`). Returns
+        None if the gathered blocks are not in order.
 
-        The blocks are in order if the gather goes over the innermost axes of the dim, in the order
-        of its spec. Floating-point blocks that are out of order are noted as a mistake. Integers
-        are data, such as tokens of a batch, and their order does no harm.
+        The blocks are in order if the gather goes over the innermost axes that split the dim, in
+        the order in which the spec names them. Floating-point blocks that are out of order are
+        noted as a mistake. Integers are data, such as tokens of a batch, and the order of their
+        blocks does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
         axes = self._of_several_devices(node.sent.axes if node.sent else ())
@@ -218,9 +223,11 @@ class ShardMap:
     def note_updates(
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None]
     ) -> None:
-        """Notes the operations that join elements of different shards in updates of arguments.
+        """Notes two kinds of mistakes in the updates of arguments: a sum over devices that adds
+        different shards, and a reduction of one device's shard that no collective completes.
 
-        `results` has, for each result, the axes that split its dims, or None if they are not known.
+        `results` has, for each result, the axes that split its dims, or None if these axes are not
+        known.
         """
         # `results` is empty if nothing is known of any result.
         for result, dims in zip(program.results, results, strict=False):
@@ -238,7 +245,7 @@ class ShardMap:
         """Notes the mistakes in one result, if it is an update of one of the arguments `bases`.
         `dims` has the axes that split the result's dims.
         """
-        # The ids of u in result = w + u, and of the predicates that decide whether it is added.
+        # The ids of u in result = w + u, and of the predicates that decide whether u is added.
         terms = updates.terms(program, result, bases)
         if not terms:
             return
@@ -260,8 +267,8 @@ class ShardMap:
                 self.note(mistakes.update_mixes_a_shard, node, *details)
 
     def note_clipped_sums(self, program: Flat) -> None:
-        """Notes gradients that are scaled by a norm of one device's part before their sum over
-        devices.
+        """Notes gradients that are scaled by a norm of one device's gradients before they are
+        summed over devices.
         """
         known = self.known[id(program)]
         for node in program.nodes:
@@ -278,7 +285,8 @@ class ShardMap:
 
     def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
         """Notes operations that scale elements of `result` by the norm of these elements on one
-        device. It looks in the program and in its loops. `axes` are those of the later sum.
+        device. It searches the program and the bodies of the program's loops. `axes` are the axes
+        of the later sum over devices.
         """
         known, origins = self.known[id(program)], updates.origins(program, result)
         # With one row per device, the norm is that of one example, as in private training.
@@ -297,10 +305,11 @@ class ShardMap:
                 self._note_scaled(body, body.results[loop.outputs.index(value)], axes)
 
     def _rows(self, program: Flat, axes: frozenset[str]) -> int:
-        """Returns how many rows (examples) of the batch a device has, by the arguments that differ
-        along `axes`: the largest number among them, or 0 if none of them has rows.
+        """Returns how many rows (examples) of the batch a device has: the largest number of rows of
+        an argument that differs along `axes`, or 0 if no such argument has rows.
 
-        `dim.rows` is true if a dim runs over the rows; the size of the dim is then their number.
+        `dim.rows` is true if a dim runs over the rows; the size of the dim is then the number of
+        rows.
         """
         known = self.known[id(program)]
         batch = [argument for argument in program.arguments if known[argument].differs & axes]
@@ -309,8 +318,8 @@ class ShardMap:
         return max((size for pairs in dims for size, dim in pairs if dim.rows), default=0)
 
     def note_layers(self, loop: Node, inputs: Sequence[Value]) -> None:
-        """Notes a scan over layers if the axis that splits the layers also splits the batch, and
-        nothing gathers them. Each device would then run its rows through only some layers.
+        """Notes a scan over layers if the axis that splits the layers also splits the batch, and no
+        collective gathers the layers. Each device would then run its rows through only some layers.
         """
         body = self.body(loop)
         for i in flat.sliced(loop.eqn):  # the places of the operands of which a trip gets a slice
@@ -320,8 +329,8 @@ class ShardMap:
                 continue
             uses, axes_sent_over = _uses(body, body.arguments[i])
             # The carries that the layers change, and the axes along which they depend on the batch.
-            # An axis does not count if the carry depends on the device's index along it, by which a
-            # pipeline's stages choose their inputs.
+            # An axis does not count if the carry depends on the device's index along this axis: a
+            # pipeline's stages choose their inputs by this index.
             carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
             fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))
             # `dims[0]` has the axes that split the layers. Programs that send the layers, or

@@ -1,26 +1,27 @@
-"""Finds which dims of the values between parameters and loss are split, which sums over them are
-not complete, and mistakes with such dims and sums.
+"""Finds mistakes with split dims of the values between the parameters and the loss, and with sums
+over split dims that are not complete.
 
-A dim is split if the spec of a trained argument splits it. A matrix product with a split weight
-makes dims that are split too, such as hidden units and heads. A dim that the spec of a batch splits
-is split too, except the first, which holds the batch's rows. A reduction over a split dim gives
-each device its own term, and the next operation should be a collective over the axis. Two kinds of
-operations before this collective are mistakes. Either the term is combined with an array that has
-the split dim, as in a norm or a softmax; or a value that is the same on all devices, such as a
-bias, is added to the term. Only values of the forward pass that have a dim of the batch's rows are
-checked; gradients and updates have the dims of weights.
+A dim is split if the spec of a trained argument splits it. The result of a matrix product with a
+split weight has split dims too, such as hidden units and heads. A dim that the spec of a batch
+splits is split too, except the first dim, which holds the batch's rows. A reduction over a split
+dim gives each device its own term, and the next operation should be a collective over the axis that
+splits the dim. Two kinds of operations before this collective are mistakes. One kind combines the
+term with an array that has the split dim, as in a norm or a softmax. The other kind adds a value
+that is the same on all devices, such as a bias, to the term. Only values of the forward pass that
+have a dim of the batch's rows are checked; gradients and updates, which have the dims of weights,
+are not.
 
 A *fact* is one thing that the lint knows about a value (an array), such as "its first dim is split
-over 'tensor'". Each rule, for one kind of operation, takes the facts about the operands (`inputs`)
-and returns those about the results. A `Dim` has the facts about one dim. `split` are the axes that
-split it. If a reshape cuts a split dim into an outer dim and inner dims, each inner dim gets the
-axes of the split dim as its `within`. `rows` says whether the dim runs over the rows of the batch.
-`drawn` and `counted` say whether its elements were drawn at random, or computed from their indices
-on the device. `parts` are the slices of split dims that it is made of. A *term* is a device's part
-of a reduction over a split dim. A `Term` says whether the value is still a linear function of the
-term (`is_linear`), whether the reduction is a maximum or minimum (`is_peak`), and which operation
-added a value that is the same on all devices (`added`). `shared` are the axes along which a value
-was divided by the number of devices.
+over 'tensor'". A rule for one kind of operation takes the facts about the operands (`inputs`) and
+returns the facts about the results. A `Dim` has the facts about one dim. `split` are the axes that
+split the dim. If a reshape cuts a split dim into an outer dim and inner dims, each inner dim gets
+the axes of the split dim as its `within`. `rows` says whether the dim runs over the rows of the
+batch. `drawn` says whether the dim's elements were drawn at random, and `counted` whether they were
+computed from their indices on the device. `parts` are the slices of split dims that the dim is made
+of. A *term* is a device's part of a reduction over a split dim. The `Term` of a value says whether
+the value is still a linear function of the term (`is_linear`), whether the reduction is a maximum
+or minimum (`is_peak`), and which operation added to the term a value that is the same on all
+devices (`added`). `shared` are the axes along which a value was divided by the number of devices.
 """
 
 import functools
@@ -75,8 +76,8 @@ class _Operation:
     operation."""
 
     def __init__(self, program: Flat, node: Node, sizes: Mapping[str, int]):
-        """Takes an operation of a program, on a mesh of these sizes. Sets `params`, the parameters
-        of its primitive, `avals`, the types of its operands, and `shapes`, those of its results."""
+        """Takes an operation of a program, on a mesh of these sizes. `params` are the parameters of
+        its primitive, `avals` the types of its operands, and `shapes` the shapes of its results."""
         self.program, self.node, self.sizes = program, node, sizes
         self.params, self.mistakes = node.eqn.params, []
         self.avals = [program.types[value] for value in node.inputs]
@@ -92,10 +93,11 @@ class _Operation:
         if name == "axis_index":
             return [Value(dims=())]
         # Numbers written into the program have no `dims` (None). The same holds for results that
-        # are made only of them, except random numbers and counts.
+        # are made only of such numbers, except random numbers and counts.
         if name not in ("random_bits", "iota") and all(value.dims is None for value in inputs):
             return [Value() for _ in self.shapes]
-        # The rule for this primitive, or that for elementwise ones, or that for unknown ones.
+        # The rule for this primitive. Without one, the rule for elementwise or for unknown
+        # operations.
         default = _Operation._joined if name in _ELEMENTWISE else _Operation._unknown
         results = _RULES.get(name, default)(self, inputs)
         return results if isinstance(results, list) else [results]
@@ -128,7 +130,7 @@ class _Operation:
 
     def _broadcast(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of `broadcast_in_dim`. Nothing is known about new
-        dims, and about dims of size 1 that grow."""
+        dims, or about dims of size 1 that grow."""
         (value, *_), before, after = inputs, self.avals[0].shape, self.shapes[0]
         dims = [Dim()] * len(after)
         # Dim i of the operand becomes dim j of the result.
@@ -138,8 +140,8 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _reshaped(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of a reshape. If it cuts a split dim, the outermost
-        new dim is split."""
+        """Returns the facts about the result of a reshape. If the reshape cuts a split dim into
+        several dims, the outermost of them is split."""
         dims = _regrouped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
         return inputs[0]._replace(dims=dims)
 
@@ -158,13 +160,13 @@ class _Operation:
         return self._without(inputs[0], self.params["dimensions"])
 
     def _unstacked(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the results of `unstack`: an array for each element of a dim,
-        without the dim."""
+        """Returns the facts about the results of `unstack`: one array for each index along a dim.
+        The arrays do not have this dim."""
         return [self._without(inputs[0], (self.params["axis"],))] * len(self.shapes)
 
     def _sliced(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about a slice. A dim with a stride above 1 gets no `Part`, since its
-        elements are no block."""
+        """Returns the facts about a slice. A dim with a stride above 1 gets no `Part`, since the
+        elements of the slice are not neighbours."""
         strides = self.params["strides"] or itertools.repeat(1)
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
@@ -180,11 +182,11 @@ class _Operation:
 
     def _part(self, value: Value, starts: Mapping[int, int], shape: tuple[int, ...]) -> Value:
         """Returns the facts about a slice of the operand `value`. The slice has this `shape`, and
-        `starts` maps dims to the slice's first element in them.
+        `starts` maps a dim to the index of the slice's first element along it.
 
-        The slice of a split dim is kept as the dim's `parts`. Different parts of one split dim must
-        not be joined with each other: a device cuts the slice from its own block, and so gets other
-        elements than if the whole dim were sliced first, and the slice then split.
+        The slice of a split dim is kept as the dim's `parts`. Different slices of one split dim
+        must not be combined with each other. A device cuts each slice from its own block, and so
+        gets other elements than if the whole dim were sliced first, and the slice were split then.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -196,8 +198,9 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _resized(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of an operation along some dims, such as `pad`. Of a
-        dim whose size changes, only the fact `rows` is kept. The result is no term of a sum.
+        """Returns the facts about the result of an operation along some dims, such as `pad`. For a
+        dim whose size changes, only the fact `rows` is kept. The result does not count as a term of
+        a sum.
         """
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
@@ -205,7 +208,7 @@ class _Operation:
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about an array made by placing arrays of the same rank side by side. If
-        all of them are terms of sums over an axis, so is the array."""
+        all these arrays are terms of sums over an axis, so is the new array."""
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
@@ -220,30 +223,31 @@ class _Operation:
         return value._replace(dims=(*dims[:place], Dim(), *dims[place:]))
 
     def _concatenated(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about a concatenation. The joined dim is split along the axes that
-        split it in all of the operands.
+        """Returns the facts about a concatenation. The concatenated dim is split along those axes
+        that split it in every operand.
         """
         value, place = self._side_by_side(inputs), self.params["dimension"]
         known = [value.dims for value in inputs if value.dims is not None]
         # `_side_by_side` gives the axes that split the dim in any of the operands. If one operand
-        # is whole along an axis, the joined dim is neither split along it nor whole. Of the other
-        # facts only `rows` holds for the joined dim; `_side_by_side` has compared the `parts`.
+        # is whole along an axis, the joined dim is neither split along this axis nor whole. Of the
+        # other facts only `rows` holds for the joined dim; `_side_by_side` has compared the
+        # `parts`.
         split = frozenset.intersection(*(dims[place].split for dims in known))
         dims = list(value.dims or ())
         dims[place] = Dim(split, rows=dims[place].rows)
         return value._replace(dims=tuple(dims))
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of a `gather`, a lookup of rows in a table. It has the
-        dims of the array of indices, without the last (the numbers of one index), and those of a
-        row.
+        """Returns the facts about the result of a `gather`, a lookup of rows in a table. The result
+        has the dims of the array of indices, except the last (the numbers of one index), and the
+        dims of a row.
         """
         table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        # The dims of a row: those of the table but for the dims `removed`. Nothing is known about
-        # one that is taken only in part.
+        # A row has the dims of the table, except the dims `removed`. Nothing is known about a dim
+        # of which a lookup takes only a part.
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
@@ -262,10 +266,10 @@ class _Operation:
     # Operations that join values
 
     def _together(self, dims: Sequence[Dim]) -> Dim:
-        """Returns the facts about a dim whose element i is computed from the elements i of all
+        """Returns the facts about a dim whose element i is computed from element i of each of the
         `dims`.
 
-        Notes a mistake if different slices of one split dim are joined.
+        Notes a mistake if different slices of one split dim are combined.
         """
         split = NO_AXES.union(*(dim.split for dim in dims))
         parts = frozenset().union(*(dim.parts for dim in dims))
@@ -282,8 +286,9 @@ class _Operation:
         return Dim(split, within, rows, drawn, any(dim.counted for dim in dims), parts)
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of an elementwise operation: each dim is joined from
-        the operands' dims at its place. The result may be a term of the same sums as the operands.
+        """Returns the facts about the result of an elementwise operation: each dim is computed from
+        the operands' dims at the same place. The result may be a term of the same sums as the
+        operands.
         """
         rank = len(self.shapes[0])
         # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.
@@ -295,13 +300,14 @@ class _Operation:
             self._check_same_on_each_device(value, dims)
         # A dim is `counted` if its elements are computed from their indices on this device. A
         # comparison of counts, or their difference, as in a causal mask, is accepted: it does not
-        # change if both counts are shifted. Any value with counts along two dims passes for one.
+        # change if both counts are shifted. Any value with counts along two dims is taken for such
+        # a difference.
         if self.node.name in _COMPARES or sum(dim.counted for dim in dims) > 1:
             dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for value in given for axis, _ in value.terms})
         terms = [(axis, term) for axis in axes if (term := self._term(axis, inputs))]
-        # The result is divided by the size of an axis if all operands are, or if this operation
-        # divides.
+        # The result was divided by the size of an axis if all operands were, or if this operation
+        # divides by it.
         shared = frozenset.intersection(*(value.shared for value in given))
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
@@ -322,8 +328,9 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the facts about an elementwise result as a term of a sum over `axis`. At least
-        one operand is such a term. Returns None if the result may be no such term.
+        """Returns the `Term` of an elementwise operation's result, as a term of a sum over `axis`.
+        At least one operand is a term of such a sum. Returns None if the result may be no such
+        term.
 
         Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
@@ -355,7 +362,7 @@ class _Operation:
             # A sum with an operand that differs, or that was divided, may be right: it no longer
             # counts as a term.
             return term if len(whole) == len(without) else None
-        # A term times another number on each device is no term of one sum.
+        # If each device multiplies its term by another number, the result is no term of one sum.
         if any(axis in value.differs for value in without):
             return None
         # A product with a number that is the same on all devices, or a quotient by it, is still a
@@ -365,9 +372,9 @@ class _Operation:
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
-        """Returns the axes whose size, or 1 over the size, is a literal operand of this operation,
-        if it is a product or a quotient. The program then scales a value by the number of devices
-        on purpose, mostly so that a later sum over them counts it once."""
+        """Returns the axes whose size, or 1 over the size, is a literal operand of this product or
+        quotient; no axes for any other operation. Such a program scales a value by the number of
+        devices on purpose, mostly so that a later sum over the devices counts the value once."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._literal(value) for value in self.node.inputs]
@@ -381,8 +388,8 @@ class _Operation:
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _literal(self, value: int) -> Any:
-        """Returns the number that is written in the program for a value, before casts, broadcasts
-        and changes of sign. Returns None if the program computes the value."""
+        """Returns the number, written in the program, from which casts, broadcasts and changes of
+        sign make a value. Returns None if the program computes the value."""
         # `literals` has the numbers that are written in the program, and `made` the operation that
         # makes each other value.
         while value not in self.program.literals:
@@ -414,9 +421,10 @@ class _Operation:
         return result._replace(terms=tuple(terms.items()))
 
     def _product(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of `dot_general`, which has the batch dims, then the
-        other dims of the left and of the right operand. If a dim that is summed over is split, each
-        device's result is only its own term of the whole product."""
+        """Returns the facts about the result of `dot_general`. The result has the batch dims, then
+        the left operand's other dims that are not summed over, then those of the right operand. If
+        a dim that is summed over is split, each device's result is only its own term of the whole
+        product."""
         first, second = inputs
         (left_summed, right_summed), (left_batch, right_batch) = self.params["dimension_numbers"]
         left, right = self._dims(first), self._dims(second, place=1)
@@ -455,9 +463,9 @@ class _Operation:
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *details: Any) -> None:
-        """Adds a mistake at `node` to `self.mistakes`. The last of its `details` is the mistake's
-        axes. The number of devices along them is appended, since `mistake`, a function in the
-        module `mistakes`, needs it."""
+        """Adds a mistake at `node` to `self.mistakes`. The last of the `details` are the axes of
+        the mistake. The number of devices along these axes is appended to the details, since
+        `mistake`, a function in the module `mistakes`, needs it."""
         devices = math.prod(self.sizes[axis] for axis in details[-1])
         self.mistakes.append((mistake, node, *details, devices))
 
@@ -509,8 +517,8 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether `value` has a dim that is split over `axis`, and none of the values
-    `with_term` has a split dim at that place.
+    """Returns whether `value` has a dim that is split over `axis`, at a place where none of the
+    values `with_term` has such a dim.
 
     One elementwise operation combines all these values. The values `with_term` were reduced over a
     dim that is split over `axis`, and are now combined with an array that has such a dim.
@@ -526,14 +534,15 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:
-    """Returns the facts about a value of this shape about whose dims nothing is known."""
+    """Returns the `Value` of an array of this shape, if nothing is known about its dims."""
     return Value(dims=(Dim(),) * len(shape))
 
 
 def _regrouped(
     dims: tuple[Dim, ...], before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[Dim, ...]:
-    """Returns the dims after a reshape from the shape `before` to `after`.
+    """Returns the facts about the dims after a reshape from the shape `before` to `after`. The
+    facts about the dims before the reshape are `dims`.
 
     If the reshape cuts a split dim into several dims, the outermost of them is split, and the
     others are `within` it.
@@ -545,8 +554,9 @@ def _regrouped(
             within = regrouped[-1].split | regrouped[-1].within if regrouped else NO_AXES
             regrouped.append(Dim(within=within))
             continue
-        # Find the fewest dims before, and the fewest after, whose sizes have the same product.
-        # They are the dims `first` to i - 1 of `before`, and len(regrouped) to j - 1 of `after`.
+        # Find the fewest next dims of `before`, and the fewest of `after`, whose sizes have the
+        # same product. They are the dims `first` to i - 1 of `before`, and len(regrouped) to j - 1
+        # of `after`.
         first, i, j = i, i + 1, len(regrouped) + 1
         while (size := math.prod(before[first:i])) != math.prod(after[len(regrouped) : j]):
             if size < math.prod(after[len(regrouped) : j]):
@@ -558,20 +568,22 @@ def _regrouped(
 
 
 def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
-    """Returns the facts about `count` dims that a reshape puts in place of `dims`; the sizes of
-    both have the same product.
+    """Returns the facts about the `count` new dims that a reshape puts in place of old dims. `dims`
+    has the facts about the old dims. The sizes of the new and of the old dims have the same
+    product.
     """
     if len(dims) == count == 1:  # a dim that stays as it is
         return [dims[0]]
     first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
-    # Blocks and slices of the first dim are blocks and slices of the outer new dim too.
+    # Blocks and slices of the first old dim are blocks and slices of the outer new dim too.
     outer = Dim(first.split, first.within, parts=first.parts)
-    # If an inner dim is split, a device's elements are no block of the joined dim, so it does not
-    # count as split.
+    # If another old dim is split, a device's elements are no block of the outer new dim, so this
+    # dim does not count as split.
     if any(dim.split for dim in dims[1:]):
         outer = Dim()
-    # Only the outer dim is `counted`: counts along an inner dim are the same on one device as in
-    # the whole array, as they begin at 0 for each index of the outer dim.
+    # If any old dim is `counted`, the outer new dim is `counted`, and the inner new dims are not:
+    # counts along an inner new dim begin at 0 for each index of the outer one, and so are the same
+    # on one device as in the whole array.
     counted = any(dim.counted for dim in dims)
     inner = Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)
     return [outer._replace(rows=rows, drawn=drawn, counted=counted), *[inner] * (count - 1)]

@@ -1,15 +1,16 @@
-"""Finds the updates of split arguments: the terms that they add, and the reductions in these terms.
+"""Finds the updates of split arguments: the terms that are added to an argument, and the reductions
+in these terms.
 
 An output is the *update* of an argument if both have the same shape and spec, and the output is the
 argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or
-`decay * m + (1 - decay) * g`. The *elements* of an update are the values that it is computed from
-by elementwise operations, transposes and all-reduces: weights, gradients, an optimizer's state.
+`decay * m + (1 - decay) * g`. The *elements* of an update are the values (weights, gradients, an
+optimizer's state) from which elementwise operations, transposes and all-reduces compute the update.
 
-A *value* is an array in a `Flat` program. The functions take and return the ids of values, which
-are ints, and `Node`s, the program's operations. `program.made` has the operation that makes a value
-(none for an argument), and `program.used` those that use it. The `Dims` of a value have, for each
-dim, the axes that split it. A value is *full* if it has several elements, and none of them is
-repeated by a broadcast: a gradient, but not an epsilon or a norm.
+A *value* is an array in a `Flat` program. Functions take and return the id of a value, an int. A
+`Node` is an operation of the program. `program.made` has the operation that makes a value (none for
+an argument), and `program.used` has the operations that use the value. The `Dims` of a value have,
+for each dim, the axes that split the dim. A value is *full* if it has several elements, and none of
+them is repeated by a broadcast. A gradient is full; an epsilon or a norm is not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ ADDS = frozenset({"add", "add_any", "sub"})
 REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
 REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
-# Operations whose results hold functions of single elements of the operands.
+# Operations that count as computing each element of a result from one element of each operand.
 PLACED = ELEMENTWISE | LAID_OUT | LOOPS | {"transpose"}
 # The operations that a reduction's result may pass through on its way to an update.
 PASSED_ON = (
@@ -55,12 +56,12 @@ PASSED_ON = (
 
 
 class Joined(NamedTuple):
-    """An operation that joins elements of an operand, such as a sum.
+    """An operation that combines elements of its operand, such as a sum.
 
     Attributes:
         node: the operation.
         value: the id of the operand.
-        axes: the axes along which devices join different elements.
+        axes: the axes along which the devices have different elements of the operand.
     """
 
     node: Node
@@ -72,8 +73,8 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
     """Returns the ids of the terms that are added to an argument to make `result`: u in
     `result = w + u`.
 
-    After them come the predicates that decide whether they are added. If `result` is no sum of an
-    argument and a term of its shape, the list is empty.
+    After the terms come the ids of the predicates that decide whether the terms are added. If
+    `result` is no sum of an argument and a term of its shape, the list is empty.
 
     Args:
         program: the operations.
@@ -107,11 +108,11 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
-    """Returns two things: the values that hold the elements of `result`, each with its dims; and,
-    between these values and `result`, the sums over devices that add different shards.
+    """Returns the values that hold the elements of `result`, each with its dims, and the sums over
+    devices that add different shards on the way from these values to `result`.
 
-    Such a sum goes over axes that split its operand. The values before it are not returned. `dims`
-    are the dims of `result`.
+    Such a sum goes over axes that split its operand. The operand, and the values that it is
+    computed from, are not returned. `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -134,7 +135,7 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
 
 
 def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> Dims | None:
-    """Returns the dims of an operand, computed from `dims`, those of the result `value`. Returns
+    """Returns the dims of an operand, computed from `dims`, the dims of the result `value`. Returns
     None if the operand does not hold the elements of the result.
     """
     # Carries and sums over devices keep the shape and the split; stacked results have another
@@ -145,9 +146,9 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
 
 
 def may_be_gradient(program: Flat, value: int, dims: Dims) -> bool:
-    """Returns whether some elements of a value come from a product, a reduction or a loop, as those
-    of a gradient do. Every operation counts as such, except elementwise ones, reshapes, broadcasts,
-    transposes, collectives and `iota`.
+    """Returns whether some elements of a value come from a product, a reduction or a loop, as the
+    elements of a gradient do. Every operation counts as one of these three, except elementwise
+    ones, reshapes, broadcasts, transposes, collectives and `iota`.
     """
     dims_of, _ = elements(program, value, dims)
     nodes = [program.made.get(element) for element in dims_of]
@@ -160,13 +161,13 @@ def may_be_gradient(program: Flat, value: int, dims: Dims) -> bool:
 def reductions(
     program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
 ) -> Iterator[Joined]:
-    """Yields the reductions of the values in `dims_of`, or of elementwise functions of them, each
-    with the axes over which a collective should complete the reduction.
+    """Yields the reductions of the values in `dims_of` and of elementwise functions of these
+    values. Each has the axes over which a collective should complete the reduction.
 
     For a reduction of all elements to one number, these are the axes `split`. A reduction of some
-    dims counts only if optax made it, since the user may have written another one for a device's
-    own rows; its axes are those that split these dims. Nothing is yielded if the elements are
-    rounded somewhere, since a quantiser may have one scale for each shard.
+    dims counts only if optax made it, since a user may mean to reduce only the rows of one device.
+    Its axes are those that split the reduced dims. Nothing is yielded if the elements are rounded
+    somewhere, since a quantiser may have one scale for each shard.
     """
     # The dims of each elementwise function; None if the elements are not in the same places.
     known: dict[int, Dims | None] = {}
@@ -204,8 +205,9 @@ def origins(program: Flat, result: int) -> set[int]:
     """Returns `result`, and the values that it is computed from by elementwise operations.
 
     Reshapes, transposes, loops, slices, concatenations and sums over devices count as elementwise
-    here. So, unlike in `elements`, the elements may be in another order, and may be fewer or more.
-    Values that are not full are left out.
+    here. So, unlike the values that `elements` returns, these values may have the elements of
+    `result` in another order, or have fewer or more elements. Values that are not full are left
+    out.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -225,11 +227,12 @@ def origins(program: Flat, result: int) -> set[int]:
 def scalings(
     program: Flat, values: set[int], axes: frozenset[str]
 ) -> Iterator[tuple[Joined, Node, int]]:
-    """Yields the products and quotients that scale one of `values` by a number that was reduced
-    from `values`, such as a norm.
+    """Yields the products and quotients that scale one of `values` by a number, such as a norm,
+    that is a reduction of `values`.
 
-    Each is a triple: the reduction and its operand (`Joined`), the product or quotient, and the
-    value that it scales. A reduction that a collective over all of `axes` completes is left out.
+    Each item is a triple: the reduction and its operand (`Joined`), the product or quotient, and
+    the value that it scales. A reduction that a collective over all of `axes` completes is left
+    out.
     """
     # `reductions` needs the dims of each value. Here no dim counts as split: the axes that
     # `reductions` gives are not used below.
@@ -247,8 +250,8 @@ def scalings(
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on `start`, the results of a reduction, each with the axes
-    over which a collective is still missing.
+    """Returns the values that depend on `start`, the results of a reduction. Each value has the
+    axes over which a collective is still missing.
 
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
     collective over that axis. A value without missing axes is left out. A path goes through
@@ -277,10 +280,10 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
 def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
     """Returns a set and a list. The set has the value from which casts and scalar factors make
-    `value`; the list is empty.
+    `value`, and the list is empty.
 
     If a `select_n` or a conditional (`CHOSEN`) chooses among several such values, the set has all
-    of them, and the list has the predicates that choose.
+    of these values, and the list has the predicates that choose.
     """
     unscaled, predicates, seen, waiting = set(), [], set(), [value]
     while waiting:
@@ -322,7 +325,8 @@ def _is_full(program: Flat, value: int) -> bool:
     """Returns whether a value has several elements, none of them repeated by a broadcast.
 
     If the value is made by one of `LAID_OUT` (broadcasts and reshapes) from a smaller operand, the
-    operation is a broadcast that repeats elements. Operations before it are not looked at.
+    operation is a broadcast that repeats elements. The operations that make the operand are not
+    looked at.
     """
     size, node = program.types[value].size, program.made.get(value)
     if node is None or node.name not in LAID_OUT:
@@ -335,7 +339,7 @@ def _is_of_optax(node: Node) -> bool:
     in a file of optax.
 
     `scope.at` has the equation and the calls around it. For each of them, `maker` returns the file
-    of the innermost function outside JAX and Python, or "" if it is not known.
+    of the innermost function outside JAX and Python, or "" if this file is not known.
     """
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 
