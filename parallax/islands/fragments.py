@@ -1,11 +1,11 @@
 """The part of a model that a round exchanges: all of it, some leaves, or some stacked layers.
 
-Islands exchange their changes in a *round*, every H steps. With F fragments, fragment k has its
-rounds k*H/F steps after fragment 0. So the largest number of bytes that one step moves between
-islands falls by a factor of about F.
+Islands exchange their changes in a *round*, every H steps. If a model is cut into F fragments,
+fragment k has its rounds k*H/F steps after fragment 0. So the largest number of bytes that one step
+moves between islands falls by a factor of about F.
 
 A *part* of a model is a tree with the model's paths, and with None for leaves that are not in the
-part. A leaf of stacked layers may be in a part with only some of its layers.
+part. Of a leaf of stacked layers, a part may have only some layers.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv 2501.18512).
 """
@@ -41,13 +41,13 @@ Fragments = Callable[[PyTree], tuple[Fragment, ...]]
 
 
 class Stream(NamedTuple):
-    """The fragments that rounds exchange, and how the results are used.
+    """The fragments that rounds exchange, and how the results of the exchanges are used.
 
     Attributes:
         fragments: a function that returns the fragments of a model, or of its shapes:
             `whole_model`, `by_path(...)` or `by_layers(...)`.
-        delay: the steps between the exchange of a fragment and the use of its result; fewer than
-            the steps between two rounds.
+        delay: the number of steps between the exchange of a fragment and the use of the result. It
+            must be below the number of steps between two rounds.
         mixing: a number from 0 to 1. In a round an island takes `mixing` times its own weights plus
             `1 - mixing` times the new weights.
     """
@@ -72,7 +72,8 @@ def _joined(model: PyTree, part: PyTree) -> PyTree:
 
 def by_path(*patterns: str | Sequence[str]) -> Fragments:
     """Returns a function from a model to its fragments, one for each argument. An argument is a
-    glob of paths or a list of globs. Its fragment has the leaves whose path matches one of them.
+    glob of paths or a list of globs. The fragment of an argument has the leaves whose path matches
+    one of its globs.
 
     An example is `by_path("blocks.**", ("embedding", "norm.**"))`.
     """
@@ -100,10 +101,10 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
     and one fragment of all other leaves.
 
     Args:
-        count: the number of groups of layers, which are as equal as possible.
+        count: the number of groups of layers; the groups are as equal as possible.
         where: takes a model and returns its blocks. The leaves of the blocks are stacked layers:
-            [L, ...], or [v, L / v, ...] for a pipeline of v chunks per stage. Their first dim is
-            cut into groups.
+            [L, ...], or [v, L / v, ...] for a pipeline of v chunks per stage. The first dim of
+            these leaves is cut into groups.
 
     Raises:
         ValueError: there are fewer layers, or chunks, than `count`.
@@ -174,8 +175,8 @@ def checked_fragments(
             `specs`, a fragment cuts a dim that is split.
     """
     fragments = stream.fragments(model)
-    # `sizes` has, by path, the numbers of elements that the fragments have of a leaf.
-    # `wholes` has the leaves of the model by path, and `splits` their specs.
+    # `sizes` has, by the path of a leaf, how many of its elements are in each fragment. `wholes`
+    # has the leaves of the model by path, and `splits` their specs.
     sizes: dict[str, list[int]] = {}
     wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     splits = {} if specs is None else trees.by_path(specs)
@@ -231,8 +232,9 @@ def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
 
 
 def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
-    """Returns where the parts of a fragment are in the leaves of `model`: by path, for each dim,
-    the indices in the leaf of the elements that the part has along that dim."""
+    """Returns which elements of the leaves of `model` a fragment has. The path of a leaf maps to a
+    list of one array for each dim: the indices along this dim of the elements that are in the
+    fragment."""
     found: dict[str, list[np.ndarray]] = {}
     for dim in range(max((leaf.ndim for leaf in jax.tree.leaves(model)), default=0)):
 

@@ -9,12 +9,13 @@ outer weights W and island i's weights w_i,
     W     = W + outer's update for the gradient delta
     w_i   = W
 
-So delta is the outer optimizer's gradient: an update against it moves W towards the islands.
-Between rounds nothing is sent between islands. Islands send 1/H of the bytes of data parallelism;
-with `ErrorFeedback`, which sends int8, they send 1/(4H). A *fragment* is the part of the model that
-a round exchanges. In the code, `inner` is the training state of this island, `state` is the state
-of all islands (`State`, in state.py), `names` are the mesh axes of the islands, and `present` says
-which islands take part in a round. On a device an array [islands, ...] is [1, ...].
+So delta is the outer optimizer's gradient: an update against delta moves W towards the islands'
+weights. Between rounds nothing is sent between islands. Islands send 1/H of the bytes of data
+parallelism; with `ErrorFeedback`, which sends int8, they send 1/(4H). A *fragment* is the part of
+the model that a round exchanges. In the code, `inner` is the training state of this island, `state`
+is the state of all islands (`State`, in state.py), `names` are the mesh axes of the islands, and
+`present` says which islands take part in a round. An array [islands, ...] is split over the
+islands, so a device has a part [1, ...] of it.
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
 fragments, delay and mixing.
@@ -67,25 +68,27 @@ def local(
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
 ) -> IslandStep:
-    """Returns a step that runs `train` on each island, and joins the islands every `every` steps.
+    """Returns a step that runs `train` on each island, and lets islands exchange their changes once
+    in `every` steps.
 
     The result is `step(state, batch, limit=None, present=None) -> (state, info)`, to run inside
-    `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands],
-    and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
-    [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step; None stands for all. The changes of the present islands are averaged; absent islands
-    continue with their own weights until a later round. A round without present islands changes
-    nothing. `limit` is passed to `train`, which skips a step whose loss is above it.
+    `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim of islands,
+    and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present` says
+    which islands take part in a round that begins in this step: it is an array of bools [islands],
+    the same on all devices, or None if all islands take part. The changes of the present islands
+    are averaged; absent islands continue with their own weights until a later round. A round
+    without present islands changes nothing. `limit` is passed to `train`, which skips a step whose
+    loss is above `limit`.
 
     Args:
         train: the step of one island, such as `step.make` returns. It names only axes inside an
             island.
         outer: the outer optimizer; if weights are split, it must act element by element.
-        every: H, the steps between two rounds.
+        every: the number of steps between two rounds, H.
         axis: the axis of the islands: a name, or an axis with an algorithm, such as
             `ring("island")`; or `ErrorFeedback(axis)`, which sends int8.
-        stream: the part of the model that a round exchanges, and the delay until its use; by
-            default the whole model, used at once.
+        stream: the fragments that rounds exchange, and the delay until the results are used. By
+            default a round exchanges the whole model, without delay.
 
     Raises:
         ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
@@ -144,7 +147,7 @@ def local(
 
 
 def _is_due(number: Int[Array, ""], first: int, every: int) -> Bool[Array, ""]:
-    """Returns whether step `number` is `first` plus a multiple of `every`; never at step 0."""
+    """Returns whether step `number` is `first` plus a multiple of `every`, and is not step 0."""
     # At step 0 all islands are equal, and a round would send zeros.
     return (number > 0) & ((number - first) % every == 0)
 
@@ -163,11 +166,11 @@ class _Round(eqx.Module):
 
     Attributes:
         part: the fragment.
-        k: its number: the index into `optimizer`, `error` and `sent` of the state.
+        k: the number of the fragment: its index in `optimizer`, `error` and `sent` of the state.
         update: the outer optimizer's `update`.
         axis: the axis of the islands, or `ErrorFeedback`.
         mixing: the share of an island's own weights in its weights after a round.
-        present: whether each island takes part; None if all do.
+        present: whether each island takes part; None if all islands do.
     """
 
     part: Fragment
@@ -193,7 +196,8 @@ class _Round(eqx.Module):
         inner, state = states
 
         def stored(state):
-            """Selects the places in a state for the exchange's result and for the new error."""
+            """Returns the places in a state for the exchange's result and for the new rounding
+            error."""
             return state.sent[self.k], state.error[self.k]
 
         # An exact exchange has no error, so None must count as a leaf.
@@ -208,7 +212,8 @@ class _Round(eqx.Module):
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Exchanges the changes W - w_i of this round's fragment between islands.
+        """Exchanges between islands the changes of this round's fragment: outer weights W minus
+        island i's weights w_i.
 
         Returns two things: a `SentChanges`, with the mean change of the present islands, and this
         island's new rounding error, which is None if the exchange is exact.
@@ -270,8 +275,9 @@ class _Round(eqx.Module):
         optimizer's step with the mean change `sent.mean`.
 
         `sent.some` says whether any island was present, and `sent.present` whether this one was.
-        Each present island takes the new outer weights, mixed with its own if `mixing` is not 0. If
-        no island was present, no weights change. `error` is the rounding error to store in `state`.
+        Each present island takes the new outer weights, mixed with its own weights if `mixing` is
+        not 0. If no island was present, no weights change. `error` is the rounding error to store
+        in `state`.
         """
 
         def if_any_present(new, old):
@@ -345,8 +351,8 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
     """Returns this island's state, without the dim of islands. The arrays of `inner` are
     [islands, ...] and split over the islands, so they are [1, ...] on this device.
 
-    The number of the step has no dim of islands. `names` are the axes of the islands, which the
-    error names.
+    The number of the step has no dim of islands. `names` are the axes of the islands, for the error
+    message.
     """
 
     def without_island_dim(path, x):
@@ -389,12 +395,12 @@ def _map_arrays(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
 
 
 def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns a function that runs `train` on one island, as if there were no others: inside, no
-    type varies along `names`, the axes of the islands.
+    """Returns a function that runs `train` on one island, as if there were no others: inside
+    `train`, no type varies along `names`, the axes of the islands.
 
     A train step sums over the axes along which its values vary, for example for the norm of its
-    gradients. Without the islands' axis in the types, it sums inside the island only. No operation
-    is added: only types change.
+    gradients. Without the islands' axis in the types, the step sums inside the island only. No
+    operation is added: only types change.
     """
 
     def hidden(x):
@@ -459,8 +465,8 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
     """Raises `ValueError` if a train step makes a value that varies along the islands' axis.
 
-    The step's arguments do not vary there (`hidden`), so such a value shows that an operation of
-    the step works along that axis.
+    The step's arguments do not vary along that axis (`hidden`), so such a value shows that an
+    operation of the step works along it.
     """
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):

@@ -1,4 +1,4 @@
-"""The state of islands: a training state for each, and the outer weights of all.
+"""The state of islands: a training state for each island, and the outer weights of all.
 
 Each island has *inner* arrays of its own: they are stacked to [islands, ...], and the first dim is
 split over the islands. *Outer* arrays are the same on all islands. In a *round* the islands
@@ -46,14 +46,14 @@ class State(eqx.Module):
     """The state that a step of islands changes. The specs of its arrays are kept in a `State` too.
 
     Attributes:
-        inner: the states of all islands: arrays are [islands, ...], except `step`, which is one
-            number for all islands.
+        inner: the training states of all islands. Arrays are [islands, ...], except `step`, which
+            is one number for all islands.
         model: the outer weights: the trained leaves after the last round; None for other leaves.
         optimizer: for each fragment, the state of the outer optimizer.
         error: for each fragment, the rounding errors of an int8 exchange, [islands, ...], which the
             next exchange adds to the changes; None if the exchange is exact.
-        sent: for each fragment, the result of an exchange that waits for its use; None if results
-            are used at once.
+        sent: for each fragment, the result of an exchange that no island has used yet; None if
+            results are used at once.
     """
 
     inner: step.State
@@ -94,10 +94,12 @@ def init(
 ) -> tuple[State, State]:
     """Returns the state of islands that all begin as `state`, and the specs of that state.
 
-    The arrays are made on their own devices: a device never holds the blocks of all islands.
+    Each device makes only its own blocks of the arrays, so no device holds the blocks of all
+    islands.
 
     Args:
-        state: the state of one island, on `mesh`, the same on all islands, as `step.init` makes it.
+        state: the state of one island, as `step.init` makes it on `mesh`. It is the same on all
+            islands.
         specs: the specs of `state`. They must not name the axis of the islands.
         outer: the outer optimizer, which changes the outer weights in a round.
         mesh: the mesh, with the axis of the islands.
@@ -212,8 +214,8 @@ def _specs(
         weights: the shapes of the trained weights.
         names: the mesh axes of the islands.
         mesh: the mesh.
-        has: two bools: whether the state has rounding errors, and whether it has a waiting
-            exchange.
+        has: two bools. The first says whether the state has rounding errors, and the second whether
+            results of exchanges wait in the state.
     """
     by_path = trees.by_path(specs.model)
 
@@ -249,7 +251,7 @@ def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
 
 
 def _nothing_sent(weights: PyTree, islands: int) -> SentChanges:
-    """Returns the result of an exchange at which no island was present."""
+    """Returns the result of an exchange in which no island took part."""
     return SentChanges(_zeros(weights), jnp.asarray(False), jnp.zeros(islands, bool))
 
 
@@ -281,9 +283,9 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
     """Returns the shapes of a state that was saved by `islands` islands, to restore that state from
     a checkpoint.
 
-    `shapes` are the shapes for the number of islands of the present mesh. The saved islands may not
-    divide evenly over the mesh, so their dim is not split: each device reads the blocks of all
-    saved islands.
+    `shapes` are the shapes of a state with as many islands as the present mesh has. The saved
+    islands may not divide evenly over the mesh, so the dim of islands is not split: each device
+    reads the blocks of all saved islands.
     """
 
     def resized(x):
@@ -295,7 +297,7 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
     def resized_sent(sent):
-        """Returns the shapes of a waiting exchange; only `present` has a dim of islands."""
+        """Returns the shapes of an exchange's result; only `present` has a dim of islands."""
         if sent is None:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
@@ -311,7 +313,8 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
 
 
 def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str]]:
-    """Returns `state` for the number of islands of `shapes`, and a phrase for each thing lost.
+    """Returns `state` for the number of islands of `shapes`, and a list with a phrase for each
+    thing that is lost.
 
         like = islands.shapes_for_islands(train_step.shapes, 2)    # it was saved by two islands
         state = checkpoints.restore(like).state
@@ -327,8 +330,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns the arrays of the new islands, from those of the old ones. Each new island gets
-        the arrays of the old island that it continues. The first dim is that of the islands."""
+        """Returns the arrays of the new islands, from the arrays of the old islands. Each new
+        island gets the arrays of the old island that it continues. The first dim is that of the
+        islands."""
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
