@@ -1,4 +1,4 @@
-"""`parallax compare` and `parallax bisect`: check a split step on virtual CPU devices."""
+"""The commands `parallax compare` and `parallax bisect` check a split step on virtual CPUs."""
 
 import argparse
 from pathlib import Path
@@ -82,8 +82,8 @@ def first_difference(options: argparse.Namespace) -> str:
     instead. With `--save`, a record of this run is also written to a file.
 
     Raises:
-        ValueError: the layout does not fit, there is no record, or the folder of `--save` does not
-            exist.
+        ValueError: the layout does not fit, the file of `--record` does not exist, or the folder of
+            the file of `--save` does not exist.
     """
     import jax
     import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`parallax compile`: compile a step for a TPU or GPU machine that is not here."""
+"""The command `parallax compile` compiles a step for a TPU or GPU machine that is not here."""
 
 import argparse
 import time
@@ -38,12 +38,12 @@ def add_compile(commands: Any) -> None:
 
 
 def compile_for(options: argparse.Namespace) -> str:
-    """Compiles a training step for the machine `--target`, and returns a report of it as text. Also
-    writes the files of `--trace`, `--picture` and `--text`.
+    """Compiles a training step for the machine `--target`, and returns a report about the compiled
+    step as text. Also writes the files of `--trace`, `--picture` and `--text`.
 
     Raises:
-        ValueError: the layout does not fit the model or the machine, or the step does not fit the
-            memory.
+        ValueError: the layout does not fit the model or the machine, or the step does not fit into
+            the memory.
         ImportError: the compiler of the machine is not installed.
     """
     import jax
@@ -86,8 +86,8 @@ def compile_for(options: argparse.Namespace) -> str:
 def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any, tuple[Any, Any]]:
     """Returns the training step on the devices of `target`, and the shapes of its two arguments,
     the state and the token windows. Islands are groups of devices that train separately and
-    exchange their weights only once in many steps. With several islands, each has the layout and
-    the batch of the options. Raises `ValueError` if the islands or the layout do not fit.
+    exchange their weights only once in many steps. With several islands, each island has the layout
+    and the batch of the options. Raises `ValueError` if the islands or the layout do not fit.
     """
     import jax
     import jax.numpy as jnp

@@ -32,8 +32,8 @@ class Model(NamedTuple):
     """A decoder.
 
     Attributes:
-        family: its `models.family.Family`.
-        config: its sizes, a configuration of that family.
+        family: the `models.family.Family` of the decoder.
+        config: the sizes of the decoder, as a configuration of its family.
     """
 
     family: Any
@@ -46,7 +46,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """Returns an option's help, followed by its default if it has one. (argparse alone would
-        write "default: None" for the others.)"""
+        write "default: None" for an option without a default.)
+        """
         return action.help if action.default is None else super()._get_help_string(action)
 
 
@@ -127,7 +128,8 @@ def use_cpus(devices: int) -> None:
 
 def check_folder(options: argparse.Namespace, name: str) -> None:
     """Raises `ValueError` if the option `name` is an output file in a folder that does not exist.
-    Commands call it first, so that no long work is lost."""
+    Commands call this function first, so that no long work is lost.
+    """
     file = getattr(options, name)
     if file and not (folder := Path(file).absolute().parent).is_dir():
         raise ValueError(f"--{name} needs an existing folder; {folder} does not exist.")
@@ -215,8 +217,8 @@ def flag(name: str, value: Any) -> str:
 
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns the flags for a `change` that an error proposes: `--name value` for each of its
-    fields. The first argument has the fields that the user has written. It is not used here.
+    """Returns the flags for a `change` that an error proposes: `--name value` for each field of the
+    change. The first argument, the fields that the user has written, is not used here.
     """
     return " ".join(flag(name, value) for name, value in change.items())
 

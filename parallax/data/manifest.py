@@ -182,7 +182,7 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
 
 def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
     """Raises `Damaged` if the hash of a file in `folder` differs from its hash in `files`. `files`
-    is a dict that `hashes` returned: it has the `[size, hash]` of each file by name.
+    has the form that `hashes` returns: the `[size, hash]` of each file by name.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda name: _size_and_hash(folder / name)[1], files)
@@ -198,8 +198,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
     """Raises `Damaged` if a file of `files` is missing in `folder`, has another size, or is a link
     to a place outside the folder.
 
-    `files` is a dict that `hashes` returned: it has the `[size, hash]` of each file by name. Check
-    the sizes before the hashes, which take longer.
+    `files` has the form that `hashes` returns: the `[size, hash]` of each file by name. Check the
+    sizes before the hashes, which take longer.
     """
     inside = Path(os.path.realpath(folder))
     for name, (size, _) in files.items():

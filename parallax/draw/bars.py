@@ -16,8 +16,8 @@ def bytes_by_kind(
     *,
     counted: str = "on a device",
 ) -> str:
-    """Returns the bytes of each kind and their sum, as a table with a column for each of the
-    `plans`.
+    """Returns a table with a column for each of the `plans`. A row has the bytes of one kind, and
+    the last row has the sum.
 
     With a `path`, the function also draws a stacked bar for each plan, and writes the picture to
     that file.
@@ -25,8 +25,8 @@ def bytes_by_kind(
     Args:
         plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
-        counted: a phrase that says which bytes are counted, such as `"sent in a step"`: the heading
-            of the table's first column, and a part of the axis label.
+        counted: a phrase that says which bytes are counted, such as `"sent in a step"`. It is the
+            heading of the table's first column, and a part of the label of the picture's axis.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -53,7 +53,8 @@ def traffic(
     to that file.
 
     Args:
-        sent: bytes by axes, such as `plan.Plan.sent`, or the entries of `certificate.read`.
+        sent: the bytes by axes, such as `plan.Plan.sent`, or the entries that `certificate.read`
+            returns.
         path: the PNG, SVG or PDF file to write.
 
     Raises:

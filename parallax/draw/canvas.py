@@ -42,8 +42,8 @@ def bare(axes: Any, *sides: str) -> None:
 
 
 def colour(k: int, count: int) -> Any:
-    """Returns colour k of `count` colours: from `COLOURS` if that has enough of them, else from a
-    colour map.
+    """Returns colour k of `count` colours. They are from `COLOURS` if this list is long enough, and
+    otherwise from a colour map.
     """
     if count <= len(COLOURS):
         return COLOURS[k]
@@ -88,16 +88,16 @@ def grid(
 
 
 def scale(largest: int | float) -> tuple[float, str]:
-    """Returns the largest of `UNITS` that is not above `largest` bytes, as a pair: its size in
-    bytes, and its name. Below 1 byte, the unit is the byte.
+    """Returns the largest of `UNITS` that is not above `largest` bytes, as a pair (size of the unit
+    in bytes, name). If `largest` is below 1, the unit is the byte.
     """
     power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
     return 1000.0**power, UNITS[power]
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Returns a table as lines of aligned text: the first `left` columns are flush left, the others
-    flush right.
+    """Returns a table as lines of aligned text: the first `left` columns are flush left, and the
+    other columns are flush right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 

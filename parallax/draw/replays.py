@@ -1,8 +1,9 @@
 """Draws a replayed program over time: when it computes, and when each axis carries messages.
 
-A *row* is "compute", or a set of axes with messages. An `Event` is an instruction or a message in
-its `row`, from `start` to `stop` in seconds; its `source` is the line of the user's program that
-made it. *Exposed* is the time that would be saved if messages took no time.
+A *row* of the picture is either "compute", or a set of axes that carries messages. An `Event` is an
+instruction or a message. It is drawn in the row `row`, from `start` to `stop` in seconds, and
+`source` is the line of the user's program that made it. *Exposed* is the time that would be saved
+if messages took no time.
 """
 
 import json
@@ -19,10 +20,10 @@ MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # (bound, mark for 
 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
-    """Returns text: one line for computing and one for each set of axes, with the time from left to
-    right. Each character stands for an equal part of the time: `#` if the row is busy for over 95%
-    of it, `+` for over 50%, `.` for over 2%, and otherwise a space. A line ends with the share of
-    the whole time in which its row is busy.
+    """Returns a text with one line for computing and one for each set of axes. The time runs from
+    left to right. Each character stands for an equal part of the time: `#` if the row is busy for
+    over 95% of this part, `+` for over 50%, `.` for over 2%, and a space for less. A line ends with
+    a percentage: the share of the whole time in which its row is busy.
 
     With a `path`, the function also draws the lines, and writes the picture to that file.
 

@@ -1,10 +1,11 @@
 """Draws the table of a collective, round by round: the blocks that a device sends and holds.
 
 All devices do the same, so a block is named by its *offset*: if device d holds the block at offset
-o, the block belongs to device d + o, its *owner*. In the end the owner has the block's sum over all
-devices: a reduce-scatter. A *term* is one device's part of the sum. `rounds[r]` of a `Route` is
-a dict of the messages of round r. A key is a *step*: how far the message goes along each dim of the
-grid of devices. Its value has the offsets of the blocks in the message.
+o, the block belongs to device d + o, its *owner*. In the end the owner has the sum of the block
+over all devices, as after a reduce-scatter. A *term* is one device's part of the sum. `rounds[r]`
+of a `Route` is a dict of the messages of round r. A key of the dict is a *step*: how far the
+message goes along each dim of the grid of devices. The value of the key has the offsets of the
+blocks in the message.
 """
 
 import itertools
@@ -18,20 +19,20 @@ from parallax.draw import canvas
 
 def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> str:
     """Returns a table as text: for each round, the blocks that every device sends, and the blocks
-    that it holds after the round.
+    that the device holds after the round.
 
     The first line has the numbers of devices, rounds and messages. Its last number, before the
-    words "in a row", is the length of the longest chain of messages in which each waits for the one
-    before. Offsets are numbered in row-major order of the box, which is the grid of the devices.
-    The numbers after a block list the devices whose terms are summed in it: d stands for the device
-    d places before the owner, and 0 for the owner itself. The table is of a reduce-scatter; for a
-    gather, read the rounds from the last to the first.
+    words "in a row", is the length of the longest chain of messages in which each message waits for
+    the one before it. Offsets are numbered in row-major order of the box, which is the grid of the
+    devices. The numbers after a block list the devices whose terms are summed in it: d stands for
+    the device d places before the owner, and 0 for the owner itself. The table is of a
+    reduce-scatter; for a gather, read the rounds from the last to the first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
 
     Args:
-        table: a route, or several that run side by side.
+        table: a route, or several routes that run side by side.
         path: the PNG, SVG or PDF file to write.
 
     Raises:
@@ -45,8 +46,8 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
 def _lines(table: Route) -> Iterator[str]:
     """Yields the lines of a table: first a line with the numbers of devices, rounds and messages,
-    and the blocks that a device holds at the start. Then, for each round, its messages, and the
-    blocks that a device holds after it.
+    and a line with the blocks that a device holds at the start. Then two lines for each round: its
+    messages, and the blocks that a device holds after the round.
     """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
@@ -69,9 +70,9 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns a triple for each block that is sent in round r: the number of its message in the
-    round, and the block's offset before and after it is sent. Offsets are numbered in row-major
-    order.
+    """Returns a triple for each block that is sent in round r: the number, within the round, of the
+    message with this block, and the block's offset before and after the message. Offsets are
+    numbered in row-major order.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -105,8 +106,8 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
-    """Draws a circle of devices for each group of equal rounds, in the order of the tables, and
-    writes the picture to `path`.
+    """Draws a circle of devices for each group of rounds with equal arrows, in the order of the
+    tables, and writes the picture to `path`.
     """
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     columns = min(len(circles), 4)
@@ -123,8 +124,9 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Yields lists of numbers of rounds. The rounds of a list follow each other, and all of them
-    have messages with the same steps. Rounds without messages are left out, and do not end a list.
+    """Yields groups of rounds, each as a list of indices of rounds. The rounds of a group follow
+    each other, and all of them have messages with the same steps. Rounds without messages are left
+    out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
@@ -154,7 +156,7 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
     """Returns the title of a circle: the numbers of its rounds, and the fewest and the most blocks
-    that a device sends in one of them.
+    that a device sends in one of these rounds.
     """
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}

@@ -282,9 +282,9 @@ class Checkpoints:
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
                 `jax.ShapeDtypeStruct`s.
-            before: a step. Its checkpoint and later ones are passed over, if there is a checkpoint
-                of an earlier step. When the run continues from the earlier checkpoint, its saves
-                remove the later ones.
+            before: a step. The checkpoints of this step and of later ones are passed over, if there
+                is a checkpoint of an earlier step. When the run continues from the earlier
+                checkpoint, the run's saves remove the later ones.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
