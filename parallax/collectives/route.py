@@ -11,8 +11,8 @@ step form one message. The messages of a round do not wait for each other.
 
 In a *scatter* a block that arrives is added to the block at its new offset, so each block ends,
 summed, on the device that owns it. A *gather* runs the same table backwards: the last round first,
-and each message from its receiver to its sender. So each device's block is copied to all others.
-The two are each other's transpose; one after the other they are an all-reduce.
+and each message from its receiver to its sender. So each device's block is copied to all others. A
+scatter and a gather are each other's transpose; a scatter and then a gather is an all-reduce.
 
 The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. In a scatter, the block that belongs
 to device 0 goes this way:
@@ -46,7 +46,7 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """A table of messages: a reduce-scatter, an all-gather (run backwards), or both: an all-reduce.
+    """A table of messages: a reduce-scatter or, run backwards, an all-gather.
 
     ```python
     ring_of_4 = Route((4,), [{1: [3]}, {1: [2]}, {1: [1]}])
@@ -55,9 +55,9 @@ class Route:
     ```
 
     Attributes:
-        shape: the box that the devices form; they are numbered in row-major order.
-        rounds: each is {step: offsets}, and may be empty. Points of a box of one dim may be plain
-            numbers. A step may be negative: -1 means n - 1.
+        shape: the box that the devices form; the devices are numbered in row-major order.
+        rounds: a list of rounds, each {step: offsets}; a round may be empty. Points of a box of one
+            dim may be plain numbers. A step may be negative: -1 means n - 1.
 
     Raises:
         ValueError: a block is sent twice, arrives at an offset whose block was sent already, or
@@ -96,8 +96,8 @@ class Route:
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
         """Returns the offset that a block has after `times` hops of `step`.
 
-        A hop brings a block nearer to its owner, so each dim falls by the step, modulo the box.
-        `times` may be traced.
+        A hop brings a block nearer to its owner, so along each dim the offset falls by the step,
+        modulo the size of the box. `times` may be traced.
         """
         dims = zip(offset, step, self.shape, strict=True)
         return tuple([(o - times * s) % length for o, s, length in dims])
@@ -113,9 +113,9 @@ class Route:
         return number
 
     def device_at(self, me: Any, offset: Sequence[Any]) -> Any:
-        """Returns the number of the device at an offset from device `me`; both may be traced.
+        """Returns the number of the device at `offset` from device `me`; both may be traced.
 
-        No number of `offset` is negative.
+        No number in `offset` may be negative.
         """
         number, stride = 0, self.n
         for o, length in zip(offset, self.shape, strict=True):
@@ -141,7 +141,8 @@ class Route:
         return sorted(pairs) if back else pairs  # in both cases by sender
 
     def traffic(self) -> dict[tuple[int, int], int]:
-        """Returns the number of blocks that device i sends to j in a reduce-scatter, by (i, j)."""
+        """Returns, for each pair (i, j), how many blocks device i sends to j in a
+        reduce-scatter."""
         blocks: dict[tuple[int, int], int] = {}
         for sends in self.rounds:
             for step, offsets in sends.items():
@@ -161,7 +162,7 @@ class Route:
 
     @functools.cached_property
     def _hops(self) -> tuple[list[int], list[int]]:
-        """The results of `hops` for the scatter and for the gather."""
+        """Returns the results of `hops` for the scatter and for the gather."""
         return _hops(self, False), _hops(self, True)
 
 
@@ -203,7 +204,7 @@ def _check(route: Route) -> None:
     """Raises `ValueError` unless each device's term of a block reaches the block's owner once.
 
     Each term arrives once if a device sends each block once, except its own block, and adds nothing
-    to a block after it was sent.
+    to a block that it has sent.
     """
     if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(
@@ -275,10 +276,11 @@ def _describe(point: Point) -> str:
 
 
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
-    """Writes a table as a file: a line with the box and the number of rounds, a line of titles, and
-    a line for each block sent.
+    """Writes a table to a file: a line with the box and the number of rounds, a line of titles, and
+    one line for each block that is sent.
 
-    A block's line has its round, step and offset. Points are written as `1 0`.
+    The line of the file for a block has the round, the step and the offset of the block. The point
+    (1, 0) is written as `1 0`.
     """
 
     def words(point):
@@ -296,7 +298,7 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
 def from_csv(path: str | os.PathLike[str]) -> Route:
     """Returns the table of a file that `to_csv` wrote.
 
-    Raises `ValueError` for other files and wrong tables.
+    Raises `ValueError` for any other file, and for a table that `Route` refuses.
     """
     with open(path, encoding="utf-8", newline="") as file:
         lines = list(csv.reader(file))
