@@ -1,11 +1,11 @@
 """Arrays that wait in slots for a later tick, and sums to which idle ticks add nothing.
 
-A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is
-[slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick that
-reads it: `put` may write microbatch 3 into slot 1 in tick 3, and `taken` may read it in tick 9. A
-stage without a job in a tick is idle. It computes too, but its results are not used: `masked`
-replaces them by zeros. An array varies along a mesh axis if its type says that it may differ
-between the devices of the axis.
+A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is an
+array [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick
+that reads it: `put` may write microbatch 3 into slot 1 in tick 3, and `taken` may read it in tick
+9. A stage without a job in a tick is idle. An idle stage computes too, but its results are not
+used: `masked` replaces these results by zeros. An array varies along a mesh axis if its type says
+that the array may differ between the devices of the axis.
 """
 
 import functools
@@ -57,10 +57,11 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
 
 
 def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the buffers, [slots, ...], with each array of the tree written into its buffer's slot
-    `slot`.
+    """Returns the buffers, [slots, ...] each, with each array of the tree written into the slot
+    `slot` of its buffer.
 
-    A tree of cotangents has None for an array of integers or booleans: its buffer stays as it is.
+    A tree of cotangents has None for an array of integers or booleans: the buffer for such an array
+    stays as it is.
     """
 
     def leaf(buffer, x):
@@ -76,11 +77,13 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in the slot `slot` of the buffers. `like` is that tree, as arrays or as
-    types: it says which buffers have the dim of slots, [slots, ...], and which do not."""
+    """Returns the tree in the slot `slot` of the buffers. `like` is a tree of the same arrays, or
+    of their types: the numbers of dims show which buffers have a dim of slots, [slots, ...], and
+    which do not."""
 
     def leaf(buffer, like):
-        """Returns the array in the slot `slot` of a buffer; `like` has its number of dims."""
+        """Returns the array in the slot `slot` of a buffer; `like` has as many dims as this
+        array."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
@@ -92,9 +95,10 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """Returns a buffer of `count` slots, [count, ...], for each of these types of arrays.
 
-    An array that is the same on all stages, by its type, gets one array [...] for all microbatches
-    instead. In one tick the stages have different microbatches, so an array that is the same on all
-    of them cannot depend on the microbatch. `axis` is the axis of the stages.
+    If a type says that the array is the same on all stages, its buffer has no slots: it is one
+    array [...] for all microbatches. In one tick the stages have different microbatches, so an
+    array that is the same on all of them cannot depend on the microbatch. `axis` is the axis of the
+    stages.
     """
 
     def slots(kind):
@@ -119,8 +123,8 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
 
 
 def stacked_zeros(tree: PyTree, *sizes: int) -> PyTree:
-    """Returns zeros for several copies of each array of a tree, such as one for each microbatch:
-    `[...] -> [*sizes, ...]` each."""
+    """Returns, for each array [...] of a tree, zeros of the shape [*sizes, ...]; `sizes` may be the
+    number of microbatches, for example."""
 
     def leaf(x):
         # `zeros_like` of an array keeps the axes along which it varies; `jnp.zeros` would not.
@@ -130,5 +134,6 @@ def stacked_zeros(tree: PyTree, *sizes: int) -> PyTree:
 
 
 def wide_zeros(like: Any) -> Array:
-    """Returns zeros of an array's shape, in the dtype of its sum, at least float32."""
+    """Returns zeros of an array's shape, in the dtype in which such arrays are summed: at least
+    float32."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))

@@ -1,9 +1,9 @@
-"""The messages of the embedding and the head, whose vocabulary is split over the stages of a
+"""Sends the messages of an embedding and a head whose vocabulary is split over the stages of a
 pipeline.
 
-Only the first stage uses the embedding's sum, and only the last stage has the head's input. So each
-goes over a tree of hops instead of an all-reduce. A TPU sends hops while it computes; an all-reduce
-stops it (on a v5e, with JAX 0.10.2).
+Only the first stage uses the embedding's sum, and only the last stage has the head's input. So the
+sum and the input each go over a tree of hops, and not by an all-reduce. A TPU sends hops while it
+computes; an all-reduce stops the computation (on a v5e, with JAX 0.10.2).
 """
 
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from parallax.pipeline.buffers import masked
 def sum_to_first(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "*dims"]:
     """Returns on the first stage the sum of all stages' `x`, and on other stages a part of the sum.
 
-    It takes log2(P) rounds of hops, for P stages. Its transpose gives the first stage's cotangent
-    to all stages, if the cotangents of the others are 0.
+    For P stages, the sum takes log2(P) rounds of hops. The transpose of this function gives the
+    first stage's cotangent to all stages, if the cotangents of the other stages are 0.
     """
     axis = Axis.of(axis)
     for _, pairs in _rounds(axis.size()):
@@ -27,10 +27,10 @@ def sum_to_first(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "*d
 
 
 def copy_from_last(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "*dims"]:
-    """Returns the last stage's `x` on all stages, which each stage may use in its own way.
+    """Returns the last stage's `x` on all stages. Each stage may use its copy in its own way.
 
-    It takes log2(P) rounds of hops, for P stages. Its transpose returns on the last stage the sum
-    of all stages' cotangents.
+    For P stages, this takes log2(P) rounds of hops. The transpose of this function returns on the
+    last stage the sum of all stages' cotangents.
     """
     axis = Axis.of(axis)
     last = axis.size() - 1
@@ -46,8 +46,8 @@ def copy_from_last(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "
 
 
 def _rounds(stages: int) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Returns the rounds of hops that sum over the stages to stage 0, each as its distance d and
-    its pairs (source, target): each stage whose number is an odd multiple of d sends to the stage
-    d before it."""
+    """Returns the rounds of hops after which stage 0 has the sum over the stages. A round is a
+    distance d and a list of pairs (source, target): each stage whose number is an odd multiple of d
+    sends to the stage d before it."""
     distances = [2**k for k in range((stages - 1).bit_length())]
     return [(d, [(source, source - d) for source in range(d, stages, 2 * d)]) for d in distances]

@@ -1,17 +1,18 @@
-"""Detects a mistake in a pipeline's head, the function that computes the loss: a sum over the
-stages that includes values which early stages computed from their own `x`.
+"""Detects a mistake in a pipeline's head, the function that computes the loss: the head sums over
+the stages what early stages computed from their own `x`.
 
 An *early* stage is any stage before the last. The head computes the loss from the output `x` of a
 stage. It runs on every stage, but only the last stage's `x` is the model's output. So
 `psum(loss(x))` over the stages is wrong, and `psum(where(index == last, loss(x), 0))` is right: a
 factor or a choice that depends on the stage's index makes the terms of early stages zero. Such a
-factor depends on no argument of the program, so its values are computed here for every early stage.
+factor depends on no argument of the program, so the factor is computed here for every early stage.
 
-The head's program is read equation by equation. The `Terms` of a value say whether it depends on
-the `x` of an early stage (`early`). A value that depends on no argument of the program is called a
-number (`is_number`); `indexed` says whether it depends on the stage's index, and `by_index` is the
-function from an index to the number's value, or None if that is unknown. If a value was gathered
-from all stages, `gathered` is the dim in which their `x` stand one after the other.
+The head's program is read equation by equation. The `Terms` of a value say whether the value
+depends on the `x` of an early stage (`early`). A value that depends on no argument of the program
+is called a number (`is_number`); `indexed` says whether a value depends on the stage's index, and
+`by_index` is the function from a stage's index to the number's value, or None if this value is
+unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
+stages stand one after the other.
 
 From `FollowingAlong`: `run` reads a program, `met` joins the terms of all operands, and `is_sent`
 says whether an equation communicates over the axis. `stages` are the indices of the early stages.
@@ -39,11 +40,12 @@ class Terms(NamedTuple):
 
     Attributes:
         early: whether the value depends on the `x` of an early stage.
-        is_number: whether it depends on no argument.
-        indexed: whether it depends on the stage's index.
-        by_index: for a number, the function from a stage's index to its value; None if unknown.
-        gathered: the dim in which the `x` of all stages stand one after the other, if they were
-            gathered; None for other values.
+        is_number: whether the value depends on no argument.
+        indexed: whether the value depends on the stage's index.
+        by_index: for a number, the function from a stage's index to the number's value; None if
+            this value is unknown.
+        gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
+            stand one after the other; None for other values.
     """
 
     early: bool = False
@@ -53,19 +55,21 @@ class Terms(NamedTuple):
     gathered: int | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the terms of a value that is computed from both; its `by_index` is unknown."""
+        """Returns the `Terms` of a value that is computed from two values, whose terms are `self`
+        and `second`; its `by_index` is None."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
 
 def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
     """Returns whether a sum over `axis` in the program includes a term that a device other than the
-    last computes from its `x`. `of_x` says of each argument of the program whether it is part of
-    `x`.
+    last computes from its `x`. `of_x` says of each argument of the program whether the argument is
+    part of `x`.
 
     A term may have a factor, or be under a condition, that depends on the device's index. If the
-    values of the factor or of the condition are unknown, the term is not reported. They are unknown
-    if there are more than `SMALL` of them, or if they may change in each iteration of a loop.
+    values of the factor or of the condition are unknown, the term is not reported. The values are
+    unknown if there are more than `SMALL` of them, or if they may change in each iteration of a
+    loop.
     """
     sums = _Sums(axis)
     # The first field of `Terms` is `early`: an `x` begins as the `x` of an early stage.
@@ -86,15 +90,16 @@ class _Sums(jaxprs.FollowingAlong):
         self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
-        """Returns the terms of a constant of the program; it is a number if its value is known."""
+        """Returns the `Terms` of a constant of the program. A constant whose value is known is a
+        number."""
         # None is an unknown constant. A traced constant has no value either.
         if value is None or isinstance(value, core.Tracer):
             return Terms()
         return _number_of(value)
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
-        """Returns the `Terms` of an equation's result, whose type is `aval`, from those of its
-        operands. Sets `added` if the equation sums terms of early stages."""
+        """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
+        the operands. Sets `added` if the equation sums terms of early stages."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
@@ -127,10 +132,10 @@ class _Sums(jaxprs.FollowingAlong):
         Sets `added` if the equation reduces or contracts the gathered dim, in which the `x` of all
         stages stand one after the other.
 
-        The dim is followed through operations that keep the shape, reductions of other dims and
-        transposes. A factor or a choice that depends on no argument might leave early stages out,
-        and any other operation might take only the last stage's `x`. These cases are not decided
-        here, so they are accepted.
+        The gathered dim is followed through operations that keep the shape, reductions of other
+        dims and transposes. A factor or a choice that depends on no argument might leave early
+        stages out, and any other operation might take only the last stage's `x`. These cases are
+        not decided here, so they are accepted.
         """
         name = eqn.primitive.name
         # The index of the first gathered operand, and its gathered dim.
@@ -167,8 +172,8 @@ class _Sums(jaxprs.FollowingAlong):
         return unnumbered(super().loop(body, constants, unnumbered(carry), unnumbered(sliced)))
 
     def _index(self, axis: str) -> Terms:
-        """Returns the terms of `axis_index(axis)`: along the axis that is checked this is the
-        stage's index, along another axis the last index."""
+        """Returns the terms of `axis_index(axis)`: along the axis that is checked, this is the
+        stage's index; along another axis, this is the last index of that axis."""
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # If the stages are several mesh axes, this check runs once for each of them. The last stage
@@ -179,7 +184,7 @@ class _Sums(jaxprs.FollowingAlong):
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """Returns the terms of an equation whose operands depend on no argument. The result's
         values are known if there are at most `SMALL` of them and the values of all operands are
-        known. They are computed only when `by_index` is called."""
+        known. The result's values are computed only when `by_index` is called."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
@@ -187,7 +192,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns the value of a number on each early stage; an empty list if it is unknown."""
+        """Returns the value of a number on each early stage, or an empty list if the value is
+        unknown."""
         if value.by_index is None:
             return []
         try:
@@ -204,8 +210,8 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
         """Returns the terms of `select_n(which, *cases)`, joined over the cases that any early
-        stage selects. `which` is a number: the index of the case, for each element. If its values
-        are unknown, no case is joined, so the choice is accepted."""
+        stage selects. `which` is a number: the index of the case, for each element. If the values
+        of `which` are unknown, no case is joined, so the choice is accepted."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }

@@ -4,23 +4,24 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B m
 (the input's cotangent) and W (the gradients of the weights).
 
 A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. It
-returns the array to send, and the new carry, with the arrays that the job saved and with its terms
-added to the sums. The executors, `lockstep` and `per_stage`, decide when a job runs and send its
-result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight" (W).
+returns the array to send, and the new carry, in which the arrays that the job saved are in slots
+and the job's terms are added to the sums. The executors, `lockstep` and `per_stage`, decide when a
+job runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I) or
+"weight" (W).
 
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
-on an idle stage. `row.saved` and `row.deferred` give in the same way the slots, the places in a
-buffer where arrays wait: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
-All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A task
-is this stage's job, as microbatch, chunk, `position` (the chunk's place in the model) and `valid`.
-An idle stage computes too, and its results are masked by `task.valid`, which is `True` itself if
-only real jobs run.
+on an idle stage. `row.saved` and `row.deferred` give in the same way slots; a slot is a place in a
+buffer where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads
+slot 1. All stages run embed, head and embed_backward together: `row.jobs["head"]` is one
+microbatch. A `Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in
+the model) and `valid`. An idle stage computes too, and `task.valid` masks its results; `valid` is
+`True` itself if only real jobs run.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
 parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
 activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `deferred` of I); zeros
-of the stage's own term of the loss and of `aux`, the values to log (`terms`), and that term's
-cotangent (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays to
+of the stage's own term of the loss and of `aux`, the values to log (`terms`), and the cotangent of
+that term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays to
 differentiate, and the rest), `rows` (of a microbatch) and `finished` (the head's). `ends` are the
 parameters that are not in the blocks.
 """
@@ -55,11 +56,11 @@ from parallax.pipeline.rows import Row
 
 
 class Sums(NamedTuple):
-    """Sums over a step.
+    """The sums over all microbatches of a step, and the auxiliary values of each microbatch.
 
     Attributes:
         loss: the head's loss.
-        terms: the stages' own terms of the loss; None if they have none.
+        terms: the stages' own terms of the loss; None if the stages have no such terms.
         of_head: the head's auxiliary values, [M, ...] each.
         of_stages: the stage's auxiliary values, [M, v, ...] each.
         ends: gradients of the parameters outside the blocks, which are not split over the stages.
@@ -78,8 +79,8 @@ class Carry(NamedTuple):
     """The values that one tick leaves for the next tick, and that one job leaves for later jobs.
 
     Attributes:
-        arrived: activations and cotangents that arrived, or are to be sent: the executor's
-            `Arrived`.
+        arrived: the executor's `Arrived`, which has the activations and cotangents that arrived or
+            are to be sent.
         saved: the slots for the arrays that F saves for B, or for I and W.
         deferred: the slots for the arrays that I leaves for W.
         sums: the sums of loss and gradients.
@@ -104,7 +105,8 @@ class Jobs(Programs):
 
     def start(self, arrived: Any, saved_count: int, deferred_count: int) -> Carry:
         """Returns the carry before the first tick: all sums are 0. `arrived` has the executor's
-        messages. The two counts are the numbers of slots for the arrays of F and of I."""
+        messages. The two counts are the numbers of slots for the arrays that F saves and that I
+        leaves for W."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, aux = self.programs["head"].out[0]
@@ -152,9 +154,9 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """Runs F, one chunk of layers: on `entered`, the embedding's output, at the first place of
-        the model, else on `arrived`, the activation from the place before. Returns the output, and
-        the carry with the arrays that F saved."""
+        """Runs F, one chunk of layers. Its input is `entered`, the embedding's output, at the first
+        place of the model; at other places it is `arrived`, the activation from the place before.
+        Returns the output, and the carry with the arrays that F saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
         # The place decides, not the stage: with several chunks, stage 0 has later places too.
@@ -164,8 +166,8 @@ class Jobs(Programs):
         entry = task.microbatch, task.chunk
 
         def with_value(values, value):
-            """Returns auxiliary values [M, v, ...] with the value of this job at (microbatch,
-            chunk)."""
+            """Returns an array of auxiliary values, [M, v, ...], with this job's value written at
+            (microbatch, chunk)."""
             if task.valid is not True:
                 # An idle stage has the number of job 0, whose value it must not overwrite.
                 value = jnp.where(task.valid, value, values[entry])
@@ -181,7 +183,7 @@ class Jobs(Programs):
         return eqx.combine(moving, still), carry
 
     def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
-        """Runs B, or I, on `ct`, the output's cotangent; returns the cotangent of x, and the carry.
+        """Runs B, or I, on `ct`, the output's cotangent. Returns the cotangent of x, and the carry.
 
         B adds its gradients to the sums. I stores in a slot the arrays that W needs in addition to
         those that F saved.
@@ -192,7 +194,8 @@ class Jobs(Programs):
         # which is not masked. On an idle stage `seed` still adds to both results: the gradients are
         # masked in `_with_gradients`, and no job reads that cotangent of x.
         ct = masked(task.valid, ct), self.seed
-        # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs.
+        # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs. An
+        # idle stage writes these into a slot that is free in this tick.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)
         if not self.in_halves:
             return ct, self._with_gradients(carry, task, results)
@@ -210,8 +213,8 @@ class Jobs(Programs):
 
     def embed_backward(self, carry: Carry, row: Row, ct: PyTree) -> Carry:
         """Runs the backward pass of `embed` on `ct`, the cotangent of its output; `ct` is 0 on all
-        stages but the first. Returns the carry with the gradients of the ends, the parameters
-        outside the blocks, added."""
+        stages but the first. Returns the carry with the gradients added: those of the ends, which
+        are the parameters outside the blocks."""
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
@@ -220,9 +223,9 @@ class Jobs(Programs):
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """Runs the head on `y`: on the last stage the model's output of a microbatch, on the others
-        any activation. There the cotangent is not used, and auxiliary values only if the stages
-        computed them together.
+        """Runs the head on `y`, which on the last stage is the model's output for a microbatch, and
+        on other stages any activation. On other stages the cotangent is not used, and the auxiliary
+        values are used only if the stages computed them together.
 
         Returns the cotangent of `y`, with which B begins, and the carry with the loss, the
         auxiliary values and the gradients added. If only the loss is needed, the cotangent is a

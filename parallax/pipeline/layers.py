@@ -1,11 +1,11 @@
-"""Stages with unequal numbers of layers: a table gives the layers of each place in the model, and
-all places are padded to the longest.
+"""Stages with unequal numbers of layers: a table gives the number of layers of each place in the
+model, and all places are padded to the longest one.
 
 Legend: P stages, v chunks per stage, L layers, n layers in the longest place. A place is the
-position of a chunk in the model, 0 to vP - 1. A table of layers is [v, P] integers: the number of
-layers of chunk c on stage s, at place c P + s. A placement, [v, P], gives each chunk's place.
-Blocks are the parameters of the layers, a tree of arrays. The first dim or two run over the layers:
-[L, ...], or [v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
+position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has for chunk c of stage
+s, which is at place c P + s, its number of layers. A placement, [v, P], gives each chunk's place.
+Blocks are the parameters of the layers, a tree of arrays. The arrays are [L, ...], or
+[v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -37,7 +37,7 @@ Layers = Shaped[np.ndarray, "chunks stages"]
 
 def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     """Returns the most even table of layers: if the number of layers is not a multiple of the
-    number of places, the first places have one more.
+    number of places, the first places have one layer more than the others.
 
     Raises:
         ValueError: there are fewer layers than places, so that a place would have no layer.
@@ -53,12 +53,13 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over
-    stages.
+    """Returns blocks of [L, ...], in the order of the model, as blocks of [v, P n, ...], whose dim
+    1 is to be split over the stages.
 
-    The padding repeats a place's last layer. `run_layers` drops its outputs by a `where`, so its
-    gradient is 0. The outputs must be finite all the same: behind the `where`, 0 times an infinite
-    derivative is NaN. An optimizer with weight decay still changes the padding.
+    The padding repeats a place's last layer. `run_layers` drops the outputs of the padding by a
+    `where`, so the gradient of the padding is 0. These outputs must be finite all the same: in the
+    backward pass, 0 times an infinite derivative is NaN. An optimizer with weight decay still
+    changes the padding.
 
     Raises:
         ValueError: `table` is not a valid table, or the sum of its layers is not L.
@@ -153,8 +154,8 @@ def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
 
 
 def checked(table: Layers) -> Layers:
-    """Returns the table as a NumPy array; raises `ValueError` if it is no [chunks, stages] of
-    positive whole numbers."""
+    """Returns the table as a NumPy array; raises `ValueError` if this is not an array
+    [chunks, stages] of positive whole numbers."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
@@ -177,8 +178,8 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns blocks [v, L / v, ...] in the order that a schedule needs whose `placed` is
-    `placement`. The given `blocks` are in the order of the model.
+    """Returns blocks [v, L / v, ...] in the order that a schedule with this placement needs. The
+    given `blocks` are in the order of the model.
 
     If the placement is looped, with chunk c of stage s at place c P + s, the blocks are returned as
     they are, and their shapes are not checked. All schedules in lockstep are looped. Pad blocks of
@@ -194,15 +195,15 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
     """Returns blocks [v, L / v, ...] in the order of the model. `blocks` are in the order that a
-    schedule with this placement needs: this is the inverse of `to_placement`."""
+    schedule with this placement needs: this function is the inverse of `to_placement`."""
     # `argsort` of a placement gives, for each place, the chunk of a stage, as c P + s.
     return _reordered(blocks, placement, np.argsort(placement, axis=None))
 
 
 def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
     """Returns blocks of [v, L / v, ...] whose v P groups of layers are reordered: group k of the
-    result is group `order[k]` of `blocks`. Raises `ValueError` for other shapes, except if the
-    order stays the same: then nothing is checked."""
+    result is group `order[k]` of `blocks`. Raises `ValueError` for arrays of other shapes. If
+    `order` changes nothing, no shape is checked."""
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
@@ -226,10 +227,10 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     """Returns the auxiliary values of this stage's chunks, `[vP, ...] -> [v, ...]` each. `stages`
     has the values that all chunks returned to log, one row for each place, as in `Aux.stages`.
 
-    It is for `step.make(after_update=...)`, a function that may change this stage's blocks by these
-    values, such as the biases of experts by their loads. `placement` is the schedule's `placed`,
-    [v, P]. On one device with `unpipelined`, pass the axis `()` and a placement of one stage: then
-    all chunks are this stage's.
+    It is for the function that `step.make` takes as `after_update`. That function may use these
+    values to change this stage's blocks: the loads of experts, for example, to change the experts'
+    biases. `placement` is the schedule's `placed`, [v, P]. On one device with `unpipelined`, pass
+    the axis `()` and a placement of one stage: then all chunks are on this stage.
 
     Raises:
         ValueError: the placement and the axis have different numbers of stages, or the placement
@@ -266,9 +267,9 @@ def stored(
     written, the other after it is read.
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
-    pipeline, can read them. The optimizer's arrays for the blocks are stored in the same way. Such
-    an array has a path that ends with the path of a leaf of the blocks, and has the first dims of
-    that leaf.
+    pipeline, can read the layers. The optimizer's arrays for the blocks are stored in the same way.
+    An optimizer's array belongs to a leaf of the blocks if its path ends with the path of the leaf,
+    and both have the same first dims.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
@@ -290,9 +291,9 @@ def stored(
     def on_blocks(change, dims):
         """Returns a function that takes a state and applies `change` to each array of the blocks.
 
-        An optimizer's array belongs to the blocks if its first `dims` dims have the same sizes as
-        those of its parameter in the blocks. `dims` is 2 on the way to the disk, from blocks of
-        [v, L / v, ...], and 1 on the way back, from blocks of [L, ...].
+        An optimizer's array belongs to the blocks if its path ends with the path of an array of the
+        blocks, and the first `dims` dims of both have the same sizes. `dims` is 2 on the way to the
+        disk, from blocks of [v, L / v, ...], and 1 on the way back, from blocks of [L, ...].
         """
 
         def converted(state):

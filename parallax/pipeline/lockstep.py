@@ -1,27 +1,29 @@
-"""The executor in which all stages run the same kinds of job in a tick: each kind that the schedule
-gives to any stage in this tick. The program consists of loops over the ticks, without a
+"""The executor in which all stages run the same kinds of job in a tick: each kind of which at least
+one stage has a job in the schedule. The program consists of loops over the ticks, without a
 conditional.
 
 If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
-ring of `ppermute` inside a stage is allowed: all devices run it.
+ring of `ppermute` inside a stage is allowed: all devices run the ring.
 
 F is the forward pass of a chunk of layers for one microbatch, and B its backward pass. B may be
 split into I (the cotangent of the input x) and W (the gradients of the weights). A lane is one kind
 of work within a tick: "forward" (F), "head", "backward" (B or I), "weight" (W). A stretch is a
-period of ticks in which the same lanes run, each on at least one stage; it is one `lax.scan`.
+period of ticks in which the same lanes run, each on at least one stage; each stretch is one
+`lax.scan`.
 
 A row has the numbers of one tick: `row.jobs[lane][stage]` is the number of a job, or -1 for none.
 Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers of
-slots, the places in a buffer where arrays wait for a later tick. All stages run the head and the
-embedding together: `row.jobs["head"]` is one microbatch. `table` and `ticks` have the rows of many
-ticks. `carry` has the values that a tick leaves for the next: `carry.arrived` the messages of this
-stage, `carry.sums` the sums of losses and gradients. `jobs` runs the user's functions:
-`jobs.forward(carry, row, ...)` returns F's output and the new carry.
+slots; a slot is a place in a buffer where an array waits for a later tick. All stages run the head
+and the embedding together: `row.jobs["head"]` is one microbatch. `table` and `ticks` have the rows
+of many ticks. `carry` has the values that a tick leaves for the next tick: `carry.arrived` has the
+messages of this stage, and `carry.sums` the sums of losses and gradients. `jobs` runs the user's
+functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
-cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
-message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one.
-`sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is computed.
+cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
+turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after
+this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
+computed.
 """
 
 import functools
@@ -127,8 +129,8 @@ def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """Returns the cotangent that B begins with: at the last place of the model the head's, else the
-    cotangent that arrived from the stage after."""
+    """Returns the cotangent that B begins with: at the last place of the model, the cotangent from
+    the head; elsewhere, the cotangent that arrived from the stage after."""
     # The column `[-1]` is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
@@ -138,7 +140,7 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     """Runs these lanes in all ticks of the schedule, and returns the sums. If a pattern of
-    stretches repeats, its repeats are one loop."""
+    stretches repeats, all repeats of the pattern are one loop."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
@@ -201,8 +203,9 @@ def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
     """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
-    stretch of `pattern` is (the names of its lanes, its number of ticks). `lanes` has the pairs of
-    a lane's name and its function, and `ticks` the rows of all ticks of the pattern."""
+    stretch of `pattern` is a pair: the names of the lanes that run, and the number of ticks.
+    `lanes` has pairs of a lane's name and its function, and `ticks` the rows of all ticks of the
+    pattern."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
@@ -231,7 +234,8 @@ def _tick(
 
 def stretches(table: Row) -> list[Stretch]:
     """Returns the stretches of a table in order. A stretch is a pair: the set of lanes that run on
-    at least one stage, the head included, and the number of successive ticks in which they run."""
+    at least one stage (the head counts as a lane), and the number of successive ticks in which
+    these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
     # fewer ticks than F, only in those in which the last place of the model has run. `phases_of`
     # joins successive ticks with the same lanes.

@@ -1,4 +1,4 @@
-"""Loss functions for one device, which compute the same as a pipeline of the same functions.
+"""Loss functions for one device, which compute the same loss as a pipeline of the same functions.
 
 Legend: P stages, v chunks of layers per stage, L layers; a place is a chunk's position in the
 model, 0 to vP - 1. The blocks are the parameters of the layers, and `aux` is a tree of values to
@@ -26,7 +26,7 @@ class Aux(NamedTuple):
     """Auxiliary values of a pipeline whose stages return some.
 
     Attributes:
-        head: the values of the head; None if it has none.
+        head: the values of the head; None if the head has no values.
         stages: the values of all chunks of layers, in the order of the model: arrays [vP, ...].
     """
 
@@ -45,16 +45,17 @@ def unpipelined(
     """Returns a loss function for one device that holds all blocks. A pipeline of these functions
     computes the same loss.
 
-    `blocks(params)` picks the blocks from the parameters, arrays of [v, ...]. The chunks run one
-    after another on the whole batch. With auxiliary values the function returns `(loss, aux)`:
-    `aux` has the head's values, or is an `Aux` if stages have some too; its `stages` are [v, ...]
-    each.
+    `blocks(params)` picks the blocks, arrays of [v, ...], from the parameters. The chunks run one
+    after another on the whole batch. If there are auxiliary values, the function returns
+    `(loss, aux)`: `aux` has the head's values, or, if stages have values too, `aux` is an `Aux`, in
+    which the arrays of `stages` are [v, ...].
 
     With a schedule's `placed` as `placement`, [v, P], the function runs the places of the model in
-    order, as the pipeline does. Each place then has its own layers, `position` and auxiliary
-    values, which are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk,
-    at position c, so a stage that uses `position` needs the placement. The layers then run in the
-    order in which they are stored, which is the model's only if the schedule's placement is looped.
+    order, as the pipeline does. Each place then has its own layers, its own `position` and its own
+    auxiliary values: the arrays of `stages` are [vP, ...]. Without a placement, the chunks c of all
+    stages run as one chunk, at position c, so a stage that uses `position` needs the placement. The
+    layers then run in the order in which they are stored. This is the order of the model only if
+    the schedule's placement is looped.
     """
 
     def loss(params, batch):
@@ -103,7 +104,7 @@ def _loss(
 ) -> Any:
     """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
-    Returns the loss, or `(loss, aux)` if there are auxiliary values. The loss is that of the head
+    Returns the loss, or `(loss, aux)` if there are auxiliary values. The loss is the head's loss
     plus the stages' own terms.
     """
     x, outputs = embed(params, batch), []

@@ -1,26 +1,28 @@
-"""The executor in which each stage runs only its own job in a tick, or none. It is one loop over
-the ticks, without a conditional.
+"""The executor in which each stage runs only its own job in a tick, or no job. The program is one
+loop over the ticks, without a conditional.
 
-A job is a loop of one iteration, or of none on a stage without this job in the tick. The jobs are F
-(the forward pass of a chunk of layers for one microbatch), I (the cotangent of its input x) and W
-(the gradients of its weights). All devices run the embedding and the head together, since these may
-communicate over the stages. A tick has several parts, in this order: embed; the stage's job, if it
-has one: forward (F), backward (I) or weight (W); then exchange, head and embed_backward. The
-exchange sends messages in every tick, and they wait in slots until the jobs that need them. A slot
-is a numbered place in a buffer.
+A job is a loop of one iteration, or of no iteration on a stage that does not have this job in the
+tick. The jobs are F (the forward pass of a chunk of layers for one microbatch), I (the cotangent of
+its input x) and W (the gradients of its weights). All devices run the embedding and the head
+together, since these may communicate over the stages. A tick has several parts, in this order:
+embed; forward (F), backward (I) or weight (W), whichever job the stage has; exchange; head;
+embed_backward. The exchange sends messages in every tick. A message waits in a slot, a numbered
+place in a buffer, until the job that needs it runs.
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
 none. Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers
 of slots. Embed, head and embed_backward have one microbatch for all stages, such as
 `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values that a part leaves for
-the next: `carry.arrived` the messages of this stage, `carry.sums` the sums of losses and gradients.
-`jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new
-carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is stage 0.
+the next part: `carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses
+and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output
+and the new carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is
+stage 0.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
-cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)` the
-message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one.
-`sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is computed.
+cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
+turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after
+this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
+computed.
 """
 
 import functools
@@ -52,7 +54,8 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        slots: activations and cotangents that arrived and wait: [slots, ...] for each leaf of x.
+        slots: the activations and cotangents that arrived and are waiting, as [slots, ...] for each
+            leaf of x.
         entered: the output of the embedding in this tick; None between ticks.
         sent: the message of this stage in this tick; None between ticks.
     """
@@ -136,7 +139,7 @@ def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     messages that arrive into slots.
 
     All devices must send and receive at once, so a stage also gets messages that it does not need.
-    These go into a slot that is never read.
+    Such messages go into a slot that is never read.
     """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
@@ -159,8 +162,9 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
-    # `_sent` gives this tick's message, `carry.arrived.sent`. The number ties it to the head's
-    # loop, so that XLA sends it on only in ticks in which the head runs.
+    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
+    # depend on the loop of this part, the head: so XLA sends it on only in ticks in which the head
+    # runs.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
@@ -172,7 +176,8 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 ran I of
     the first place, so the message of stage 0 is the cotangent of the embedding's output. The other
     stages use a cotangent of 0."""
-    # `_sent` gives this tick's message, `carry.arrived.sent`, tied to this part's loop.
+    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
+    # depend on the loop in which `_if_runs` runs this part, embed_backward.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
@@ -181,10 +186,10 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     """Returns this stage's message in this tick, as head and embed_backward read it.
 
-    `microbatch` is the number of such a part, or -1 in a tick in which the part does not run. So
-    the condition `microbatch >= 0` is always true here. It makes the message depend on the part's
-    loop, since `_if_runs` adds the loop's index to each number of the row. Without it, XLA would
-    run the part's collectives before the loop, in all ticks.
+    `microbatch` is the row's number for that part, which is -1 only in a tick in which the part
+    does not run. So the condition `microbatch >= 0` is always true here. The condition makes the
+    message depend on the part's loop, since `_if_runs` adds the loop's index to each number of the
+    row. Without it, XLA would run the part's collectives before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
@@ -205,12 +210,12 @@ def _traced_alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -
 
 def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
     """Returns the carry after a part if the part runs in this tick, else the carry as it was. The
-    part is a loop of one iteration or none.
+    part is a loop of one iteration or of none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
     carry in place. The loop has a name from `counted_scope`, such as "head.3_of_8": in the compiled
-    program it tells that this part, the head, runs in 3 of 8 ticks. Each stage runs a job in the
-    same number of ticks, so the first column of `table` gives this number.
+    program this name tells that the head runs in 3 of 8 ticks. All stages run a kind of job in
+    equally many ticks, so the first column of `table` gives the number of ticks.
     """
     column, number = table.jobs[name], row.jobs[name]
     # `column` is [ticks, stages], or [ticks] for a part that all stages run together.
@@ -243,7 +248,7 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
 
     A grouped collective, such as a `psum` over a tensor axis, waits only for the devices of its
     group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of
-    them run another job.
+    the devices run another job.
     """
     for eqn, line in _moves(jaxpr, ""):
         along = _along(eqn)
@@ -270,8 +275,8 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
     """Yields the collectives over more than one device in a jaxpr, each as (equation, line of the
-    user's code). If `jaxpr` is the algorithm of one of the library's collectives, `line` is the
-    line of that collective, else ""."""
+    user's code). `line` is "", except if `jaxpr` is the algorithm of one of the library's
+    collectives: then `line` is the line of that collective."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         # Each of the library's own collectives is one equation, `linear_collective`. Its algorithm

@@ -3,22 +3,24 @@ arguments with which the traced programs are called.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). Blocks are the parameters that are
-split over the stages, ends all others. `moving` are the floating-point leaves of an activation,
-which have a cotangent, and `still` its other leaves. `aux` is a tree of values to log.
+split over the stages, and ends are all other parameters. `moving` are the floating-point leaves of
+an activation, which have a cotangent, and `still` are the other leaves of the activation. `aux` is
+a tree of values to log.
 
-A job runs one chunk of layers for one microbatch. Its number in the schedule's table is
-microbatch * v + chunk, or -1 for none: with v = 2, job 7 is chunk 1 of microbatch 3. A `Task` has
-both numbers, the chunk's place in the model (`position`), and whether there is a job (`valid`).
-`Trained` has the arrays with respect to which a stage is differentiated: `blocks`, of one chunk,
-and `ends`. `Given` has the stage's other arguments. `Parameters` has all parameters in four trees:
-`blocks` and `ends`, which are trained, and `fixed_blocks` and `fixed`; `joined()` is the user's
-tree.
+A job runs one chunk of layers for one microbatch. Its number in the schedule's table is microbatch
+* v + chunk, or -1 for none: with v = 2, job 7 is chunk 1 of microbatch 3. A `Task` has the numbers
+  of the microbatch and of the chunk, the chunk's place in the model (`position`), and whether there
+  is a job (`valid`). `Trained` has the arrays with respect to which a stage is differentiated:
+  `blocks`, of one chunk, and `ends`. `Given` has the stage's other arguments. `Parameters` has all
+  parameters in four trees: `blocks` and `ends`, which are trained, and `fixed_blocks` and `fixed`,
+  which are not; `joined()` is the tree of the user.
 
-`trace(f, *arguments)` is `f` as a program: its `out` are the types of the results, and its `used` a
-tree like the arguments, with True for each array that the results depend on. An array varies along
-a mesh axis if its type says that it may differ there: `varying(x, names)` is `x` typed so, and
-`match_varying(x, like)` gives it the axes of `like`. Taps (`parallax.recording`) record values in
-the user's functions by the microbatch's number, which `recording.job(microbatch, valid)` gives.
+`trace(f, *arguments)` is `f` as a program: its `out` has the types of the results, and its `used`
+is a tree like the arguments, with True for each array that the results depend on. An array varies
+along a mesh axis if its type says that the array may differ between the axis's devices.
+`varying(x, names)` is `x` typed as varying along the axes `names`, and `match_varying(x, like)` is
+`x` typed as varying also along the axes of `like`. Taps (`parallax.recording`) record values in the
+user's functions, each with the microbatch's number, which `recording.job(microbatch, valid)` gives.
 """
 
 import functools
@@ -63,7 +65,7 @@ class Parameters(NamedTuple):
     three have None in its place.
 
     Attributes:
-        blocks: the trained arrays of the blocks: [v, ...] each, or one chunk of them.
+        blocks: the trained arrays of the blocks, which are [v, ...] each, or [...] for one chunk.
         ends: the other trained arrays.
         fixed_blocks: the arrays of the blocks that are not trained.
         fixed: all remaining leaves, also those that are not arrays.
@@ -86,8 +88,8 @@ class Task(NamedTuple):
         microbatch: the number of the microbatch.
         chunk: the number of the chunk of this stage's layers.
         position: the chunk's place in the model.
-        valid: whether the table has a job here; `True` itself if only real jobs run, as in a
-            schedule that runs per stage.
+        valid: whether the table has a job for this stage in this tick; `True` itself if only real
+            jobs run, as in a schedule that runs per stage.
     """
 
     microbatch: Int[Array, ""]
@@ -105,8 +107,8 @@ class Trained(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A stage's other arguments. They are known in its forward and its backward tick, so they need
-    no slot.
+    """The arguments of a stage besides `Trained` and x. They are known in the stage's forward and
+    backward tick, so they need no slot.
 
     Attributes:
         params: all parameters, with this chunk of the blocks.
@@ -123,8 +125,8 @@ class Given(NamedTuple):
 
 
 class Programs:
-    """The programs of one device. It is made once per call of the gradient function, traces each
-    function of the user once, and refuses misuse.
+    """The programs of one device. A `Programs` is made once per call of the gradient function. It
+    traces each function of the user once, and refuses misuse.
 
     Attributes:
         params: the `Parameters` of this device.
@@ -139,7 +141,8 @@ class Programs:
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
         counts: whether the loss that the head computes on this stage is used.
-        moves_early: whether a collective in a function depends on nothing but the parameters.
+        moves_early: whether a collective in one of the user's functions depends on nothing but the
+            parameters.
         programs: the traced programs: "embed", "forward", "head", "backward", "weight" and
             "embed_backward".
     """
@@ -167,7 +170,7 @@ class Programs:
             axis: the axis of the stages.
             params: the parameters on this device.
             batch: the batch on this device.
-            save: how F saves arrays for B; None for the loss without gradients.
+            save: how F saves arrays for B; None if only the loss is computed, without gradients.
             send: how messages are sent.
             scatter: applied to each microbatch's gradients before they are added up.
             in_halves: whether to trace I and W instead of B.
@@ -198,7 +201,8 @@ class Programs:
     # The arguments of the programs.
 
     def task(self, job: Int[Array, ""]) -> Task:
-        """Returns this stage's task for a number in the table: microbatch * v + chunk, or -1."""
+        """Returns this stage's task for `job`, a number in the table: microbatch * v + chunk, or
+        -1."""
         # Without a job, -1, the task has the numbers of job 0, and is not valid.
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
@@ -207,7 +211,7 @@ class Programs:
 
     def known(self, task: Task) -> tuple[Trained, Given]:
         """Returns the arguments of a task's F, B, I and W that need no message and no slot: the
-        arrays with respect to which the stage is differentiated, and the rest."""
+        arrays with respect to which the stage is differentiated, and its other arguments."""
         params = self._of_chunk(task.chunk)
         # `_read_by_stage` is a tree like the ends: whether the stage reads each. An end that it
         # does not read gets no gradient here.
@@ -216,8 +220,8 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and its
-        number for taps."""
+        """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and the
+        number of the microbatch for taps."""
         # The number for taps is -1 on a stage whose loss is not used, so it may differ between
         # the stages, and is typed so.
         return self.rows(microbatch), varying(
@@ -261,9 +265,10 @@ class Programs:
     # Tracing.
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
-        """Returns a function of the user as a program; its first argument is the `Parameters`.
-        `name` is "embed", "stage" or "head". Refuses a function that reads a trained parameter by
-        closure, and an embed or a head that reads blocks: these would have no gradient."""
+        """Returns a function of the user as a program; the first argument of the program is a
+        `Parameters`. `name` is "embed", "stage" or "head". Refuses a function that reads a trained
+        parameter by closure, and an embed or a head that reads blocks: what they read in this way
+        would have no gradient."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
@@ -276,7 +281,7 @@ class Programs:
         return program
 
     def _trace_embed(self) -> None:
-        """Traces `embed`, and sets `x` to zeros like its output."""
+        """Traces `embed`, and sets `x` to zeros like the output of `embed`."""
 
         def embed(params, rows, microbatch):
             with recording.at(microbatch=microbatch):
@@ -324,7 +329,8 @@ class Programs:
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
-        """Traces `head`, and sets `counts`, whether its loss is used on this stage."""
+        """Traces `head`, and sets `counts`, which says whether the head's loss is used on this
+        stage."""
 
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
@@ -363,9 +369,9 @@ class Programs:
         """Traces F, and B or I and W, and adds them to `programs`. Sets `saved` and `seed`, which B
         and I need, and `deferred`, which W needs.
 
-        `save` makes of a stage's function one for the forward tick, which also returns the arrays
-        to save, and one for the backward tick, which returns the transposed function (see save.py).
-        None: only the loss is needed, so only F is traced.
+        `save` makes two functions of a stage's function (see save.py). One is for the forward tick,
+        and also returns the arrays to save; the other is for the backward tick, and returns the
+        transposed function. If `save` is None, only the loss is needed, and only F is traced.
         """
         # (trained, given) of job 0: in a trace only types matter, and all jobs have the same. The
         # number is computed from the stage's index, so that it is typed as varying.
@@ -448,8 +454,8 @@ class Programs:
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
     """Returns the parameters in the four trees of `Parameters`: trained or not, in the blocks or
-    not. All leaves that are not arrays are in `fixed`, also those of the blocks: the arrays of
-    `fixed_blocks` are indexed by chunk."""
+    not. All leaves that are not arrays are in `fixed`, even if the blocks have them, since each
+    leaf of `fixed_blocks` is indexed by chunk."""
     in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     # The leaves that are not trained, with None in place of each trained leaf.

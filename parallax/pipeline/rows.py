@@ -1,13 +1,13 @@
-"""A schedule as its executors read it: one row per tick. NumPy only.
+"""Makes of a schedule the rows of numbers that the executors read, one row per tick, by NumPy only.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). A place is a chunk's position in the
 model. A lane is a kind of job: "forward" (F), "backward" (B or I), "weight" (W). Arrays wait in
 numbered slots of a stage: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
 A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
-`target`. The lane of a message is that of the job that uses the message, or "head" for the head's
-cotangent. `schedule.arrivals` has the slot in which each message waits, and `schedule.lanes` the
-tables by lane, [ticks, stages], of jobs: microbatch * v + chunk, or -1 for none.
+`target`. The lane of a message is the lane of the job that uses the message, or "head" for the
+head's cotangent. `schedule.arrivals` has the slot in which each message waits, and `schedule.lanes`
+has for each lane a table of jobs, [ticks, stages]: microbatch * v + chunk, or -1 for no job.
 """
 
 import operator
@@ -23,20 +23,20 @@ Numbers = Any  # integers with a first dim of ticks; inside the loop, of one tic
 
 class Row(NamedTuple):
     """The jobs, the slots and the messages of all ticks: arrays `[ticks, stages]`. Inside the loop
-    over the ticks, the arrays have only one tick, `[stages]`.
+    over the ticks, a `Row` has only one tick, and its arrays are `[stages]`.
 
     Attributes:
-        jobs: by lane, microbatch * v + chunk, or -1 for no job. Three parts that all stages run
-            together have one microbatch per tick, `[ticks]`, or -1: "embed" has that of F at the
-            first place, "head" that of F at the last place, and "embed_backward" that of B, or I,
-            at the first place.
-        saved: by lane, one slot: the slot that F writes in this tick (if the stage has no F, a slot
-            that is free), and the slot that B, or I and W, read in this tick.
-        deferred: by lane, one slot: the slot that I writes in this tick (if the stage has no I, a
-            slot that is free), and the slot that W reads in this tick.
-        arrival: by lane, the slot from which F, B or I reads its message in this tick.
-        arriving: by distance d, the slot into which the message is written that arrives at the end
-            of this tick from the stage d before this one.
+        jobs: for each lane, microbatch * v + chunk, or -1 for no job. The three parts that all
+            stages run together have one microbatch per tick, or -1, in an array `[ticks]`: "embed"
+            has the microbatch of F at the first place, "head" the one of F at the last place, and
+            "embed_backward" the one of B, or I, at the first place.
+        saved: for each lane, the slot of its job in this tick: F writes this slot, and B, or I and
+            W, read it. If the stage has no F, the lane "forward" has a slot that is free.
+        deferred: for each lane, the slot of its job in this tick: I writes this slot, and W reads
+            it. If the stage has no I, the lane "backward" has a slot that is free.
+        arrival: for each lane, the slot from which F, B or I reads its message in this tick.
+        arriving: for each distance d, the slot for the message that arrives at the end of this tick
+            from the stage d before this one.
         from_head: the slot for the head's cotangent.
     """
 
@@ -107,8 +107,8 @@ def forward_alone(row: Row) -> Row:
 
 def distances(schedule: Schedule) -> list[int]:
     """Returns the distances over which the schedule sends messages, each once, in ascending order.
-    A distance is a number of stages, counted forward around the ring of P stages. It is 0 for a
-    message that stays on its stage. The head's cotangents do not count: the head itself moves
+    A distance is a number of stages, counted forward around the ring of P stages. The distance is 0
+    for a message that stays on its stage. The head's cotangents do not count: the head itself moves
     them."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

@@ -3,11 +3,11 @@ that it reads by closure.
 
 A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
 A parameter that they read by closure would have no gradient, so `refuse_closures` raises an error
-that names the parameter. A program is a jaxpr with its constants, and `opened(program)` the jaxpr
-without their values. `operands(x)` are the values from which JAX computed a traced value `x`, as
-far as JAX remembers them. A value varies along a mesh axis if its type says that it may differ
-there. From `Following`: `run` follows facts about values through a program, and `met` joins the
-facts of all operands.
+that names the parameter. A program is a jaxpr with the values of its constants, and
+`opened(program)` is the jaxpr without these values. `operands(x)` are the values from which JAX
+computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
+type says that the value may differ between the axis's devices. Two methods come from `Following`:
+`run` follows facts about values through a program, and `met` joins the facts of all operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +48,8 @@ class Traced(NamedTuple):
     Attributes:
         program: the jaxpr, whose inputs are the arrays among the arguments.
         out: the tree of results, with a type (shape, dtype, varying axes) for each array.
-        used: the tuple of arguments, with True for each array that the results depend on.
+        used: the tuple of arguments, with a bool in place of each array: whether the results depend
+            on this array.
     """
 
     program: ClosedJaxpr
@@ -82,9 +83,9 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x`, with varying axes added to its type until it varies along each axis along which
-    `f(x)` varies. A loop whose carry begins as `x` and becomes `f(x)` needs this, since the
-    type of a carry must not change."""
+    """Returns `x` with varying axes added to its type, until `x` varies along each axis along which
+    `f(x)` varies. A loop whose carry begins as `x` and becomes `f(x)` needs this, since the type of
+    a carry must not change."""
     # Only the types of `f(x)` count, and `f` may return `ShapeDtypeStruct`s, so zeros, which keep
     # the types, stand for its values. Each round adds at least one varying axis to an array, and
     # the mesh has few, so this ends.
@@ -110,8 +111,9 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
     """Refuses with `Misused` a function that reads by closure a trained parameter, or a value
     computed from one.
 
-    `name` is the function's name, for the error. `outside` are the constants of its program: the
-    arrays that it reads by closure. `params` are the trees of trained parameters.
+    `name` is the function's name, for the error. `outside` are the constants of the function's
+    program, which are the arrays that the function reads by closure. `params` are the trees of
+    trained parameters.
     """
     # A parameter's name by the id of its array. A pipeline casts its parameters to varying. A
     # function may close over the array from before the cast, so that array gets the same name.
@@ -138,8 +140,8 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
 
 
 def _earlier_forms(leaf: Any) -> Iterator[Any]:
-    """Yields a parameter, then the value from which it was cast or gathered, then the value from
-    which that one was made, and so on, back to the first."""
+    """Yields a parameter, then the value from which the parameter was cast or gathered, then the
+    value from which this value was made, and so on, back to the first value."""
     yield leaf
     # Any operation with one operand is followed, not only a cast: a function that reads by closure
     # the value from which a parameter was computed also goes around the first argument.
@@ -166,7 +168,7 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
 
 
 def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
-    """Refuses with `Misused` a function, embed or head, whose results depend on the blocks.
+    """Refuses with `Misused` an embed or a head whose results depend on the blocks.
 
     `name` is the function's name. `used` is a tree like the blocks: True for each leaf that the
     function's results depend on. `axis_name` is the axis of the stages.
@@ -197,7 +199,7 @@ def moves_early(traced: Traced) -> bool:
 
 
 class _Collectives(Following):
-    """Follows the values that depend on a late argument, which is ready only in its tick.
+    """Follows the values that depend on a late argument: one that is ready only in its tick.
     `are_early` says whether there is a collective that depends on no late argument."""
 
     unknown = False
