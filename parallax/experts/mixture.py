@@ -1,7 +1,7 @@
 """A mixture of experts: a layer of a router and experts of any kind.
 
-Legend: B sequences, T tokens in one, D width, F hidden width of an expert, E experts, n devices of
-the axis.
+Legend: B sequences, T tokens in a sequence, D width, F hidden width of an expert, E experts, n
+devices of the axis.
 """
 
 import functools
@@ -23,7 +23,8 @@ from parallax.tensor import Comms
 
 
 class Gated(eqx.Module):
-    """Experts of three matrices, `(silu(x gate) * (x up)) down`. A device may hold a shard of F.
+    """Experts that compute `(silu(x gate) * (x up)) down` with three matrices each. A device may
+    hold a shard of F.
 
     Source: Shazeer, arXiv 2002.05202.
     """
@@ -55,11 +56,11 @@ class Mixture(eqx.Module):
     """The parameters of a layer of experts.
 
     Attributes:
-        router: the matrix from a token to logits. In a stack of layers, each array has a first dim
-            of layers.
+        router: the matrix from a token to logits. In a stack of layers, this and all other arrays
+            have a first dim of layers.
         experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
-        bias: added to the scores for the choice only. It has no gradient; `rebalanced` changes it.
-            None or `()` means no bias.
+        bias: numbers added to the experts' scores, only to choose the experts. The bias has no
+            gradient; `rebalanced` changes it. None or `()` means no bias.
     """
 
     router: Float[Array, "*layers width experts"]
@@ -87,7 +88,8 @@ def moe(
     The axis splits the batch too. It may be the data axis, another axis that splits the data (name
     both in `grads.averaged`), or several axes. An expert receives the tokens of all devices, so its
     gradient is a sum over all these tokens already. `grads.averaged` and `zero.reduce_scattered`
-    therefore only divide it: they sum only over axes along which a parameter is the same.
+    therefore only divide this gradient: they sum only over axes along which a parameter is the
+    same.
 
     Args:
         x: this device's tokens.
@@ -102,9 +104,9 @@ def moe(
             statistics are of whole sequences, not of a device's share of them.
 
     Raises:
-        ValueError: the devices together do not have as many experts as the router; `x` is
-            the same on the devices of `axis`; there are no tokens, or no experts for them; or an
-            error of `route`, `dispatch` or `compute`.
+        ValueError: the devices together do not have as many experts as the router; `x` is the same
+            on the devices of `axis`; there are no tokens; `route` chooses no experts for them; or
+            an error of `route`, `dispatch` or `compute`.
     """
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)

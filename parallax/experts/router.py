@@ -1,6 +1,6 @@
 """Chooses the experts of each token, and measures how even the load is.
 
-Legend: B sequences, T tokens in one, E experts, k choices of a token.
+Legend: B sequences, T tokens in a sequence, E experts, k choices of a token.
 
 Each statistic is computed for each sequence, and then averaged over the sequences. So it does not
 depend on how the batch is split into microbatches and devices: the mean of the means of equal parts
@@ -27,11 +27,11 @@ class Routing(NamedTuple):
     """The experts that are chosen for each token.
 
     Attributes:
-        experts: the numbers of each token's experts, the best first. An expert that a token chooses
-            twice gets the sum of its weights. `exchanged` and `ragged` make room for such an expert
-            only once per token: even with a capacity of `math.inf`, they may drop the second
-            choice, and count it as dropped.
-        weights: the factors of their results.
+        experts: the indices of each token's experts, the best expert first. An expert that a token
+            chooses twice gets the sum of its weights. `exchanged` and `ragged` make room for such
+            an expert only once per token: even with a capacity of `math.inf`, they may drop the
+            second choice, and count it as dropped.
+        weights: the factors of the results of these experts.
         logits: the router's logits.
         shares: the router's preference for each expert: above 0, with the sum 1.
     """
@@ -58,7 +58,8 @@ def top_k(
     changes it to even out the load without an auxiliary loss (Wang et al., arXiv 2408.15664).
 
     Args:
-        k: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv 2101.03961).
+        k: the number of experts of a token: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv
+            2101.03961).
         score: computes scores of 0 or more from logits: `jax.nn.softmax`, or `jax.nn.sigmoid`.
         normalised: whether to divide a token's weights by their sum.
 
@@ -98,15 +99,15 @@ def _divided(scores: Array) -> Array:
 class Statistics(NamedTuple):
     """Statistics of the choices of one layer.
 
-    Each is a mean over sequences, so `grads` and `pipeline` average it over devices and
+    Each statistic is a mean over sequences, so `grads` and `pipeline` average it over devices and
     microbatches.
 
     Attributes:
         balance: for each sequence, E times the sum over experts of load * share, where `share` is
-            the expert's mean share over the tokens: 1 if all experts have the same load. As an
-            auxiliary loss it moves the router towards an even load. Sources: Fedus et al., arXiv
-            2101.03961, formula 4; for one sequence at a time, DeepSeek-AI, arXiv 2412.19437,
-            formula 17.
+            the expert's mean share over the tokens. The balance is 1 if all experts have the same
+            load. As an auxiliary loss it moves the router towards an even load. Sources: Fedus et
+            al., arXiv 2101.03961, formula 4; for one sequence at a time, DeepSeek-AI, arXiv
+            2412.19437, formula 17.
         z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
             (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of their shares, in nats; log(E) if the router
@@ -132,7 +133,7 @@ def statistics(
     Args:
         choice: the routing of this device's tokens.
         dropped: the number of dropped choices.
-        axis: the axis that splits the tokens of a sequence, if one does.
+        axis: the axis that splits the tokens of a sequence; `()` if no axis does.
         counted: the number of devices of `axis` that counted the same dropped choices, since they
             have the same tokens.
     """
