@@ -25,48 +25,51 @@ def program(
 
     The program is traced, and neither compiled nor run.
 
-    * `collective-under-a-predicate`: a `ppermute` in a `cond`, `switch` or `while` whose predicate
-      differs between devices; or there a collective of this library, since it is made of
-      `ppermute`s. It waits for all devices of the program, and hangs. Other collectives hang only
-      if the predicate differs along their own axis.
+    * `collective-under-a-predicate`: a collective in a `cond`, `switch` or `while` whose predicate
+      differs between devices. A `ppermute` waits for all devices of the program, and hangs; so does
+      a collective of this library, which is made of `ppermute`s. Any other collective hangs only if
+      the predicate differs along an axis of the collective.
     * `lost-varying-mark`: a `cond` whose predicate differs between devices, while operands or
-      results are typed as the same on all devices. Its gradients are wrong (jax #40823).
+      results are typed as the same on all devices. The gradients of the `cond` are wrong (jax
+      #40823).
     * `summed-twice`: a sum over devices of a value that is the same on all of them.
     * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry. One sum of
-      the carry after the loop gives the same.
+      the carry after the loop gives the same result.
     * `same-every-trip`: a collective in a loop, of a value that the loop does not change.
       `zero.gathered` and `sequence.gather_from` are accepted: they gather in each trip on purpose,
       so that the gathered array need not be kept.
-    * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard, with
-      no collective over the shard's axes on the way. Examples are `optax.lamb` and clipping by a
-      norm, on shards. An update is the term `u` of an output `w + u` that has the spec of the
-      argument `w`. The lint looks at the values that elementwise operations connect to the update.
-      It finds their reductions to one number, and, if optax's code makes them, also reductions over
-      only some dims.
-    * `shards-summed`: a sum of a part of such an update `u`, over an axis that splits the argument
-      `w`. It adds different shards. A part counts only if it comes from a product, a reduction or a
-      loop, as a gradient does.
+    * `update-mixes-a-shard`: a reduction of one device's shard whose result goes into the update of
+      that shard, with no collective over the shard's axes in between. Examples are `optax.lamb` and
+      clipping by a norm, on shards. An update is the term `u` of an output `w + u` that has the
+      shape and the spec of the argument `w`. The lint looks at the values from which elementwise
+      operations compute the update. It finds reductions of them, and of elementwise functions of
+      them, to one number. A reduction over only some dims is found only if optax's code makes it.
+    * `shards-summed`: a sum of a value from which such an update `u` is computed, over an axis that
+      splits the argument `w`. The sum adds different shards. The value counts only if it comes from
+      a product, a reduction or a loop, as a gradient does.
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by the norm or the
       maximum of each device's own gradients, and only then summed over the devices. An example is
       `optax.clip_by_global_norm` inside `grads.averaged`. The lint looks for products and quotients
-      that scale gradients, but not inside a function that is differentiated. A device must have
-      several rows: with one row, each example is clipped, as in differentially private training.
-      Clipping of each microbatch's mean is not found.
-    * `gathered-out-of-order`: a gather of a floating-point argument over the outer of two axes
-      that split a dim, or over both in another order than in its spec. The gathered blocks then do
-      not follow each other in the dim, which does no harm in a batch.
-    * `layers-not-gathered`: a `scan` over layers that are split over the axis of the batch, without
-      a collective over that axis, while its carry depends on that batch. A split argument counts as
-      layers if an output has the same shape and spec (its gradient or its update), and else as a
-      batch. Programs that also send along that axis, as pipelines do, are accepted.
+      that scale gradients, but not inside a function that is differentiated. Each device must have
+      several rows of the batch: if it has one row, each example is clipped, as in differentially
+      private training. Clipping of each microbatch's mean is not found.
+    * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
+      split. The gather goes over the outer axis only, or over both axes in another order than in
+      the argument's spec. The gathered blocks then do not follow each other in the dim. Integers,
+      such as tokens, are not checked.
+    * `layers-not-gathered`: a `scan` over layers that are split over the axis that also splits the
+      batch. The carry of the `scan` depends on the batch, and no collective over that axis gathers
+      the layers. A split argument counts as layers if an output (its gradient or its update) has
+      the same shape and spec. Any other split argument counts as a batch. Programs that also send
+      along that axis, as pipelines do, are accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec
       splits (hidden units, heads), if its result is combined, without a collective first, with an
       array that still has the split dim. A reduction over groups of units (a group norm) is found
-      too, if a device has one element of each group: 8 units in 2 groups, on 4 devices.
-    * `parts-of-a-split-dim`: slices of a dim that a weight's spec splits, joined with each other.
-      Examples are a fused matrix that is split by its outputs, and the stacked gates of an
-      `eqx.nn.LSTMCell`. If the trace fails because shapes do not fit, and the arguments hold a cell
-      whose arrays are split by rows, this is the only finding.
+      too, if a device has one element of each group, as with 8 units in 2 groups on 4 devices.
+    * `parts-of-a-split-dim`: different slices of a dim that a weight's spec splits are combined
+      with each other. Examples are a fused matrix that is split by its outputs, and the stacked
+      gates of an `eqx.nn.LSTMCell`. If the trace fails because shapes do not fit, and the arguments
+      hold a cell whose arrays are split by rows, this mistake is the only finding.
     * `one-key-for-split-units`: random numbers that are the same on all devices are combined with
       an array along its split dim, as in dropout with the same mask for the units of every device.
     * `counted-on-a-device`: numbers that each device makes of 0, 1, 2, ... are combined with an
@@ -75,32 +78,33 @@ def program(
     * `added-before-the-sum`: a bias or a residual that each device adds to its term of a sum over
       devices, so that the sum counts it several times.
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
-      their tokens in another order, such as `context.zigzag`. It is found only if the arguments are
-      arrays, and the targets are the inputs, one token later.
+      their tokens in another order, such as `context.zigzag`. The mistake is found only if the
+      arguments are arrays with values, and each target is the next input token.
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` among the arguments, whose
-      projections are split by their outputs, cuts a device's outputs into all its heads.
-    * Three mistakes with a pipeline, at which the trace ends with an error. The error is then the
-      only finding. `parameter-by-closure`: a function uses a parameter by closure, not from its
-      argument. `blocks-outside-the-stage`: the function before or after the stages reads the
-      stages' blocks. `blocks-on-every-stage`: all stages have the same blocks.
+      projections are split by their outputs, cuts the outputs of one device into as many heads as
+      the whole model has.
+    * Three mistakes with a pipeline end the trace with an error, which is then the only finding.
+      `parameter-by-closure`: a function uses a parameter by closure, not from its argument.
+      `blocks-outside-the-stage`: the function before or after the stages reads the stages' blocks.
+      `blocks-on-every-stage`: all stages have the same blocks.
     * `wide-product`: a matrix product or convolution in 32 bits or more, of numbers that came from
       bfloat16 or float16.
 
     Values differ between devices along the axes of `in_specs` and of `lax.axis_index`. The result
-    of a sum, a maximum or a gather is equal on all devices of its axes, even if its type says that
-    it varies. Axes of one device do not count. `update-mixes-a-shard` and `shards-summed` accept a
-    dim of which a device has one row, since its rows may be separate models, as in an ensemble.
-    `update-mixes-a-shard` also accepts an argument whose elements are rounded to whole numbers or
-    to 8 bits, since each shard may have its own scale. A hand-written pipeline whose stages all
-    hold the same layers is not found: it cannot be told from a recurrent net that sends its state
-    to the next device.
+    of a sum, a maximum or a gather counts as equal on all devices along the axes of this
+    collective, even if the type of the result says that it varies. Axes of one device do not count.
+    `update-mixes-a-shard` and `shards-summed` accept a dim of which a device has one row, since the
+    rows of the dim may be separate models, as in an ensemble. `update-mixes-a-shard` also accepts
+    an argument whose elements are rounded to whole numbers or to 8 bits, since each shard may have
+    its own scale. A hand-written pipeline whose stages all hold the same layers is not found: it
+    cannot be told from a recurrent net that sends its state to the next device.
 
     Args:
         f: a function, usually a whole step made by `mesh.spmd`; or a result of `jax.make_jaxpr`,
             which needs no `args`.
         args: the arguments of `f`; arrays may be `jax.ShapeDtypeStruct`s.
-        compute: the 16-bit type that all products should have. If it is given, each wider product
-            is a finding, whatever types its operands came from.
+        compute: the 16-bit type that all products should have. If it is given, each product in a
+            wider type is a finding, whatever types its operands came from.
 
     Raises:
         ValueError: `compute` is a wider type.
@@ -120,7 +124,9 @@ def program(
         if found := [*split_by_sharding(args)]:
             return found[:1]
         raise
-    # Outside of any `shard_map`, arguments are whole, so nothing is known of them (`Value()`).
+    # `opened` returns the jaxpr without the values of its constants, and `flat` the list of the
+    # jaxpr's operations. Outside of any `shard_map`, arguments are whole, so nothing is known of
+    # them (`Value()`).
     reading = Reading(narrow=compute is not None)
     reading.read(reading.flat(opened(jaxpr)), [values.Value()] * len(jaxpr.in_avals))
     of_arguments = (*tokens_out_of_order(jaxpr, args), *narrower_heads(jaxpr, args))

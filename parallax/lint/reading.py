@@ -1,18 +1,18 @@
-"""One reading of a program, operation by operation: it finds what the lint knows about each value,
-and notes mistakes.
+"""Reads a program operation by operation, finds what the lint knows about each value, and notes
+mistakes.
 
 A *fact* is one thing that the lint knows about a value (an array), such as "it differs along
-'data'". The facts about an operation's results are computed from those about its operands. A
-`Value` has the facts about one value. `differs` are the axes along which it differs between
-devices. `trip` is the depth of the innermost loop that changes it. `parts` are the sums and carries
-of a loop that it is a linear function of. `shard` is the argument whose elements it has. `constant`
-says that it was made only of numbers written into the program, and `narrow` is the 16-bit type that
-it was cast from.
+'data'". The facts about an operation's results are computed from the facts about its operands. A
+`Value` has the facts about one value. `differs` are the axes along which the value differs between
+devices. `trip` is the depth of the innermost loop that changes the value. `parts` are those sums
+and carries of a loop of which the value is a linear function. `shard` is the argument whose
+elements the value has. `constant` says that the value was made only of numbers written into the
+program, and `narrow` is the 16-bit type that the value was cast from.
 
 A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
-that a node is, or None if it is none. A collective of this library is one equation, whose jaxpr
-`ours` returns. `map` is the `shard_map` around the operation; outside any it is None. `silent` is
-true while no mistake is noted.
+that a node is, or None if the node is no collective. A collective of this library is one equation,
+whose jaxpr `ours` returns. `map` is the `shard_map` around the current operation; outside any
+`shard_map` it is None. `silent` is true while mistakes are not noted.
 """
 
 import contextlib
@@ -33,17 +33,18 @@ from parallax.lint.values import NO_AXES, Dims, Value, either, in_tuple, joined
 
 
 class Reading:
-    """One reading of a program: the findings, and the loops and maps around the current operation.
+    """One reading of a program: the findings, and the `shard_map` and loops around the current
+    operation.
 
     Attributes:
         narrow: whether all products should be in 16 bits.
         findings: the mistakes so far.
         silent: true while no mistakes are noted, for example while a loop's body is read again and
             again until the facts about its carries no longer change.
-        map: the `shard_map` around the operation; None outside any.
+        map: the `shard_map` around the operation; None if there is none.
         loops: the loops around the operation, the outermost first.
         predicates: the conditionals and `while` loops around the operation, each with the axes
-            along which its predicate differs.
+            along which its predicate differs between devices.
         known: the facts about all values of each program, by `id(program)`, from the last reading
             that was not silent.
     """
@@ -68,7 +69,8 @@ class Reading:
         self._settled: dict[tuple, list[Value]] = {}
 
     def flat(self, jaxpr: Jaxpr, node: Node | None = None) -> Flat:
-        """Returns a jaxpr as a list of operations; `node` is the operation that contains it.
+        """Returns a jaxpr as a list of operations. `node` is the operation that contains the jaxpr;
+        None for the whole program.
 
         A later call returns the same list, since a loop's body is read several times.
         """
@@ -113,19 +115,20 @@ class Reading:
         """Returns the facts about a program's results, and notes all mistakes in the program: those
         that `propagate` notes, and those in updates and in clipped sums.
 
-        `arguments` are the facts about its arguments. `results` has, for each result, the axes that
-        split each of its dims, or None if they are not known.
+        `arguments` are the facts about the program's arguments. `results` has, for each result, the
+        axes that split each of its dims, or None if these axes are not known.
         """
         returned = self.propagate(program, arguments)
-        # These two kinds need the facts about all values, so they come after `propagate`.
+        # Mistakes in clipped sums and in updates need the facts about all values, so they come
+        # after `propagate`.
         if self.map and not self.silent:
             self.map.note_clipped_sums(program)
             self.map.note_updates(program, arguments, results)
         return returned
 
     def propagate(self, program: Flat, arguments: Sequence[Value]) -> list[Value]:
-        """Returns the facts about a program's results, given those about its arguments. It goes
-        through the operations in order, and notes the mistakes that one operation shows.
+        """Returns the facts about a program's results, given the facts about its arguments. It goes
+        through the operations in order, and notes those mistakes that a single operation shows.
         """
         # While silent, nothing is noted, so a program with the same facts is not read again.
         # `summed` is only for messages.
@@ -155,16 +158,16 @@ class Reading:
     @contextlib.contextmanager
     def _under(self, predicates: list[tuple[str, frozenset[str]]]) -> Iterator[None]:
         """Adds `predicates` to those of the reading, for the operations that are read inside the
-        `with`. Each is a pair: "cond" or "while", and the axes along which the predicate differs
-        between devices."""
+        `with`. Each predicate is a pair: "cond" or "while", and the axes along which the predicate
+        differs between devices."""
         outside = self.predicates
         self.predicates = [*outside, *predicates]
         yield
         self.predicates = outside
 
     def _operation(self, program: Flat, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts about the results of one operation, given those about its operands
-        (`inputs`), and notes mistakes in it."""
+        """Returns the facts about the results of one operation, given the facts about its operands
+        (`inputs`), and notes mistakes in the operation."""
         if node.name == "shard_map":
             return self._shard_map(node, inputs)
         if node.name in LOOPS:
@@ -180,8 +183,8 @@ class Reading:
         # backward pass "transpose(...)".
         note_in_forward = _ignore if node.is_within("transpose(") else note
         # `results` have the facts about each result as a whole, `dims` those about its dims, and
-        # `origins` those about what it was computed from: a dict of fields. `origin_facts` notes
-        # gathers that put blocks in a wrong order, a mistake in the backward pass too.
+        # `origins` a dict of those about what it was computed from. `origin_facts` notes gathers
+        # that put blocks in a wrong order, which is a mistake in the backward pass too.
         dims = dims_after(program, node, inputs, self.map.sizes, note_in_forward)
         origins = self.map.origin_facts(program, node, inputs, note)
         return [
@@ -217,7 +220,7 @@ class Reading:
     def _read_inner_jaxprs(self, node: Node, inputs: list[Value]) -> None:
         """Notes mistakes in the jaxprs that an operation holds, such as a Pallas kernel or the
         function of a reduction. It is not known which operand gives which argument, so each
-        argument gets the facts about all operands, joined.
+        argument gets the facts about a value that is computed from all operands.
         """
         outside, self.map = self.map, None  # inside, nothing is known of dims and shards
         for jaxpr in jaxprs.inner(node.eqn):
@@ -228,15 +231,15 @@ class Reading:
     # Control flow
 
     def _shard_map(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Reads the body of a `shard_map`, and returns the facts about its results outside of
-        it."""
+        """Reads the body of a `shard_map`, and returns the facts about its results that hold
+        outside of the `shard_map`."""
         params, outside = node.eqn.params, self.map
         # The `ShardMap` reads facts about all values from `known`. It looks for mistakes in the
         # bodies of loops, which `self.body` gives. It collects one finding for each kind and line.
         shard_map = ShardMap(params["mesh"], params["check_vma"], self.known, self.body)
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
-        # Its specs give the facts about the body's arguments, and how its results are split.
+        # The specs give the facts about the body's arguments, and how the body's results are split.
         arguments, result_dims = shard_map.enter(jaxpr, params, inputs, self.ours)
         returned = self.read(self.flat(jaxpr, node), arguments, result_dims)
         self.map = outside
@@ -252,10 +255,10 @@ class Reading:
     def _loop(self, node: Node, inputs: list[Value]) -> list[Value]:
         """Reads a loop, and returns the facts about its results.
 
-        Facts are propagated through the body, in silence, until those about its carries no longer
-        change. Then the body is read once more, to note its mistakes. A loop of one trip is read as
-        a call. The operands of a `while` begin with `skipped` constants of its condition, which are
-        no arguments of the body.
+        Facts are propagated through the body, in silence, until the facts about its carries no
+        longer change. Then the body is read once more, to note its mistakes. A loop of one trip
+        (iteration) is read like a call of its body. The operands of a `while` begin with `skipped`
+        constants of its condition, which are no arguments of the body.
         """
         eqn, program = node.eqn, self.body(node)
         skipped = 0 if node.name == "scan" else eqn.params["cond_nconsts"]
@@ -265,7 +268,8 @@ class Reading:
         trips = eqn.params.get("length")  # None for a `while`
         depth = len(self.loops) + 1  # with this loop
         if trips != 1:
-            # Sums of the outer loop that enter this one count as used in another way.
+            # Sums of the outer loop that enter this loop count as used in another way than by
+            # adding them up.
             if self.loops and not self.silent:
                 self.loops[-1].spoil(inputs)
             arguments = [value._replace(parts=frozenset()) for value in arguments]
@@ -300,11 +304,12 @@ class Reading:
     def _settle(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns the facts about a body's results that hold in every trip. No mistakes are noted.
+        """Returns those facts about the results of a loop's body that hold in every trip
+        (iteration) of the loop. No mistakes are noted.
 
-        Facts are propagated through the body until those about its carries no longer change. The
-        facts about the carries in `arguments`, at the places `carries`, are replaced by those that
-        hold in every trip.
+        Facts are propagated through the body until the facts about its carries no longer change.
+        The carries stand at the places `carries` of `arguments`. There, the facts about them are
+        replaced by those that hold in every trip.
         """
         was_silent, self.silent = self.silent, True
         self.loops.append(loop)  # loops inside count it for their depth
@@ -326,9 +331,10 @@ class Reading:
     def _read_body(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns the facts about the results of a loop's body, and notes its mistakes. One kind of
-        mistake is a sum over devices that could be taken once, after the loop. The carries stand at
-        the places `carries` of `arguments`, with the facts that hold in every trip.
+        """Returns the facts about the results of a loop's body, and notes the mistakes in the body.
+        One kind of mistake is a sum over devices that could be taken once, after the loop. The
+        carries stand at the places `carries` of `arguments`, with the facts that hold in every
+        trip.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
@@ -346,10 +352,11 @@ class Reading:
     # Collectives and conditionals
 
     def _collective(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts about a collective's results as a whole, and notes mistakes in it.
+        """Returns the facts about a collective's results as a whole, and notes mistakes with the
+        collective.
 
-        The mistakes are a collective that some devices may not reach, a sum of equal numbers, and a
-        collective that sends the same in every trip of a loop.
+        The mistakes are a collective that some devices may not reach, a sum of numbers that are
+        equal on all devices, and a collective that sends the same numbers in every trip of a loop.
         """
         sent, where = node.sent, node.where
         assert sent is not None
@@ -386,8 +393,8 @@ class Reading:
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
-        """Notes a conditional whose predicate differs between devices, if some operands or results
-        lack the mark for that: their types do not vary along the axes of the predicate.
+        """Notes a conditional whose predicate differs between devices, if the types of some
+        operands or results do not vary along the axes along which the predicate differs.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.
@@ -420,8 +427,9 @@ def _ignore(*mistake: Any) -> None:
 def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
     """Returns the axes that split the dims of each result of a loop's body (`program`).
 
-    The carries come first, and are split like their first values, whose `shard`s are `shards`. The
-    split of a carry without a shard is not known (None), nor is that of the stacked outputs.
+    The carries come first. They are split like their first values, about which `shards` has the
+    facts `shard`. The split of a carry without a shard is not known (None), nor is that of the
+    stacked outputs.
     """
     dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]
@@ -436,7 +444,8 @@ def _after_loop(
         returned: the facts about the body's results, in any trip: the carries, and the outputs that
             the loop stacks.
         carries: those facts about the carries that are true at the beginning of every trip.
-        predicate: the facts about a `while` loop's predicate; those about a constant for a `scan`.
+        predicate: the facts about a `while` loop's predicate; for a `scan`, the facts about a
+            constant.
         depth: the number of loops around this one.
     """
     outside = [value.stacked() for value in returned[len(carries) :]]
@@ -450,9 +459,9 @@ def _after_loop(
         value._replace(
             # If the predicate differs, some devices run more trips than others.
             differs=value.differs | predicate.differs,
-            # The `trip` in `returned` and in the predicate is often this loop itself, which says
-            # nothing outside. So that no collective is accused wrongly, the result counts as
-            # changed by each trip of the innermost loop around.
+            # The `trip` in `returned` and in the predicate is often the depth of this loop itself,
+            # which says nothing outside of it. So that no collective is accused wrongly, the result
+            # counts as changed by each trip of the innermost loop around this one.
             trip=depth,
             constant=value.constant and predicate.constant,
             parts=frozenset(),  # the sums and carries of this loop, which mean nothing outside

@@ -1,13 +1,14 @@
-"""What the lint knows about the values of a program, and how some operations change it.
+"""Records what the lint knows about the values of a program, and how some operations change this.
 
-A *value* is an array in the program. A *fact* is one thing that the lint knows about it without a
-run, such as "it differs along 'data'". A `Value` has the facts about one value, and a `Dim` those
-about one of its dims. Each value of a program also has an id, an int.
+A *value* is an array in the program. A *fact* is one thing that the lint knows about a value
+without running the program, such as "it differs along 'data'". A `Value` has the facts about one
+value, and a `Dim` has the facts about one dim of a value. Each value of a program also has an id,
+an int.
 
-JAX's replication types say along which axes a value is *known* to be the same. The facts say along
-which axes it *is* the same, as far as the program shows. A value that was summed and then
-cast to varying has the same bits on all devices, although its type says otherwise. A program with
-`check_vma=False` has no such types.
+JAX's replication types say along which axes a value is *known* to be the same on all devices. The
+facts say along which axes it *is* the same, as far as the program shows. A value that was summed
+and then cast to varying has the same bits on all devices, although its type says otherwise. A
+program with `check_vma=False` has no such types.
 """
 
 import math
@@ -31,7 +32,7 @@ VIEWS = frozenset(
         *("squeeze", "transpose"),
     }
 )
-# The same, but the places may depend on other operands.
+# Operations like `VIEWS`, but the places may depend on other operands.
 _MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 _KINDS = {
@@ -91,8 +92,8 @@ class Term(NamedTuple):
         is_linear: whether the value is a linear function of the term, so that a later sum over
             devices completes the reduction.
         is_peak: whether the reduction is a maximum or a minimum.
-        added: the operation that added another value, one that is the same on all devices, to the
-            term; None if there is none.
+        added: the operation that added to the term a value that is the same on all devices; None if
+            no operation did.
     """
 
     node: Any
@@ -122,21 +123,22 @@ class Value(NamedTuple):
 
     Attributes:
         differs: the mesh axes along which devices may hold different elements.
-        trip: the depth of the innermost loop whose trips change the value; 0 if none does.
+        trip: the depth of the innermost loop whose trips (iterations) change the value; 0 if no
+            loop does.
         constant: whether the value is made only of numbers written into the program, and of
             `iota`s (0, 1, 2, ...).
-        narrow: the name of the 16-bit type that the value was cast from, if its own type is wider;
-            else "".
-        summed: the axes along which the value is the same because it was summed, each with the line
-            of the sum.
-        parts: the sums and carries of the innermost loop that the value is a linear function of.
+        narrow: the name of the 16-bit type that the value was cast from, if the value's own type is
+            wider; else "".
+        summed: the axes along which the value is the same on all devices because it was summed,
+            each with the source line of the sum.
+        parts: those sums and carries of the innermost loop of which the value is a linear function.
         dims: the facts about each dim; None for numbers written into the program.
         terms: the axes along which the value is a device's term of a sum, each with its `Term`.
         shared: the axes along which the value was divided by the number of devices.
         shard: the argument whose elements the value has; None if there is none.
-        fed: the axes along which the value depends on a split batch, with no collective over them
-            between the batch and the value.
-        chosen: the axes for which the value depends on the device's index (`axis_index`).
+        fed: the axes along which the value depends on a split batch, if no collective over the axis
+            stands between the batch and the value.
+        chosen: the axes along which the value depends on the device's index (`axis_index`).
     """
 
     differs: frozenset[str] = NO_AXES
@@ -158,9 +160,10 @@ class Value(NamedTuple):
         return any(dim.rows for dim in self.dims or ())
 
     def with_dims_and_origin_of(self, value: "Value") -> "Value":
-        """Returns the facts in `self` about a whole value (`differs`, `trip`, `constant`, `narrow`,
-        `summed`, `parts`), with those in `value` about its dims (`dims`, `terms`, `shared`) and
-        about what it was computed from (`shard`, `fed`, `chosen`).
+        """Returns the facts about a value that `self` and `value` have together: from `self` those
+        about the whole value (`differs`, `trip`, `constant`, `narrow`, `summed`, `parts`), and from
+        `value` those about its dims (`dims`, `terms`, `shared`) and about what it was computed from
+        (`shard`, `fed`, `chosen`).
         """
         return value._replace(
             differs=self.differs,
@@ -172,7 +175,7 @@ class Value(NamedTuple):
         )
 
     def sliced(self) -> "Value":
-        """Returns the facts about one slice along the first dim, `x[i]`."""
+        """Returns the facts about `x[i]`, one slice of the value `x` along its first dim."""
         shard = self.shard and self.shard._replace(dims=self.shard.dims[1:])
         return self._replace(dims=self.dims[1:] if self.dims else self.dims, shard=shard)
 
@@ -199,7 +202,7 @@ class Sent(NamedTuple):
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
     """Returns the facts about a value that is computed from all `values`: `differs`, `trip`,
-    `constant` and `summed`. The other facts are those given in `fields`, or not known.
+    `constant` and `summed`. The other facts are given in `fields`, or are not known.
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
@@ -217,7 +220,7 @@ def either(first: Value, second: Value) -> Value:
 
     Facts that lead to a finding, such as a `shard`, must hold for both. Facts that excuse a
     finding, such as `differs`, need to hold for only one. If one of the two is made only of numbers
-    written into the program, the dims are those of the other.
+    written into the program, the facts about dims are those about the other value.
     """
     together = joined(
         [first, second],
@@ -251,11 +254,11 @@ def _either_dim(first: Dim, second: Dim) -> Dim:
 
 
 def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
-    """Returns the name of the 16-bit type that an equation's result was cast from, if its own type
-    is wider, and "" otherwise.
+    """Returns the name of the 16-bit type that an equation's result was cast from, if the result's
+    own type is wider; else "".
 
-    `values` are the facts about the operands. For a result of a `cond`, they are those about the
-    predicate, and then about the value that each branch returns for this result.
+    `values` are the facts about the operands. For a result of a `cond`, they are the facts about
+    the predicate, and then those about the value that each branch returns for this result.
     """
     name = eqn.primitive.name
     if name == "convert_element_type":
@@ -274,15 +277,15 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 
 
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
-    """Returns the collective of an equation, or None if the equation itself is none.
+    """Returns the collective that an equation is, or None if the equation itself is no collective.
 
     `ours` is the jaxpr of the equation if it is a collective of this library. All kinds of such
-    collectives are made of `ppermute`s, and the jaxpr does not name the kind. It is found by
-    comparing the size of the result with that of the operand.
+    collectives are made of `ppermute`s, and the jaxpr does not name the kind. The kind is found by
+    comparing the size of the result with the size of the operand.
     """
     kind = _KINDS.get(eqn.primitive.name)
-    # A collective among groups of an axis's devices is left out, as it does not go over the axis.
-    # An axis with a number for a name is one of `vmap`, and no mesh axis.
+    # A collective among groups of an axis's devices is left out, as it does not go over the whole
+    # axis. An axis with a number for a name is one of `vmap`, and no mesh axis.
     if kind and eqn.params.get("axis_index_groups") is None:
         names = in_tuple(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])
         axes = tuple(axis for axis in names if isinstance(axis, str))
@@ -291,7 +294,7 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
         return None
     inside = list(jaxprs.every(ours))
     permutes = [eqn for eqn in inside if eqn.primitive.name == "ppermute"]
-    # If it contains collectives of this library, the caller opens it and reads each of those.
+    # If the jaxpr contains collectives of this library, the caller opens it and reads each of them.
     if not permutes or any(eqn.primitive.name == LINEAR for eqn in inside):
         return None
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
@@ -318,7 +321,7 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
     """Returns the facts about a collective's result as a whole (`differs`, `trip`, `constant`,
     `summed`). The result of a sum, a maximum or a gather is the same on all devices along `axes`;
-    the result of another collective differs between them.
+    the result of any other collective differs between these devices.
 
     Args:
         sent: the collective.
