@@ -1,4 +1,5 @@
-"""The collectives that a compiled program runs, read from its text and compared with a prediction.
+"""Reads from the text of a compiled program which collectives it runs, and compares these with a
+prediction.
 
     entries = certificate.read(jax.jit(f).lower(x).compile(), mesh)
     print(certificate.table(entries))
@@ -6,10 +7,10 @@
     print(*certificate.differences(entries, predicted), sep="\\n")
 
 A collective in a loop counts once for each trip. XLA writes the numbers of a group's devices; the
-mesh tells along which axes these devices differ. In a *chain* each collective waits for the one
-before it; its length is counted in `hops`. A *computation* is a list of instructions with a name,
-such as a loop's body. `hlo.runs` yields the collectives of a program, each with its number of runs
-(`times`); the `ops` of a collective are the arrays that it returns.
+mesh tells along which axes these devices differ. In a *chain* each collective waits for the
+collective before it; `hops` is the length of a chain. A *computation* is a list of instructions
+with a name, such as a loop's body. `hlo.runs` yields the collectives of a program, each with its
+number of runs (`times`); the `ops` of a collective are the arrays that it returns.
 """
 
 import functools
@@ -33,16 +34,19 @@ class Entry(NamedTuple):
     """All collectives of one kind along the same axes, on one device, in one call of a program.
 
     Attributes:
-        kind: XLA's name, such as "collective-permute".
+        kind: XLA's name of the collectives, such as "collective-permute".
         axes: the mesh axes along which a group's devices differ, in the mesh's order; for a
             permute, the axes along which data moves.
         count: the number of runs over all trips of loops.
-        bytes: the bytes of the results over all runs; for a permute, those that a device receives.
+        bytes: the bytes of the results, summed over all runs; for a permute, the bytes that a
+            device receives.
         hops: the length of the longest chain in which each collective waits for the one before. A
-            chain counts all collectives of this kind along these axes, conditional or not.
-        conditional: whether they are in a branch that may not be taken. The collectives of all
-            branches are counted.
-        unbounded: whether they are in a loop of unknown length, which counts as one trip.
+            chain counts all collectives of this kind along these axes, both conditional and
+            unconditional.
+        conditional: whether the collectives are in a branch that may not be taken. The collectives
+            of all branches are counted.
+        unbounded: whether the collectives are in a loop of unknown length, which counts as one
+            trip.
     """
 
     kind: str
@@ -89,7 +93,7 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
 
 def hops(compiled: jax.stages.Compiled | str, *, kind: str = "collective-permute") -> int:
     """Returns the length of the longest chain of collectives of one kind, along any axes, in which
-    each waits for the one before."""
+    each collective waits for the one before."""
     program = hlo.module(compiled)
     return int(_chain(program, program.entry, lambda instruction: instruction.collective, {})[kind])
 
@@ -124,10 +128,10 @@ def differences(
     Args:
         entries: the result of `read`.
         predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
-            tuple of names. Its value is the number of bytes of all results along this axis, or a
-            `Cost`, whose `sent`, `messages` and `chain` are compared with the bytes, the count and
-            the hops. Fewer hops than predicted are no difference, since several arrays may travel
-            side by side.
+            tuple of names. The value of a key is the number of bytes of all results along this
+            axis, or a `Cost`, whose `sent`, `messages` and `chain` are compared with the bytes, the
+            count and the hops. Fewer hops than predicted are no difference, since several arrays
+            may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):

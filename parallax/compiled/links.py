@@ -5,13 +5,13 @@ a GPU and its switch, or a device and the network.
     # The seconds for which each link is busy, and the longest latency of a message.
     machine.crossing({(0, 1): 4096})
 
-A link carries one message at a time; messages that share it wait for each other. *Flows* map each
-pair (sender, receiver) to the bytes that are sent; devices are numbered in the order of the mesh.
-An `alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has both for a
-link, and `hardware.slow` for the network. `hardware.reached[1]` is the share of their stated rate
-that links reach. A *server* is the GPUs behind one switch. A `Machine` has, for each device, its
-coordinates (`places`) and the number of its slice of TPUs or of its server (`groups`); `sizes` are
-those of the torus, and empty for a switch.
+A link carries one message at a time; messages that share a link wait for each other. *Flows* map
+each pair (sender, receiver) to the bytes that are sent; devices are numbered in the order of the
+mesh. An `alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has the
+alpha and the beta of a link, and `hardware.slow` those of the network. `hardware.reached[1]` is the
+share of their stated rate that links reach. A *server* is the GPUs behind one switch. A `Machine`
+has, for each device, its coordinates (`places`) and the number of its slice of TPUs or of its
+server (`groups`); `sizes` has the sizes of the torus; with a switch, it is empty.
 """
 
 from collections import Counter
@@ -34,9 +34,10 @@ class Machine(NamedTuple):
 
     Attributes:
         hardware: the rates of the chip, such as `hardware.TPU_V5E`.
-        places: for each device its coordinates on the torus, or with a switch its number.
+        places: for each device its coordinates on the torus; with a switch, the number of the
+            device.
         groups: for each device the number of its slice of TPUs, or of its server.
-        sizes: the sizes of the torus; empty for a switch.
+        sizes: the sizes of the torus; with a switch, an empty tuple.
         cores: the number of devices that share a chip.
         closed: for each dim of the torus, whether its ends are linked, as in a ring.
     """
@@ -131,7 +132,8 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
     """Returns, for each mesh axis of several devices, the mean number of links in a hop of a ring
     along the axis. It is 1 if all hops go to neighbours.
 
-    The mean is below 1 if devices share a chip. With a switch it is 2: a port out and a port in.
+    The mean is below 1 if devices share a chip. With a switch the mean is 2, since a hop uses a
+    port out and a port in.
     """
     # The numbers of the devices are in an array of the mesh's shape. `np.roll` shifts it along a
     # dim, so that each device is paired with the next one on the ring.
@@ -145,15 +147,15 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
-    """Returns two things: a dict from (sender, receiver) to the bytes that a collective sends, and
-    its number of rounds. The messages of a round are sent at the same time, and the rounds follow
-    each other.
+    """Returns two things: a dict from (sender, receiver) to the bytes that a collective sends
+    between them, and the number of rounds of the collective. The messages of a round are sent at
+    the same time, and the rounds follow each other.
 
-    The text of a program has the pairs of a permute. It does not say how XLA's runtime sends the
-    other collectives. This function assumes rings in both directions for an all-gather, a
-    reduce-scatter and an all-reduce. It assumes a message to each device for an all-to-all, and
-    messages from the first device of each group for a broadcast. `devices` is the number of devices
-    of the program, which are one group if the text names no groups.
+    The text of a program names the pairs (sender, receiver) of a permute. It does not say how XLA's
+    runtime sends the messages of other collectives. This function assumes rings in both directions
+    for an all-gather, a reduce-scatter and an all-reduce. It assumes a message to each device for
+    an all-to-all, and messages from the first device of each group for a broadcast. `devices` is
+    the number of devices of the program. If the text names no groups, all devices are one group.
     """
     kind, groups = instruction.collective, instruction.groups
     groups = [range(devices)] if groups is None else groups

@@ -39,8 +39,8 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
 
 def _joined(lines: list[Any], partitions: int) -> list[Any]:
-    """Returns the instructions of a computation, in which the `recv` of each collective between
-    slices becomes the start of the collective, and its `recv-done` the end.
+    """Returns the instructions of a computation, with the collectives between slices replaced. The
+    `recv` of such a collective becomes the collective's start, and the `recv-done` its end.
     """
     # The name of the `send` of each rendezvous. The start of the collective waits for it.
     sends = {
@@ -69,8 +69,8 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
     """Returns the start of the collective that stands for a `recv` (`line`) and its `send`.
 
     The `recv` becomes a `collective-permute-start` or an `all-reduce-start`, with its devices in
-    XLA's own notation, so that `hlo` reads it like any other collective. It also waits for the
-    `send` of the same rendezvous.
+    XLA's own notation, so that `hlo` reads it like any other collective. The new instruction also
+    waits for the `send` of the same rendezvous.
 
     Args:
         line: the `recv`.
@@ -79,7 +79,8 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         partitions: the number of devices of a slice.
 
     Raises:
-        ValueError: the kind is neither of the two, or an all-reduce does not name its slices.
+        ValueError: `kind` is neither "ONE_TO_ONE" nor "ALL_REDUCE", or an all-reduce does not name
+            its slices.
     """
     array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
     rendezvous = RENDEZVOUS.search(line.attributes)

@@ -1,4 +1,5 @@
-"""Compiles programs for accelerators that this machine does not have, by their own compilers.
+"""Compiles programs for accelerators that this machine does not have, with the compilers of these
+accelerators.
 
     v5e = targets.target("v5e:2x4")                     # or "8 x h100", "2 x v5e:4x4", "16 x h100"
     world = mesh.make(devices=v5e.devices, data=4, tensor=2)
@@ -6,8 +7,8 @@
 
 `shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, such as the
 attribute `shapes` of a decoder's training step. The TPU's compiler comes with
-`pip install -e ".[tpu]"`, the GPU's with `".[gpu-compile]"`, each in an environment of its own.
-Nothing runs, and no device is needed.
+`pip install -e ".[tpu]"`, and the GPU's compiler with `".[gpu-compile]"`. Each of the two needs an
+environment of its own. Nothing runs, and no device is needed.
 """
 
 import contextlib
@@ -48,8 +49,8 @@ class Target(NamedTuple):
     """Devices to compile for.
 
     Attributes:
-        name: such as "v5e:2x4" or "8 x h100".
-        chip: such as "v5e" or "h100".
+        name: the name of the target, such as "v5e:2x4" or "8 x h100".
+        chip: the name of the chip, such as "v5e" or "h100".
         hardware: the rates of the chip.
         devices: the devices to make a mesh of. They run nothing.
         cores: the number of devices that share a chip.
@@ -67,7 +68,8 @@ class Target(NamedTuple):
         return self.hardware.memory / self.cores
 
     def machine(self, mesh: Mesh) -> links.Machine:
-        """Returns the links between the devices of a mesh, in the mesh's order."""
+        """Returns the machine of the devices of a mesh, in the mesh's order: the links between
+        them."""
         devices = list(mesh.devices.flat)
         # The number of each TPU's slice. If there is one slice, its devices may lack the attribute.
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
@@ -112,7 +114,7 @@ class Program(NamedTuple):
 
     def by_link(self) -> dict[str, int]:
         """Returns the bytes that all devices together send, by kind of link: "link" inside a slice
-        of TPUs or a server of GPUs, "network" between them."""
+        of TPUs or a server of GPUs, "network" between slices or servers."""
         return links.by_kind(self.text, self.target.machine(self.mesh))
 
     def timeline(self) -> timeline.Timeline:
@@ -122,7 +124,7 @@ class Program(NamedTuple):
 
 def target(name: str) -> Target:
     """Returns the devices of a machine by name: a TPU topology such as "v5e:2x4", several slices of
-    it ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
+    such a topology ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
 
     Raises:
         ValueError: the name is unknown, or the compiler refuses the size.
@@ -205,8 +207,8 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discards all output on stderr inside a `with`. Compilers print much there; the useful part is
-    also in their exceptions.
+    """Discards all output on stderr inside a `with`. Compilers print much to stderr; the useful
+    part of it is also in the exceptions that they raise.
 
     Compilers write to file descriptor 2 and not to Python's `sys.stderr`, so the descriptor itself
     is replaced by that of `os.devnull`, and restored at the end.
