@@ -1,10 +1,10 @@
-"""An all-to-all whose blocks go straight to their devices, hop by hop.
+"""An all-to-all in which each block goes straight to its new device, in one message.
 
-A table, a `Route`, is a list of rounds {step: offsets}. In a round each device sends a message to
+A table is a `Route`, a list of rounds {step: offsets}. In a round each device sends a message to
 the device that is `step` places after it. The message holds the blocks for the devices that are
 `offsets` places after the sender.
 
-`A[I_X, J]` is split along dim I over the n devices of axis X; `A[I, J_X]` along dim J.
+`A[I_X, J]` is split along dim I over the n devices of axis X. `A[I, J_X]` is split along dim J.
 """
 
 from typing import TypeVar
@@ -31,7 +31,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def straight(n: int) -> Route:
-    """Returns the table in which each block goes straight to its device, in one message.
+    """Returns the table in which each block goes straight to the device that owns it.
 
     Each hop has a different distance, so the hops cannot be a loop, and the program grows with n.
     """
@@ -42,7 +42,7 @@ def straight(n: int) -> Route:
 
 
 def _messages(size, n, itemsize):
-    """Returns the rounds of messages of `all_to_all`, by which `cost` computes its cost.
+    """Returns the rounds of messages of `all_to_all`, from which `cost` computes a call's cost.
 
     A message has 1/n of the `size` numbers of the array, rounded up; `itemsize` is the bytes of a
     number. `n` is a number of devices, or a tuple with the number on each of several axes;
@@ -65,7 +65,8 @@ def all_to_all(
     `all_to_all` that sends the blocks back.
 
     Args:
-        x: arrays whose dim `split_axis` has size n, or, if `tiled`, a multiple of n.
+        x: arrays. The size of their dim `split_axis` is n, the number of devices; if `tiled`, it is
+            a multiple of n.
         axis_name: the mesh axis, or several, in row-major order.
         split_axis: the dim that is distributed.
         concat_axis: the dim along which the received blocks are joined.
@@ -73,14 +74,14 @@ def all_to_all(
             Otherwise `split_axis` is dropped, and a dim of size n is added at `concat_axis`.
 
     Raises:
-        ValueError: the size of a leaf's `split_axis` is not n (if `tiled`: no multiple of n), or a
-            leaf lacks one of the dims; or the code does not run over `axis_name`.
+        ValueError: the size of a leaf's dim `split_axis` is not n or, if `tiled`, not a multiple of
+            n; or a leaf lacks one of the dims; or the code does not run over `axis_name`.
     """
 
     def leaf(x):
         """Returns one array after the exchange.
 
-        `linear_collective` states the transpose. Otherwise JAX would derive it hop by hop.
+        `linear_collective` states the transpose. JAX itself would derive the transpose hop by hop.
         """
         # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)

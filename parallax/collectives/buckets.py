@@ -2,8 +2,8 @@
 
 A message costs its latency whatever its size. Most leaves of a model (biases, norms) are far
 smaller than the data that a link carries during one latency. Packing copies each packed leaf twice
-(into a bucket and out of it), and on a TPU changes how the leaf is stored. So large leaves, which
-gain nothing, are sent as they are: a leaf that is alone in its bucket is not copied.
+(into a bucket and out of it), and on a TPU changes how the leaf is stored. Large leaves would gain
+nothing, so they are sent as they are: a leaf that is alone in its bucket is not copied.
 
 Source: Li et al., PyTorch Distributed: experiences on accelerating data parallel training (arXiv
 2006.15704), section 3.2.3.
@@ -41,10 +41,10 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     leaf of `nbytes` or more. A bucket is padded to a multiple of the number of devices, so that a
     ring need not copy it again. The int8 algorithm `quantized` rounds a block of neighbouring
     numbers by one scale, and in a bucket a block may hold numbers of two leaves. So reduce a loss
-    apart from the gradients: its magnitude would spoil their accuracy.
+    apart from the gradients: the magnitude of the loss would spoil the accuracy of the gradients.
 
     Args:
-        axis: the axis, or its name. Its other collectives stay as they are.
+        axis: the axis, or its name. All collectives but `all_reduce` stay as they are.
         nbytes: the size of a bucket on one device.
 
     Raises:
@@ -82,9 +82,9 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
     """Returns the buckets, each a list of the indices of its leaves.
 
-    A bucket has one leaf, or several of at most `nbytes` together. Leaves share a bucket if they
-    have one dtype and vary along the same axes. A leaf that JAX types as `unreduced` or
-    `reduced` along an axis is alone: JAX does not join such arrays.
+    A bucket has one leaf, or several leaves that have at most `nbytes` bytes together. Leaves share
+    a bucket if they have one dtype and vary along the same axes. A leaf that JAX types as
+    `unreduced` or `reduced` along an axis is alone in its bucket: JAX does not join such arrays.
     """
     # open_buckets: for each kind of leaf, the bucket that is being filled, and its bytes.
     buckets, open_buckets = [], {}

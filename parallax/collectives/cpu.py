@@ -1,7 +1,7 @@
 """Workarounds that only XLA's CPU backend needs. Programs for other backends do not contain them.
 
-**Collectives in one order** (`sequence_after`), needed by jaxlib 0.10.2 and 0.12.0. XLA's CPU
-backend may run operations that follow a loop while the loop still runs, if they do not use the
+**Collectives in one order**: jaxlib 0.10.2 and 0.12.0 need `sequence_after`. XLA's CPU backend may
+run an operation that follows a loop while the loop still runs, if the operation does not use the
 loop's results. A collective after the loop can then meet a collective of the loop in the same
 rendezvous. The process aborts: "Id can't be larger than the number of participating threads". No
 XLA issue that reports this fault is known. The fault is rare: pipelined steps on more devices than
@@ -69,8 +69,8 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     # expensive enough to be computed once.
     number = lax.tanh(sum(first[1:], start=first[0]))
     always = lax.eq(number, number) | lax.ne(number, number)  # the second holds for NaN
-    # `replicated` declares it the same on all devices: the selected leaves would otherwise vary
-    # along its axes too.
+    # `replicated` declares the condition the same on all devices: otherwise the selected leaves
+    # would vary along the condition's axes too.
     holds = replicated(always, varying_axes(always))
 
     def alternative(leaf):
@@ -89,12 +89,12 @@ def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """Returns `x`, passed through a loop, so that `x` is computed only once.
 
     XLA may compute a value again for each operation that uses it, and round it differently each
-    time. But it stores the result of a loop in memory, and all operations read it there. This costs
-    two or three passes over `x`.
+    time. But XLA stores the result of a loop in memory, and all operations read the result there.
+    This costs two or three passes over `x`.
     """
-    # `x` is an operand of the loop, so XLA computes it before the loop. Two trips, since XLA
-    # replaces a loop of one trip by its body. Only the second trip writes `x`: XLA could replace a
-    # loop whose trips all return `x` by `x`.
+    # `x` is an operand of the loop, so XLA computes it before the loop. Two iterations (trips),
+    # since XLA replaces a loop of one iteration by its body. Only the second iteration writes `x`:
+    # XLA could replace a loop whose iterations all return `x` by `x`.
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
 
 
@@ -110,5 +110,5 @@ def pin_buffer_by_loop(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return x
     start = (0,) * x.ndim
     number = lax.slice(x, start, (1,) * x.ndim)
-    # Two trips, since XLA replaces a loop of one trip by its body.
+    # Two iterations, since XLA replaces a loop of one iteration by its body.
     return lax.fori_loop(0, 2, lambda _, y: lax.dynamic_update_slice(y, number, start), x)

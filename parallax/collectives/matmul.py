@@ -2,13 +2,13 @@
 
 If a product begins only after its operand is gathered, the matrix units wait for the links. Here a
 device multiplies a block while the next blocks arrive from both neighbours. In a product before a
-scatter, partial sums travel from both sides to the device that owns them, and in each hop a block's
-product is added. The whole gathered operand, or the whole product before the scatter, never exists,
-neither forward nor backward.
+scatter, partial sums travel from both sides to the device that owns them, and in each hop the
+product of one block is added. The whole gathered operand, or the whole product before the scatter,
+never exists, neither forward nor backward.
 
-Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis X, S the bytes
-of one device's `[T_X, D]`. T_X: each device has 1/n of the rows (F_X: of F). {U_X}: each device has
-a term of the sum.
+Legend: T is the number of rows (tokens), D and F are the sizes of the weight, n is the number of
+devices on axis X, and S is the bytes of one device's `[T_X, D]`. T_X means that each device has 1/n
+of the rows, and F_X that it has 1/n of F.
 
 | function | messages | bytes sent, half each way | gradients of the operand and of the weight |
 |---|---|---|---|
@@ -85,17 +85,18 @@ def all_gather_matmul(
 ) -> Inexact[Array, "*gathered_and_outputs_shard"]:
     """Returns `x`, gathered along its dim `axis`, times `weight`.
 
-    In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole. The result
-    equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
-    computed by one product per block. The transpose in `x` is `matmul_reduce_scatter` with the
-    transposed weight. Reverse-mode differentiation works to any order, also under `vmap`, `scan`
-    and `checkpoint`; forward-mode does not work.
+    In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole in memory. The
+    result equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight,
+    axes=1)`, computed by one product per block. The transpose in `x` is `matmul_reduce_scatter`
+    with the transposed weight. Reverse-mode differentiation works to any order, also under `vmap`,
+    `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
-        x: one device's rows. Its last dim is multiplied; the others are the batch.
+        x: one device's rows. The last dim of `x` is summed over in the product; the other dims are
+            the batch.
         weight: `[D, *F]`; the outputs may have several dims, as in `tensor.column`.
-        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`,
-            a plain product.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`
+            for a plain product without messages.
         axis: the dim of `x` that is gathered.
 
     Raises:
@@ -139,15 +140,15 @@ def matmul_reduce_scatter(
 
     Args:
         x: all rows, and this device's share of the inputs.
-        weight: `[*F, D]`; the inputs may have several dims, as in `tensor.row`: these are the last
-            dims of `x`.
-        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`,
-            a plain product.
+        weight: `[*F, D]`; the inputs may have several dims, as in `tensor.row`. The last dims of
+            `x` are the same inputs.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`
+            for a plain product without messages.
         scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
 
     Raises:
-        ValueError: `scatter_dimension` is the last dim of the product, or no dim of it, or its size
-            is not a multiple of the number of devices.
+        ValueError: `scatter_dimension` is the last dim of the product, or no dim of the product; or
+            the size of this dim is not a multiple of the number of devices.
     """
     # The number of batch dims: `x` is [*batch, *F], the weight [*F, D], and their product
     # [*batch, D].
@@ -169,12 +170,13 @@ def matmul_reduce_scatter(
 def _all_gather_matmul(x, weight, axis_name, axis):
     """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X].
 
-    The derivative is written by hand, so that its products overlap with their messages too. It
-    gathers `x` again: JAX's own derivative would keep every block of `x` until the backward pass.
+    The derivative is written by hand, so that the products in it overlap with messages too. The
+    backward pass gathers `x` again: JAX's own derivative would keep every block of `x` until the
+    backward pass.
     """
 
     def multiply(y, j, block):
-        """Returns the result `y` with the product of device j's block of `x` in its place."""
+        """Returns `y` after the product of device j's block of `x` is written into it."""
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
@@ -196,8 +198,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     """
     x, weight = residuals
     # Without the barrier XLA would reuse the forward pass's blocks of `x`, and so keep all of these
-    # blocks between the two passes. The cotangent is in it too: so the second gather of `x` cannot
-    # begin before the backward pass, which computes the cotangent.
+    # blocks between the two passes. The cotangent passes through the barrier too: so the second
+    # gather of `x` cannot begin before the backward pass, which computes the cotangent.
     x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
@@ -221,12 +223,13 @@ _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backwar
 def _matmul_reduce_scatter(x, weight, axis_name, dim):
     """Returns this device's block, along `dim`, of the sum over devices of `x` times the weight.
 
-    The derivative is written by hand, so that its products overlap with their messages too.
+    The derivative is written by hand, so that the products in it overlap with messages too.
     """
     n = axis_size(axis_name)
 
     def product(j):
-        """Returns this device's term of device j's block: its rows of `x` times the weight."""
+        """Returns this device's term of device j's block: the block's rows of `x`, times
+        `weight`."""
         # All dims of the weight [*F, D] but the last are summed over.
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
@@ -247,7 +250,7 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
     transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
 
     def multiply_and_add(gradients, j, block):
-        """Returns both gradients with the part that device j's block of the cotangent gives."""
+        """Returns both gradients, updated by device j's block of the cotangent."""
         d_x, d_weight = gradients
         # The block's rows of `d_x`, and the block's term of the sum `d_weight`.
         d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
@@ -267,8 +270,8 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """Returns `carry` after `visit(carry, j, device j's x)` for every j.
 
-    The device's own `x` is visited first, then the other devices', the nearest on both sides first:
-    a gather runs the table backwards.
+    The device's own `x` is visited first, then the `x` of the other devices, the nearest on both
+    sides first, since a gather runs the table backwards.
     """
 
     def write(carry, _, j, block):  # `_` is the number of the table: there is only one
@@ -300,18 +303,20 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 def _alike(x, weight, axis_name):
     """Returns both operands typed as varying along the same axes.
 
-    These are `axis_name` and all axes along which one of the operands varies. The gradients vary
-    along all of them, and JAX demands that a custom derivative returns gradients of the operands'
-    types. The transpose of this cast sums each gradient over the axes that its operand lacked.
+    These axes are `axis_name` and all axes along which one of the operands varies. The gradients
+    vary along all these axes, and JAX demands that a custom derivative returns gradients of the
+    operands' types. The transpose of this cast sums each gradient over the axes that its operand
+    lacked.
     """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
 
 
 def _outer(x, y, batch: int):
-    """Returns the outer product summed over the batch: `[*batch, D], [*batch, *F] -> [D, *F]`.
+    """Returns the outer product of `x` and `y`, summed over the batch.
 
-    `batch` is the number of batch dims. The result is in float32 or wider.
+    The shapes are `[*batch, D], [*batch, *F] -> [D, *F]`; `batch` is the number of batch dims. The
+    result is in float32 or wider.
     """
     dims = list(range(batch))
     kind = accumulation_dtype(x.dtype)
@@ -321,13 +326,13 @@ def _outer(x, y, batch: int):
 def _transposed(weight, inputs: int):
     """Returns the weight `[*inputs, *outputs]` as `[*outputs, *inputs]`.
 
-    `inputs` is the number of its input dims.
+    `inputs` is the number of input dims of the weight.
     """
     return jnp.moveaxis(weight, range(inputs), range(-inputs, 0))
 
 
 def _block(x, j, dim: int, length: int):
-    """Returns block j of `x` along `dim`, of this length."""
+    """Returns block j of `x`, if `x` is cut along `dim` into blocks of this `length`."""
     return lax.dynamic_slice_in_dim(x, j * length, length, dim)
 
 
@@ -342,15 +347,16 @@ def _zeros(shape, dtype, *, like):
 
 
 def _times(shape, dim: int, n: int):
-    """Returns a shape whose dim `dim` is n times as long."""
+    """Returns `shape` with the dim `dim` n times as long."""
     return (*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
     """Raises `ValueError` if `dim` is the last dim of `shape`, the shape of `x` or of the product.
 
-    The last dim of `x` is summed over, and that of the product comes from the weight. Only dims of
-    the batch can be gathered or scattered. `function` and `argument` are names for the error.
+    The last dim of `x` is summed over, and the last dim of the product comes from the weight. Only
+    dims of the batch can be gathered or scattered. `function` and `argument` are names for the
+    error.
     """
     if dim == len(shape) - 1:
         raise ValueError(
