@@ -93,7 +93,8 @@ def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
     """Returns the index of each window's first token. The epoch has `windows` windows in a random
-    order, and `places` are places in that order. The epoch's offset is drawn from 0 to `spare`.
+    order, and `places` has the places of the wanted windows in that order. The epoch's offset is
+    drawn from 0 to `spare`.
     """
     # NumPy promises that the raw values of Philox never change; `Generator.permutation` may change.
     # The key has 128 bits: the epoch and the seed, of 64 each. The first value chooses the offset,

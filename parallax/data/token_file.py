@@ -1,9 +1,9 @@
 """Reads tokens from a file when they are indexed, so that only the tokens of a batch are read.
 
 The file is not mapped into memory. If a mapped file is cut short, the next access ends the process
-by a signal, SIGBUS, without a message. If the file is read by system calls, an ordinary error is
-raised. A batch of 8 windows of 1,024 tokens is read in about 90 microseconds, and from a mapped
-file in 22.
+by a signal, SIGBUS, without a message. With system calls, which are used here, the read then fails
+with an ordinary error. A batch of 8 windows of 1,024 tokens is read in about 90 microseconds, and
+from a mapped file in 22.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class File:
         dtype: the type of a token in the file.
         places: the range of the places in the file that hold the text; the file's first token has
             place 0.
-        state: the size and the time of the file when this object was made.
+        state: the `State` of the file when this object was made.
     """
 
     path: Path

@@ -68,8 +68,9 @@ def store(
     """Writes the tokens to `path`, without a record, and returns `[size in bytes, hash]`.
 
     The tokens are first written to a file of another name, and this file is then renamed to `path`.
-    `before` is called between these two steps, when the tokens are on the disk. `write` uses it to
-    remove an old record, so that the record of one text never stands beside the tokens of another.
+    `before` is called between these two steps, when the tokens are on the disk. `write` uses
+    `before` to remove an old record, so that the record of one text never stands beside the tokens
+    of another.
     """
     item = stored_as(vocabulary)  # the dtype of a token
     check(tokens, vocabulary, where=f"tokens for {path}")

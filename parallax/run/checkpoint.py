@@ -1,10 +1,11 @@
 """Checkpoints that can be trusted: Orbax writes the arrays, and a manifest lists all files with
 their hashes.
 
-Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder, but does
-not notice a changed bit. Here a checkpoint counts only with its manifest, which is written last. A
-checkpoint that fails its check is refused with a message, and the newest good checkpoint is
-restored. A state with nan or inf is neither stored nor restored. A folder has these files:
+Orbax writes shards from many processes into one shared folder, in the background, and a checkpoint
+appears whole or not at all. But Orbax does not notice a changed bit. Here a checkpoint counts only
+with its manifest, which is written last. A checkpoint that fails its check is refused with a
+message, and the newest good checkpoint is restored. A state with nan or inf is neither stored nor
+restored. A folder has these files:
 
     folder/00000100/arrays/...       Orbax's files
     folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the
@@ -195,8 +196,8 @@ class Checkpoints:
         """Stores `state` as the checkpoint of `step`, in the background. The state may be donated
         as soon as the call returns.
 
-        The call first waits for the last save to end. An error in the background is raised by the
-        next `save`, `check` or `wait`.
+        The call first waits for the previous save to end. An error in the background is raised by
+        the next `save`, `check` or `wait`.
 
         Args:
             state: the state. Its arrays, random keys and plain numbers are stored; at least one
@@ -418,7 +419,7 @@ class Checkpoints:
 
         Raises:
             ValueError: the record has other arrays than `like`.
-            manifest.Damaged: an array that must be finite is not.
+            manifest.Damaged: an array that must be finite has nan or inf.
         """
         like = stored.shapes(like)  # shapes with the shardings of `like`
         # `like` in the stored form, as shapes. `form` has two functions: from the state in memory

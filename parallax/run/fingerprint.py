@@ -50,7 +50,7 @@ class Differs(NamedTuple):
         leaf: the dotted path of the leaf.
         device: the id of the device.
         process: the process that the device belongs to.
-        alike: the number of devices with the same bits as this one, itself included.
+        alike: the number of devices that hold the same bits as this device, including this device.
         copies: the number of devices that should all hold the same bits.
         outvoted: whether the most common version of the bits is on more devices than any other
             version. If so, the most common version is probably right, and this copy is wrong. If
@@ -166,10 +166,10 @@ def compared(
         tree: this device's blocks of the arrays.
         specs: the spec of each array, in a tree like `tree`.
         axis: all axes along which to compare: names, or names with a collective algorithm, such as
-            `ring("data")`. For a whole mesh, pass its `axis_names`.
+            `ring("data")`. For a whole mesh, pass the `axis_names` of the mesh.
 
     Raises:
-        ValueError: there are no arrays, or not as many specs as arrays.
+        ValueError: there are no arrays, or the number of specs is not the number of arrays.
     """
     axis = Axis.of(axis)
     names = axes(axis.names)

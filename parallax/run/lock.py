@@ -4,11 +4,11 @@ refused at once.
 
     claim = lock.take("out/run")       # raises `Held`, with the host and process of the other run
     ...
-    claim.release()                    # also at the end of the process, of any kind
+    claim.release()                    # the end of the process releases the lock, too
 
-The lock is `filelock.FileLock` on FOLDER/.lock, the kernel's `flock`. The kernel releases the lock
-when the process is gone, also after kill -9. The file may then stay behind, and the next run takes
-the file over. Readers need no lock.
+The lock is a `filelock.FileLock` on FOLDER/.lock, which uses the kernel's `flock`. The kernel
+releases the lock when the process is gone, also after kill -9. The file may then stay behind, and
+the next run takes the file over. Readers need no lock.
 
 Of the network file systems, NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or
 `nolock`), CephFS, GPFS, SMB and Lustre mounted with `flock` hold the lock for all machines. A

@@ -176,8 +176,8 @@ def jsonl(
     """Returns a sink that appends one line `{"step": ..., ...}` per call to a file. When a call
     returns, the operating system has the line.
 
-    If the storage fails for a while, lines wait in memory, and are written with the first line that
-    can be written again. An error that will not go away by itself is raised at once.
+    If the storage fails for a while, lines wait in memory, and are written together with the next
+    line that can be written. An error that will not go away by itself is raised at once.
 
     Args:
         path: the file.

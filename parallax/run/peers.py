@@ -1,10 +1,10 @@
 """The other processes of a job, seen through the key-value store of JAX's coordination service.
 
-Each process writes an *entry* into the store twice a second: its phase, which says what it is doing
-(such as "in step 3"), and how many entries it has written. A process that raises an error writes
-the error too, and the other processes then end. If a process waits too long, `Peers.culprit` reads
-the entries twice, and names the process that most likely holds up the others. If a process is gone,
-JAX's own heartbeats end the job.
+Each process writes an *entry* into the store twice a second. An entry has the phase of the process,
+which says what the process is doing (such as "in step 3"), and the number of entries that it has
+written. A process that raises an error writes the error too, and the other processes then end. If a
+process waits too long, `Peers.culprit` reads the entries twice, and names the process that most
+likely holds up the others. If a process is gone, JAX's own heartbeats end the job.
 """
 
 import atexit
@@ -85,8 +85,8 @@ class Peers:
         atexit.register(self.close)  # for a program that ends without `processes.run`
 
     def does(self, doing: str, *, waits: bool) -> None:
-        """Sets the phase of this process, as in `doing="in step 3"`. `waits` says that the phase
-        cannot end without the other processes.
+        """Sets the phase of this process to `doing`, such as "in step 3". `waits` says that the
+        phase cannot end without the other processes.
         """
         self._entry |= {"doing": doing, "waits": waits}
 

@@ -49,8 +49,8 @@ def initialize(
     heartbeat_timeout: int = 60,
     say: Callable[[str], Any] = print,
 ) -> Job:
-    """Connects the processes of a job, and returns the `Job`. Call it once, before any device is
-    used.
+    """Connects the processes of a job, and returns the `Job`. Call this function once, before any
+    device is used.
 
     `jax.distributed.initialize` detects the launchers Slurm, Open MPI, Kubernetes and Cloud TPU.
     For other launchers pass `coordinator`, `processes` and `rank`, or set JAX_COORDINATOR_ADDRESS,
@@ -58,8 +58,8 @@ def initialize(
     A process that no launcher started is a job of one process, and connects to nothing.
 
     Args:
-        coordinator: `host:port` at which JAX's coordination service of rank 0 listens. With
-            `localhost`, other machines cannot reach the service.
+        coordinator: the address `host:port` at which JAX's coordination service of rank 0 listens.
+            With `localhost`, other machines cannot reach the service.
         processes: the number of processes of the job.
         rank: the rank of this process, from 0.
         cpu_devices: the number of virtual CPU devices of the whole job; each process makes its
@@ -122,8 +122,8 @@ def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
     """Returns the coordinator, the number of processes and the rank: the arguments, or else the
-    values of the JAX_... variables. Refuses a number of processes or a rank without the other two,
-    and a coordinator without a port.
+    values of the JAX_... variables. Refuses a number of processes or a rank if one of the three is
+    missing, and a coordinator without a port.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -149,9 +149,7 @@ def _is_local(coordinator: str | None) -> bool:
 
 
 def _age() -> float:
-    """Returns the seconds since this process began, imports included; 0 if the system does not say
-    (it has no /proc).
-    """
+    """Returns the seconds since this process began, with imports; 0 on a system without /proc."""
     try:
         # Field 22 of the file is the start in clock ticks after boot; fields 1 and 2 are cut off.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -259,11 +257,11 @@ def of_peers(error: BaseException) -> bool:
 def all_or_none(
     prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None
 ) -> Result:
-    """Returns `prepare()` on all ranks, or ends all ranks if `prepare` fails on any rank. Use it
-    for checks before the work, such as checks of flags, or of files that one machine may lack.
-    Every rank must call it. If ranks raise a `ValueError`, an `OSError` or an `ImportError`, the
-    lowest of these ranks prints its error in one line. All ranks then end with code 2. Other errors
-    are raised.
+    """Returns `prepare()` on all ranks, or ends all ranks if `prepare` fails on any rank. Use this
+    function for checks before the work, such as checks of flags, or of files that one machine may
+    lack. Every rank must call it. If ranks raise a `ValueError`, an `OSError` or an `ImportError`,
+    the lowest of these ranks prints its error in one line. All ranks then end with code 2. Other
+    errors are raised.
 
     Args:
         prepare: the checks.
@@ -296,7 +294,7 @@ class StopRequest:
         several: whether the job has several processes.
 
     Attributes:
-        by: the name of the signal; SIGTERM if this process has heard no other one.
+        by: the name of the signal; SIGTERM if this process has heard no other signal.
     """
 
     def __init__(self, several: bool):

@@ -190,7 +190,7 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Returns the differences between the settings of another run and of this run as text, such as
-    `width=64 (here 128)`; an empty text if they agree.
+    `width=64 (here 128)`; an empty text if the settings agree.
     """
     absent = object()
 

@@ -21,12 +21,12 @@ NEWEST, OLD = "newest.json", ".replaced"
 
 
 class Retention(NamedTuple):
-    """Which finished checkpoints stay.
+    """Says which finished checkpoints stay.
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: good checkpoints whose step is a multiple of this number also stay, for ever; with
-            None there are no such checkpoints.
+        every: good checkpoints whose step is a multiple of this number also stay, for ever. With
+            None, no checkpoint stays for this reason.
     """
 
     newest: int = 3

@@ -39,8 +39,8 @@ class Spiked(RuntimeError):
 
 
 class Spikes:
-    """Counts the spikes among the losses of a run. All processes pass the same losses to it, so all
-    get the same answers.
+    """Counts the spikes among the losses of a run. Every process passes the same losses, so every
+    process gets the same answers.
 
     Args:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses

@@ -1,8 +1,8 @@
 """Converts a state to arrays by name, in a form that all layouts share, and back to any shardings.
 
 The name of an array is its path in the tree. A layout may change the form of a state: a pipeline
-splits its blocks into chunks. The caller gives two functions: `to_disk` undoes this change before
-the state is stored, and `from_disk` makes the change again after the state is read.
+splits the blocks of the model into chunks. The caller gives two functions: `to_disk` undoes this
+change before the state is stored, and `from_disk` makes the change again after the state is read.
 """
 
 import math
@@ -32,7 +32,7 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     of its two parts.
 
     Raises:
-        ValueError: two leaves have one path, or a plain number is not finite.
+        ValueError: two leaves have the same path, or a plain number is not finite.
     """
     # `dotted` gives "" if the tree is a single leaf; `is_array` is true of shapes, too.
     named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
@@ -288,8 +288,8 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
 def _of_blocks(
     blocks: dict[Any, np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """Returns a global array of `shape`. `blocks` has the blocks of this process's devices, by
-    device.
+    """Returns a global array of `shape`, made from the blocks of this process. `blocks` has these
+    blocks by device.
 
     On accelerators the blocks stay in the host's memory, if the devices can read that memory: the
     devices' own memory is full of the run's state.

@@ -43,8 +43,8 @@ class Watchdog:
     Args:
         job: the job that `processes.initialize` returned.
         seconds: the longest time that a step may take.
-        first: the longest time until the second step begins; it includes compiling the first step.
-            By default it is ten times `seconds`.
+        first: the longest time until the second step begins; this time includes compiling the first
+            step. The default is ten times `seconds`.
 
     Raises:
         ValueError: `seconds` is not above 0.
@@ -114,8 +114,9 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        """Waits, in a thread, until a step takes too long; then prints the rank at fault and ends
-        the process. If the step ends during the search for the rank, the thread goes on waiting.
+        """Waits, in a thread, until a step takes too long; then prints which rank is at fault and
+        ends the process. If the step ends during the search for the rank, the thread goes on
+        waiting.
         """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:

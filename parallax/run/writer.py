@@ -241,7 +241,8 @@ class Writer:
 
         def meet(key: str, timeout_ms: int) -> None:
             """Replaces a barrier of Orbax: ends a stage of the save, so that all processes learn if
-            one has failed. `key` and `timeout_ms` are not used: the stage has its own.
+            one of them has failed. `key` and `timeout_ms` are not used: the stage has keys and time
+            limits of its own.
             """
             self._stages.end()
 
