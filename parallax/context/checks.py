@@ -1,10 +1,10 @@
 """The checks of attention over split tokens.
 
-Some checks trace a function and read its *program*, a jaxpr: they look for sends, or for masks that
-are made from counts. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself.
-`jaxprs.opened` drops the constants of a jaxpr; `jaxprs.called` returns the inner jaxpr of a `jit`
-or `checkpoint`; `jaxprs.closed` returns all inner jaxprs. An operand of an equation is a variable
-or a literal number.
+Some checks trace a function and read its *program*, a jaxpr: these checks look for operations that
+send, or for masks that are made from counts. A *count* is an array 0, 1, 2, ... (`iota`) that the
+program makes itself. `jaxprs.opened` drops the constants of a jaxpr; `jaxprs.called` returns the
+inner jaxpr of a `jit` or `checkpoint`; `jaxprs.closed` returns all inner jaxprs. An operand of an
+equation is a variable or a literal number.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -30,8 +30,9 @@ _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_s
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `layers`, with a check at trace time that they send something along `axis`.
 
-    Each device of `axis` has some of the tokens. Attention that sends nothing would see only these,
-    so another model would be trained, without an error. The check traces `layers` once more.
+    Each device of `axis` has some of the tokens. Attention that sends nothing would see only the
+    device's own tokens, so another model would be trained, without an error. The check traces
+    `layers` once more.
     """
     names = set(axes(Axis.of(axis).names))
 
@@ -54,17 +55,18 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 def check_places(
     attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
 ) -> None:
-    """Raises `ValueError` if `attend` makes its mask from counts of its own, not from `positions`.
+    """Raises `ValueError` if `attend` makes its mask from counts that it makes itself, and not from
+    `positions`.
 
-    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced. It is
-    refused if its program compares two counts, and no result depends on `positions`. Attention
-    without a mask compares no counts, so it passes.
+    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced, and refused
+    if its program compares two counts and no result of the program depends on `positions`.
+    Attention without a mask compares no counts, so it passes.
 
     Args:
         attend: the attention function.
-        arrays: its arguments (q, k, v).
-        known: its options. `known["positions"]` is a pair: the positions of the queries, and the
-            positions of the keys.
+        arrays: the arguments of `attend`, (q, k, v).
+        known: the options of `attend`. `known["positions"]` is a pair: the positions of the
+            queries, and the positions of the keys.
         tokens: the number of tokens of a whole sequence.
     """
     positions = known["positions"]
@@ -96,10 +98,11 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 
 
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
-    """Returns whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does.
+    """Returns whether a program compares two counts that lie along two dims, as a mask does. A
+    count is an array 0, 1, 2, ...
 
-    `counts` maps each argument of the program to the ids of the counts on which it depends. The id
-    of a count is the `id` of the equation that makes it.
+    `counts` maps each argument of the program to the ids of the counts on which the argument
+    depends. The id of a count is the `id` of the equation that makes it.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -176,8 +179,8 @@ def check_kernel(
 
 
 def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the tables, such as masks, that a program combines with its arguments, but makes
-    without them.
+    """Returns the tables, such as masks, that a program makes without its arguments, and combines
+    with values that depend on its arguments.
 
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other],
     where `other` joins all remaining dims.
@@ -255,7 +258,8 @@ def _equations(program: Any) -> Iterator[Any]:
 def _moves_along(eqn: Any, names: set[str]) -> bool:
     """Returns whether an equation sends data along some of the axes `names`, and along no other.
 
-    A gather of weights (ZeRO-3) may go over these axes and the data axis: that is no attention.
+    A gather of weights (ZeRO-3) may go over these axes and the data axis together. Such a gather
+    does not count, since it is no attention.
     """
     # `_SENDS` are the beginnings of the names of all primitives that send.
     if not eqn.primitive.name.startswith(_SENDS):
@@ -267,7 +271,7 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
 
 
 def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int) -> None:
-    """Raises `ValueError` if heads, tokens or segments of `attention` do not fit.
+    """Raises `ValueError` if `attention` cannot take these heads, tokens or segments.
 
     `chunks` is the number of chunks of a device.
     """
@@ -343,7 +347,8 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
         attend: `attention`, `ulysses` or `gathered` over an axis.
         heads: the number of query heads and of key heads of the whole model.
 
-    The function raises `ValueError` if a device has another number of key heads than it needs.
+    The returned function raises `ValueError` if a device has another number of key heads than its
+    query heads need.
     """
 
     def wrapped(q, k, v, **options):
@@ -356,8 +361,9 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
     """Raises `ValueError` unless the H query heads of a device need exactly G key heads.
 
-    `heads` are the numbers of query heads and of key heads of the whole model. The first must be a
-    multiple of the second, and of H. `name` is the name of the calling function, for the message.
+    `heads` are the numbers of query heads and of key heads of the whole model. The number of query
+    heads must be a multiple of the number of key heads, and of H. `name` is the name of the calling
+    function, for the message.
     """
     all_queries, all_keys = heads
     if all_queries % all_keys or all_queries % H:

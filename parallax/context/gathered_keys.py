@@ -26,9 +26,9 @@ def gathered(
     """Returns attention that gathers all keys and values, for the queries of this device.
 
     The function takes `(q, k, v, *, segments=None)`: q is [B, T_X, H, K], and k and v are
-    [B, T_X, G, K]. It calls `attend(q, k, v, positions=(of q, of k))` with the keys and values of
-    whole sequences, [B, T, G, K], in the order of the sequence. If there are segments, it passes
-    `segments=(of q, of k)` too.
+    [B, T_X, G, K]. It calls `attend(q, k, v, positions=pair)` with the keys and values of whole
+    sequences, [B, T, G, K], in the order of the sequence. The pair is the positions of q and the
+    positions of k. If there are segments, `attend` gets a second pair, `segments=`.
 
     A device computes the scores of T / n queries with T keys: twice as many as causal attention
     needs. The backward pass sums and scatters the gradients of keys and values, in `q`'s type.
@@ -39,8 +39,8 @@ def gathered(
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 
-    The function raises `ValueError` if `attend` ignores the positions, and numbers queries and keys
-    itself for its mask.
+    The returned function raises `ValueError` if `attend` ignores the positions, and numbers queries
+    and keys itself for its mask.
     """
     axis = Axis.of(axis)
 
@@ -84,7 +84,7 @@ def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, 
 def _gather(x: Array, axis: Axis) -> Array:
     """Returns all devices' tokens, typed as varying: `A[B, T_X] -> A[B, T]`.
 
-    `linear` gives it a transpose: a reduce-scatter by the algorithm of `axis`.
+    By `linear` this gather has a transpose, a reduce-scatter by the algorithm of `axis`.
     """
 
     def forward(x):
@@ -99,8 +99,9 @@ def _gather(x: Array, axis: Axis) -> Array:
 def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, np.ndarray]:
     """Returns two orders of tokens, each the inverse of the other: indices for `jnp.take`.
 
-    The first takes the tokens of device 0, 1, ... to the order of the sequence. The second takes a
-    sequence to the order of the devices. A device has `tokens` tokens.
+    The first order brings the tokens of device 0, device 1, and so on into the order of the
+    sequence. The second order brings a sequence into the order of the devices. A device has
+    `tokens` tokens.
     """
     # The place of each token in its sequence: of the tokens of device 0, then of device 1, and so
     # on.

@@ -26,19 +26,19 @@ def ulysses(
     The function takes `(q, k, v, *, segments=None)`: q is [B, T_X, H, K], and k and v are
     [B, T_X, G, K]. An all-to-all turns q into [B, T, H_X, K], and k and v into [B, T, G_X, K].
     `attend(q, k, v)` is called with the tokens in the order of the sequence, and with `segments=`
-    if there are any. Another all-to-all brings its result back to [B, T_X, H, K]. If the number of
-    key heads is not a multiple of n, each key head is sent several times, and its gradients are
-    added.
+    if there are any. Another all-to-all brings the result of `attend` back to [B, T_X, H, K]. If
+    the number of key heads is not a multiple of n, each key head is sent several times, and the
+    gradients of its copies are added.
 
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. The
-            first head that it gets is head `axis_index * H / n` of the model: with ALiBi, choose
-            the slopes by that number.
+            first head that `attend` gets is head `axis_index * H / n` of the model. With ALiBi,
+            choose the slopes by that number.
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 
-    The function raises `ValueError` if the number of query heads is not a multiple of n, and for
-    arguments that `attention` refuses.
+    The returned function raises `ValueError` if the number of query heads is not a multiple of n,
+    and for arguments that `attention` refuses.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """

@@ -35,14 +35,14 @@ def comms(
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
         shared: further axes that split the vocabulary, such as the stages of a pipeline.
-        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the tokens of a `context`
-            device are also split over `axis` between the layers.
+        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the tokens of each device
+            of `context` are also split over `axis` between the layers.
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
             layers attend by `context.attention`.
         order: the places of the tokens on the devices.
 
-    The functions of the result raise `ValueError` for tokens that do not divide into the chunks of
+    The functions of the result raise `ValueError` if the tokens do not divide into the chunks of
     `order`.
     """
     inner_comms, context_axis = inner(axis, shared=shared), Axis.of(context)

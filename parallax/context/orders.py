@@ -7,7 +7,7 @@ equally many for all devices. The attention computes the pairs of this table, an
 count the attention's operations read the same table.
 
 A *pair* is (query chunk, key chunk, 1 if its scores are needed, or 0 if it only fills up the
-table). Its chunks are numbered 0 to c - 1 within their devices.
+table). The chunks of a pair are numbered 0 to c - 1 within each device.
 
 Legend: n devices, c chunks of a device, T tokens of a sequence.
 """
@@ -27,7 +27,7 @@ ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
-    """Returns the chunks of each device: i and 2n - 1 - i, of 2n chunks, on device i.
+    """Returns the chunks of each device: of 2n chunks, device i has chunks i and 2n - 1 - i.
 
     All devices have equal work: an early chunk sees few keys, and a late one sees many.
 
@@ -37,7 +37,7 @@ def zigzag(n: int) -> list[list[int]]:
 
 
 def contiguous(n: int) -> list[list[int]]:
-    """Returns the chunks of each device: chunk i, of n chunks, on device i.
+    """Returns the chunks of each device: of n chunks, device i has chunk i.
 
     Causal attention then computes twice as many scores as it needs.
     """
@@ -68,11 +68,11 @@ class BlockPairs(NamedTuple):
 
     Attributes:
         chunks: c, the number of chunks of a device.
-        own: [n, pairs, 3]: each device's pairs (query's chunk, key's chunk, 1) of its own queries
-            and keys. The c pairs that join a chunk with itself are not listed: each device
+        own: [n, pairs, 3], the pairs of each device's own queries and keys. A pair is (query's
+            chunk, key's chunk, 1). The c pairs of a chunk with itself are not listed: each device
             computes them too, under the causal mask.
-        hops: [n - 1, n, pairs, 3]: the pairs of each hop. A pair whose third number is 0 is
-            computed but not used.
+        hops: [n - 1, n, pairs, 3], the pairs of each hop and device. A pair whose third number is 0
+            is computed but not used.
     """
 
     chunks: int
@@ -83,7 +83,7 @@ class BlockPairs(NamedTuple):
     def blocks(self) -> int:
         """The number of blocks that each device computes, of (T / (c n))^2 scores each.
 
-        They are the c blocks that join a chunk with itself, and the listed pairs.
+        They are the c blocks of a chunk with itself, and one block for each listed pair.
         """
         # `own` is [n, pairs, 3], and `hops` is [n - 1, n, pairs, 3].
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
@@ -92,13 +92,13 @@ class BlockPairs(NamedTuple):
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
     """Returns the pairs of chunks whose scores each of n devices computes; see `BlockPairs`.
 
-    In hop h device i has the keys of device i - h. The c pairs that join a chunk with itself are
-    computed too, but are not listed. Without `causal` every query sees every key.
+    In hop h device i has the keys of device i - h. The c pairs of a chunk with itself are computed
+    too, but are not listed. Without `causal` every query sees every key.
 
     With these pairs, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask
-    hides half of each of two blocks, so the work of 2n blocks is needed. In `contiguous` order it
-    computes n blocks of (T/n)^2, twice as many scores as needed. Raises `ValueError` for an `order`
-    that `chunk_table` refuses.
+    hides half of each of two blocks, so the work of 2n blocks is needed. In `contiguous` order a
+    device computes n blocks of (T/n)^2 scores, twice as many as needed. Raises `ValueError` for an
+    `order` that `chunk_table` refuses.
     """
     # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]

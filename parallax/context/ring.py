@@ -7,10 +7,10 @@ In hop h device i has the keys of device i - h. `orders.block_pairs` lists the b
 the device computes, the same number for each device. A block is given by a *pair*: (query chunk,
 key chunk, 1 if it is needed or 0 if it only fills up the table). The program has no conditional, so
 all devices send the same messages, and none waits forever. Results are merged by their log-sum-exps
-(`lse`). The block of a chunk's queries and its own keys is not in the table: `_diagonal` computes
-these blocks, the only ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of each
-array, and `_both` a pair of segments or None. A `_Ring` has the axis, the table of pairs and the
-kernel: `send` moves a tree one hop.
+(`lse`). The block of a chunk's queries and the same chunk's keys is not in the table: `_diagonal`
+computes these blocks, the only ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of
+each array, and `_both` a pair of segments or None. A `_Ring` has the axis, the table of pairs and
+the kernel, and its method `send` moves a tree one hop.
 
 | | messages | bytes a device sends |
 |---|---|---|
@@ -66,8 +66,8 @@ def attention(
 
     Args:
         q: queries of this device's tokens.
-        k: their keys; each head is shared by H / G successive heads of `q`.
-        v: their values.
+        k: keys of the same tokens; each head of `k` is shared by H / G successive heads of `q`.
+        v: values of the same tokens.
         axis: the axis or axes that the tokens are split over; `()` on one device.
         causal: whether a token sees only itself and earlier tokens.
         segments: [B, T], the number of each token's document. A token sees only tokens with the
@@ -77,7 +77,7 @@ def attention(
         kernel: computes the blocks, such as `tiled(1024)`.
 
     Raises:
-        ValueError: heads, tokens or segments that do not fit, or arrays of different types.
+        ValueError: the heads, tokens or segments do not fit, or the arrays have different types.
     """
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
@@ -108,8 +108,8 @@ class _Ring(NamedTuple):
     causal: bool
 
     def local_pairs(self):
-        """Returns the pairs of this device's own chunks, [pairs, 3]: of each chunk with earlier
-        chunks."""
+        """Returns the pairs of this device's own chunks, [pairs, 3]: each chunk of queries with
+        each earlier chunk of keys."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
@@ -136,11 +136,12 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Merges these pairs into `sums`, and returns the new sums. They are (output, log-sum-exp)
-        of all chunks of queries."""
+        """Returns `sums` with these pairs merged in. The sums are (output, log-sum-exp) of all
+        chunks of queries."""
 
         def add_pair(sums, pair):
-            """Returns the sums with the attention of one chunk of queries to one of keys.
+            """Returns the sums with the attention of one chunk of queries to one chunk of keys
+            merged in.
 
             `queries` are (q, segments), and `keys` are (k, v, segments), [c, B, T / c, ...] each.
             Each query of a pair sees all its keys, so `causal` is False.
@@ -187,10 +188,12 @@ def _backward(ring: _Ring, residuals, ct):
     queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
 
     def visit(dq, sums, keys, pairs):
-        """Returns `dq` and `sums`, the gradients of k and v, with the terms of these pairs."""
+        """Returns `dq` and `sums` with the terms of these pairs added. `sums` are the gradients of
+        k and v."""
 
         def add_pair(carry, pair):
-            """Returns the gradients with the terms of one chunk of queries and one of keys.
+            """Returns the gradients with the terms of one chunk of queries and one chunk of keys
+            added.
 
             `queries` are (q, out, lse, ct, segments), and `keys` are (k, v, segments), in chunks.
             Each query of a pair sees all its keys, so `causal` is False.
