@@ -1,12 +1,12 @@
 """Drop-in replacements for `lax`'s collectives, made from a scatter and a gather of slices.
 
-This file adds the dims, options, replication types and errors of `lax`'s functions. The scatter
-and the gather, a pair `Slices`, work along one dim of one array. Both keep this dim: a scatter
+This file adds the dims, options, replication types and errors of `lax`'s functions. The scatter and
+the gather are a pair, `Slices`, and work along one dim of one array. Both keep this dim: a scatter
 makes it n times shorter, a gather n times longer.
 
 As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
-along a dim. Without `tiled` the dim has size n, and it is dropped after the scatter, which cut it
-to 1; a gather is given a new dim of size 1 to join along.
+along a dim. Without `tiled` the dim has size n: the scatter cuts it to size 1, and then it is
+dropped. Before a gather, a new dim of size 1 is added, along which the blocks are joined.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ OnSlices = Callable[[Shaped[Array, "..."], int, AxisName], Shaped[Array, "..."]]
 
 
 class Slices(NamedTuple):
-    """Two functions `(x, dim, axis_name)` of one varying array, each the other's transpose.
+    """Two functions of `(x, dim, axis_name)`, for one varying array; each is the other's transpose.
 
     Attributes:
         scatter: cuts `x` into n slices along `dim`; device i gets the sum over devices of slice i.
@@ -47,8 +47,8 @@ def reduce_scatter_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.psum_scatter` of one array, computed by `slices.scatter`.
 
-    The transpose is `slices.gather`. Both keep the dim along which they cut or join; so if not
-    `tiled`, the dim is dropped after the scatter, and added before the gather.
+    The transpose is `slices.gather`. Both functions keep the dim along which they cut or join; so
+    if not `tiled`, the dim is dropped after the scatter, and added before the gather.
     """
     # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an error.
     x = check_summand("reduce_scatter", summable(x), axis_name)
@@ -73,9 +73,9 @@ def all_gather_leaf(
     """Returns `lax.all_gather` of one array, of numbers or random keys.
 
     It is computed by `slices.gather`. The transpose is `slices.scatter`, or a slice if the result
-    is invariant. All keep the dim along which they join or cut; so if not `tiled`, the dim is added
-    before the gather, and dropped after the transpose. `to` is the type of the result along the
-    axis, in the words of `lax.pcast`.
+    is invariant. The gather and its transpose keep the dim along which they join or cut; so if not
+    `tiled`, the dim is added before the gather, and dropped after the transpose. `to` is the type
+    of the result along the axis, in the words of `lax.pcast`.
     """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(
@@ -117,7 +117,7 @@ def all_gather_leaf(
 
 
 def _add_dim(x, dim: int, tiled: bool):
-    """Returns `x` if `tiled`, else `x` with a new dim of size 1 at `dim`, to be gathered along."""
+    """Returns `x` if `tiled`, else `x` with a new dim of size 1 at `dim`, for the gather."""
     return x if tiled else jnp.expand_dims(x, dim)
 
 
@@ -132,7 +132,8 @@ def split_blocks(
 ) -> Shaped[Array, "..."]:
     """Returns the n blocks of `x` as `[n, *block]`: the inverse of `merge_blocks`.
 
-    `tiled` cuts the dim into n blocks; otherwise the dim has size n and is the dim of blocks.
+    With `tiled` the dim `dim` is cut into n blocks. Without it this dim has size n, and each index
+    is one block.
     """
     if tiled:
         n = axis_size(axis_name)
@@ -143,7 +144,7 @@ def split_blocks(
 def merge_blocks(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[Array, "..."]:
     """Returns the n blocks `[n, *block]` stacked along a new dim at position `dim`.
 
-    With `tiled` they are joined along the existing dim instead.
+    With `tiled` the blocks are joined along the existing dim instead.
     """
     x = jnp.moveaxis(blocks, 0, dim)
     if not tiled:
@@ -190,8 +191,8 @@ def check_divides(
 ) -> None:
     """Raises `ValueError` if dim `dim` of an array of this `shape` cannot be split into n blocks.
 
-    Its size must be a multiple of n if `tiled`, else n. `function` and `argument` are names for the
-    error.
+    The size of this dim must be a multiple of n if `tiled`, and n itself if not. `function` and
+    `argument` are names for the error.
     """
     if tiled and shape[dim] % n:
         raise ValueError(

@@ -14,8 +14,8 @@ from parallax.collectives.types import AxisName, axes, axis_size
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
     """Returns the rounds of `send_next`, for `cost`: one round of one message, the whole array.
 
-    The array has `size` numbers of `itemsize` bytes. It goes `distance` devices further on. The
-    cost does not depend on the number of devices, `n`.
+    The array has `size` numbers of `itemsize` bytes. The message goes to the device that is
+    `distance` places further on. The cost does not depend on the number of devices, `n`.
     """
     # The step is a tuple, with one number for each dim of the devices: they form one row.
     return [Round(times=1, messages=(Message(size * itemsize, (distance,)),))]
@@ -25,7 +25,7 @@ def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> l
 def send_next(
     x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1
 ) -> Shaped[Array, "*dims"]:
-    """Returns device i's `x` on device i + `distance`, round the ring: one hop."""
+    """Returns device i's `x` on device i + `distance`, in one hop; the devices form a ring."""
     n = axis_size(axis_name)
     return send(x, axis_name, [(i, (i + distance) % n) for i in range(n)])
 
@@ -43,7 +43,7 @@ def send(
 
 
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """Returns the axes in the mesh's order, and a list: the number of each device in that order.
+    """Returns the axes in the mesh's order, and a list of the devices' numbers in that order.
 
     Entry i of the list belongs to the device whose number is i in the order of `names`.
     `lax.ppermute` numbers the devices in the mesh's order, whatever the order of the names.

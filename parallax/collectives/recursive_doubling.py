@@ -33,9 +33,10 @@ Tree = TypeVar("Tree", bound=PyTree)
 def _hops_of(n: int) -> list[list[tuple[int, int]]]:
     """Returns the pairs (sender, receiver) of each hop.
 
-    In hop k each of the first p devices exchanges sums with the device whose number differs in bit
-    k. Unless n = p, there are two more hops. In the first hop, the devices from p on send their
-    terms to the first devices; in the last, they receive the result.
+    Let p be the greatest power of two not above n. In hop k each of the first p devices exchanges
+    sums with the device whose number differs in bit k. Unless n = p, there are two more hops. In
+    the first hop, the devices from p on send their terms to the first devices; in the last, they
+    receive the result.
     """
     count = n.bit_length() - 1  # p = 2**count is the greatest power of two not above n
     folded = [(i, i - 2**count) for i in range(2**count, n)]

@@ -3,13 +3,13 @@
 
 `ring.table(8)` is the table of a ring of 8 devices, and `ring.all_reduce(x, "data")` runs it. A
 table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that
-belong to the devices `offsets` places further on go to the device `step` places further on.
-The devices form a *box*, such as 2 machines x 8 devices. `product(tables, order)` joins several
-tables, each along its own dims of the box, into one table. It has the rounds of all of them: table
-after table, in the order that `order` gives.
+belong to the devices `offsets` places further on go to the device `step` places further on. The
+devices form a *box*, such as 2 machines x 8 devices. `product(tables, order)` joins several tables,
+each along its own dims of the box, into one table. The joined table has the rounds of all tables:
+table after table, in the order that `order` gives.
 
-The table below is for n devices; a torus has k axes, of a, b .. devices. A *message* is the data
-that a device sends to another in one transfer.
+The list below is for n devices; a torus has k axes, which have a, b .. devices. A *message* is the
+data that a device sends to another in one transfer.
 
 | algorithm | messages of a reduce-scatter | one after another | blocks that a device sends |
 |---|---|---|---|
@@ -59,7 +59,7 @@ def ring(n: int) -> Route:
 
 @algorithm
 def two_rings(n: int) -> tuple[Route, Route]:
-    """Two rings in opposite directions, each for half of every block: links carry data both
+    """Two rings run in opposite directions, each with half of every block: links carry data both
     ways."""
     return ring.table(n), Route((n,), [{-1: [h]} for h in range(1, n)])
 
@@ -72,8 +72,8 @@ def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
 
     It sends its other blocks, in at most `by` - 1 messages. Each of these blocks arrives at an
-    offset that the receiver keeps. With by=2 no table of one message per round has fewer rounds,
-    for any n.
+    offset whose block the receiver keeps. With by=2 no table of one message per round has fewer
+    rounds, for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
@@ -117,12 +117,12 @@ def pairs(n: int) -> Route:
 
 @functools.cache  # equal calls return one algorithm, since `combined_axis` compares algorithms
 def machines(g: int, between: Algorithm = ring) -> Algorithm:
-    """Returns an algorithm: a ring inside each machine of `g` devices, then `between` over
-    machines.
+    """Returns an algorithm: a ring inside each machine of `g` devices, then the algorithm `between`
+    over the machines.
 
-    n/g - 1 blocks of each device leave its machine. In a ring over all devices, (n - 1)/g blocks
-    per device, on average, would leave it. If there are many machines, `between=halving` needs
-    fewer rounds. The functions of the algorithm raise `ValueError` unless g divides n.
+    n/g - 1 blocks of each device leave the machine. In a ring over all devices, (n - 1)/g blocks
+    per device, on average, would leave the machine. If there are many machines, `between=halving`
+    needs fewer rounds. The functions of the algorithm raise `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:
@@ -141,11 +141,11 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
 
 @algorithm_of_axes
 def hierarchical(*sizes: int) -> Route:
-    """A ring along the last axis, then along the axis before it, and so on.
+    """Runs a ring along the last axis, then a ring along the axis before it, and so on.
 
     `sizes` are the numbers of devices on the axes. This is `machines` with mesh axes in place of
-    machines: the last axis has the fast links, inside a machine. The reduce-scatter along it leaves
-    fewer bytes for the slower axes.
+    machines: the last axis has the fast links, inside a machine. The reduce-scatter along the last
+    axis leaves fewer bytes for the slower axes.
     """
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
@@ -167,17 +167,18 @@ def torus(*sizes: int) -> tuple[Route, ...]:
 
 
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
-    """Returns the table that runs `routes` in `order`, over the box with the dims of all of them.
+    """Returns the table that runs `routes` in `order`, over the box with the dims of all routes.
 
     `order` lists indices of `routes`. An offset is a point of a box; `home` is offset 0, that of a
-    device's own block. A route names offsets along its own box. For each of them, a message of the
-    product holds several blocks: those at all offsets along the boxes of later routes, and at
-    `home` along the boxes of earlier routes, which have brought all blocks there. So messages have
-    fewer blocks from route to route.
+    device's own block. A route names offsets along its own box. For each of these offsets, a
+    message of the product holds several blocks: those at all offsets along the boxes of later
+    routes, and at `home` along the boxes of earlier routes, which have brought all blocks there. So
+    the messages of each route have fewer blocks than those of the route before.
     """
     rounds = []
     for turn, k in enumerate(order):
-        # For each route, the offsets that blocks still have along its box: only home, if it ran.
+        # For each route, the offsets that blocks still have along the route's box: only home, if
+        # the route ran already.
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())

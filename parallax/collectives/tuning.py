@@ -5,7 +5,7 @@
 
 In a *race* several functions are timed on the same arrays. The formulas of `cost` select the
 functions that are raced, and the times decide. All processes of the mesh must call these functions
-together. All get the same result: each time is the time of the slowest process.
+together. All processes get the same result: each time is the time of the slowest process.
 """
 
 import functools
@@ -70,9 +70,9 @@ def fastest(
     Args:
         nbytes: the bytes of the array on each device.
         n: the number of devices on the axis, or on each of several axes.
-        link: the link of that axis.
-        among: the functions to choose from; by default `exact(n)`, those that do not round. If two
-            are equally fast, the first is taken.
+        link: the `Link` of the axis.
+        among: the functions to choose from; by default `exact(n)`, the functions that do not round.
+            If two are equally fast, the first is taken.
         itemsize: the bytes of a number.
 
     Raises:
@@ -92,16 +92,17 @@ def fit(
 
     The five are one hop, an all-gather by one ring and by two rings, a reduce-scatter by a ring,
     and an all-reduce by recursive doubling. A `Link` has four rates: the seconds per hop (alpha),
-    per byte (beta), per byte added (gamma) and per call (start). The fit has the least sum of
-    relative differences, over arrays of `sizes` bytes per device, and no rate is negative.
-    `Link.error` is the median difference that remains. It is not zero, since a hop takes longer per
-    byte once messages outgrow a cache. `fit` takes some seconds, most of them to compile.
+    per byte (beta), per byte added (gamma) and per call (start). The fitted rates have the least
+    sum of relative differences from the measured times, over arrays of `sizes` bytes per device,
+    and no rate is negative. `Link.error` is the median difference that remains. This error is not
+    zero, since a hop takes longer per byte once messages outgrow a cache. `fit` takes some seconds,
+    most of them to compile.
 
     Args:
         mesh: the mesh; its other axes are used at the same time, as in a training step.
         axis_name: the axis, or several, which then form one ring.
-        sizes: the bytes per device of the arrays that are measured.
-        rounds: how often each measurement is repeated; the median counts.
+        sizes: the bytes per device of the arrays on which the collectives are timed.
+        rounds: the number of times that each measurement is made; the median is used.
     """
     n = _size(mesh, axis_name)
     calls, costs = [], []
@@ -137,9 +138,9 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     rates, none below 0: the seconds per hop (alpha), per byte (beta), per byte added (gamma) and
     per call (start). A sum of the squares of the differences would give too much weight to a time
     that a busy machine made longer, so their absolute values are summed. The sum is minimised by
-    weighted least squares (Weiszfeld's iteration), which may make rates negative. So this is
-    repeated for each subset of the rates, with the other rates set to 0, and the best fit without a
-    negative rate is taken.
+    weighted least squares (Weiszfeld's iteration), which may make rates negative. So the
+    minimisation is repeated for each subset of the rates, with the other rates set to 0, and the
+    best fit without a negative rate is taken.
     """
     best, link = math.inf, Link(0.0, 0.0)
     # Both kinds of link are tried: one port for all messages of a round, or a port for each.
@@ -166,10 +167,10 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 def _least_absolute(relative: np.ndarray) -> np.ndarray:
     """Returns the vector x with the least sum of |relative @ x - 1|, by Weiszfeld's iteration.
 
-    A row of `relative` is one measurement, and a column one of the rates that `solved` fits: some
-    of alpha, beta, gamma and start. Entry i of x is the best value of the rate of column i, times
-    the scale by which the caller divided that column. `relative @ x` is the predicted time of each
-    measurement, divided by the measured one.
+    A row of `relative` is for one measurement. A column is for one of the rates that `solved` fits,
+    which are some of alpha, beta, gamma and start. Entry i of x is the best value of the rate of
+    column i, times the scale by which the caller divided that column. `relative @ x` is the
+    predicted time of each measurement, divided by the measured one.
     """
     weights = np.ones(len(relative))
     for _ in range(30):
@@ -181,7 +182,7 @@ def _least_absolute(relative: np.ndarray) -> np.ndarray:
 
 
 class Choice(NamedTuple):
-    """The result of a race on one axis: an all-reduce for each size of an array.
+    """The result of a race on one axis; `fastest` chooses an all-reduce for each size of an array.
 
     Attributes:
         sizes: the bytes per device at which the functions were raced, in rising order.
@@ -195,7 +196,8 @@ class Choice(NamedTuple):
         """Returns the function that is expected to be the fastest for `nbytes`.
 
         Between two sizes of the race, the logarithm of the time is interpolated over the logarithm
-        of the size. Below the smallest and above the largest size, the time at that size counts.
+        of the size. Below the smallest and above the largest size, the time at the smallest or the
+        largest size is used.
         """
         # `times` maps each function to its seconds at each of `sizes`. Logarithms, since both sizes
         # and times span several decades.
@@ -212,7 +214,8 @@ class Choice(NamedTuple):
         different winners.
 
         A new size is the geometric mean of its two neighbours, rounded down to whole float32
-        numbers. If the mean is the smaller neighbour, it is left out, since it was raced already.
+        numbers. A mean that equals the smaller neighbour is left out, since that size was raced
+        already.
         """
         # `times` maps each function to its seconds at each of the `sizes`. The winner at a size is
         # the function with the shortest time there.
@@ -225,11 +228,11 @@ class Choice(NamedTuple):
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
-        """Returns a choice that also has the seconds `measured` at `sizes`, in any order. The sizes
-        of the result are in rising order.
+        """Returns a choice that also has the seconds `measured` at `sizes`, which may be in any
+        order. The sizes of the result are in rising order.
 
-        `measured` lists the seconds of the first function in `times` at each of `sizes`, then those
-        of the second function, and so on.
+        `measured` lists the seconds of the first function in `times` at each of `sizes`, then the
+        seconds of the second function, and so on.
         """
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])
@@ -250,17 +253,18 @@ def auto(
 ) -> tuple[Algorithm, str]:
     """Returns an algorithm whose all-reduce is the fastest at each size, and a report as text.
 
-    For each axis it calls `fit`, then races some functions: those that the formulas rank first or
-    second at one of the sizes, and `lax.psum`, which has no formula. Then, twice, it races at more
-    sizes: between neighbouring sizes with different winners (`Choice.next_sizes`). The choice
+    For each axis `auto` calls `fit`, then races some functions: those that the formulas rank first
+    or second at one of the sizes, and `lax.psum`, which has no formula. Then it races twice more,
+    at sizes between neighbouring sizes with different winners (`Choice.next_sizes`). The choice
     depends on the bytes of each leaf and is made at trace time, so it costs nothing in the step.
     Along axes that were not raced, and for the other collectives, the algorithm uses `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
-        axis_names: the axes along which it will reduce; a tuple for several axes at once.
-        among: the functions to choose from besides `lax.psum`; all exact all-reduces of the library
-            by default.
+        axis_names: the axes along which the algorithm will reduce; a tuple stands for several axes
+            at once.
+        among: the functions to choose from besides `lax.psum`; by default all exact all-reduces of
+            the library.
         sizes: the bytes per device of the arrays on which the functions are timed first, in rising
             order.
         rounds: the number of measurements of each function at each size; the median counts.
@@ -320,7 +324,8 @@ def _worth_a_race(
 ) -> list[Callable[..., Any]]:
     """Returns the functions that are predicted to be the fastest or second fastest at some size.
 
-    The fastest at each size come first, then the second fastest.
+    The functions that are the fastest at some size come first, then those that are the second
+    fastest.
     """
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
@@ -341,14 +346,14 @@ def measure(
     spec, n = P(axis_name), _size(mesh, axis_name)
 
     def placed(x, spec, n):
-        """Returns a global array [n, ...] whose blocks on the devices are all `x`, [1, ...]."""
+        """Returns a global array [n, ...]; the block of each device is `x`, of shape [1, ...]."""
         sharding = NamedSharding(mesh, spec)
         return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
 
     def compiled(f):
         """Returns the jitted program of `f` on each device's block [1, numbers].
 
-        Its first call compiles it.
+        The first call of the program compiles it.
         """
 
         def body(x):
@@ -387,7 +392,8 @@ def _report(
 ) -> str:
     """Returns the measurements and the choice on one axis as text.
 
-    `predicted` has, for each function, the seconds by the formulas at each size of the choice.
+    `predicted` has, for each function, the seconds at each size of the choice, by the formulas of
+    `cost`.
     """
     in_a_round = "one after another" if link.one_port else "at the same time"
     lines = [
