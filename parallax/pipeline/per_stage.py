@@ -186,10 +186,11 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     """Returns this stage's message in this tick, as head and embed_backward read it.
 
-    `microbatch` is the row's number for that part, which is -1 only in a tick in which the part
-    does not run. So the condition `microbatch >= 0` is always true here. The condition makes the
-    message depend on the part's loop, since `_if_runs` adds the loop's index to each number of the
-    row. Without it, XLA would run the part's collectives before the loop, in all ticks.
+    `microbatch` is the row's number for the part that reads the message; it is -1 only in a tick in
+    which this part does not run. So the condition `microbatch >= 0` is always true here. The
+    condition makes the message depend on the part's loop, since `_if_runs` adds the loop's index to
+    each number of the row. Without it, XLA would run the part's collectives before the loop, in all
+    ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 

@@ -1,10 +1,11 @@
-"""A schedule as a CSV file: one row per tick, one column per stage, and each job by its place in
-the model: `5F3` is F of microbatch 3 at place 5.
+"""Writes and reads a schedule as a CSV file, with one row per tick and one column per stage. A job
+is written with its place in the model: `5F3` is F of microbatch 3 at place 5.
 
-F is the forward pass. `5B3` is both gradients of microbatch 3 at place 5. If these are separate
-jobs, `5I3` is the input's gradient and `5W3` the weights' gradient. In lockstep (see the module
-`table`) a stage may have several jobs in a tick: `1F4 1B2`. Files of `torch.distributed.pipelining`
-can be read too: one row per rank (a stage) and one cell per job, without a header.
+F is the forward pass. `5B3` is both gradients of microbatch 3 at place 5. If the two gradients are
+separate jobs, `5I3` is the input's gradient and `5W3` the weights' gradient. In lockstep (see the
+module `table`) a stage may have several jobs in a tick: `1F4 1B2`. Files of
+`torch.distributed.pipelining` can be read too: they have one row per rank (a stage) and one cell
+per job, and no header.
 
 A place is the position of a chunk of layers in the model; a placement, [chunks, stages], gives each
 chunk's place. A `Job` is (lane, microbatch, place); its lane is "forward" for F, "backward" for I
@@ -62,8 +63,8 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     only the order of each rank's jobs: each job gets the first tick in which it can run.
 
     Raises:
-        ValueError: the file is not a table, or its table cannot run; the message names the line, or
-            in torch's form the row and the cell of a word that is no job.
+        ValueError: the file is not a table, or its table cannot run; the message names the line,
+            or, in a file of torch's form, the row and the cell of a word that is no job.
     """
     try:
         # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is
@@ -92,7 +93,7 @@ def _columns(stages: int) -> list[str]:
 
 def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
     """Returns the schedule of a file in the form of `to_csv`, one row per tick; raises `ValueError`
-    if it is not of this form."""
+    if the file is not of this form."""
     columns = _columns(max(len(header) - 1, 1))
     if [name.strip() for name in header] != columns:
         raise ValueError(
@@ -128,8 +129,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
 
 
 def _is_of_torch(header: list[str]) -> bool:
-    """Returns whether the first word of a file is a job, or a send or receive of torch, and not a
-    column's name."""
+    """Returns whether a file is in torch's form: the first word of `header` is then a job, or
+    torch's word for a send or a receive, and not a column's name."""
     words = OVERLAPPED.sub(" ", " ".join(header)).split()
     return bool(words) and bool(JOB.fullmatch(words[0]) or MOVES.fullmatch(words[0]))
 
@@ -151,10 +152,11 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def _from_0(order: list[Job]) -> list[Job]:
-    """Returns a rank's jobs. If the file numbers its forwards from 1, they are renumbered from 0.
+    """Returns a rank's jobs. If the file numbers the rank's forwards from 1, the forwards are
+    renumbered from 0.
 
-    `Schedule1F1B` of torch 2.13 numbers the forwards of its last rank from 1, and their backwards
-    from 0.
+    `Schedule1F1B` of torch 2.13 numbers the forwards of its last rank from 1, and the backwards of
+    that rank from 0.
     """
     # The microbatches of each lane at each place.
     numbers: dict[tuple[str, int], list[int]] = {}

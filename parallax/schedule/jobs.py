@@ -1,5 +1,5 @@
-"""The jobs of a schedule: which jobs each of them needs, and the time at which each starts if
-stages run them in a given order.
+"""The jobs of a schedule: which jobs a job needs, and the time at which each job starts if the
+stages run their jobs in a given order.
 
 A job runs one chunk of layers for one microbatch. Its lane is its kind: "forward" (F), "backward"
 (B) or "weight" (W). A chunk's place is its position in the model. A stage runs the chunks of one or
@@ -52,11 +52,11 @@ def start_times(
     Args:
         orders: the jobs of each stage.
         homes: the stage of each place of the model.
-        costs: the time of one job, that is of one chunk of one microbatch, by lane.
+        costs: for each lane, the time of one job, which is one chunk of one microbatch.
         hop: the time of a message to another stage, in the unit of `costs`.
 
     Raises:
-        ValueError: a stage has a job twice; or a job waits for a job that never runs, or for one
+        ValueError: a stage has a job twice; or a job waits for a job that never runs, or for a job
             that the order of a stage puts too late.
     """
     last = max(homes)

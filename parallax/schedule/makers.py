@@ -26,8 +26,8 @@ Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Returns the schedule of all forwards, then all backwards from the last microbatch to the
-    first: the bubble is (P-1)(F+B).
+    """Returns the schedule that runs all forwards, and then all backwards from the last microbatch
+    to the first: the bubble is (P-1)(F+B).
 
     Every stage holds M microbatches. `jax.grad` of a scan over forward ticks runs in this order
     (arXiv 1811.06965).
@@ -77,9 +77,9 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """Returns P, M and v from `sizes`, which has them in this order; v is 1 if it is missing.
-    Raises `ValueError` if a size is no whole number of at least 1, or if the table would be too
-    large."""
+    """Returns P, M and v from `sizes`, which has them in this order; v is 1 if `sizes` has only P
+    and M. Raises `ValueError` if a size is no whole number of at least 1, or if the table would be
+    too large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
     # Checked before any array is made: a table of 10^9 cells would fill the memory. The number
@@ -129,8 +129,8 @@ def _backwards(P: int, M: int, v: int) -> Jobs:
 
 
 def _schedule(P: int, v: int, *lanes: Jobs) -> Schedule:
-    """Returns the schedule, with a looped placement, of the forward, the backward and perhaps the
-    weight jobs, in this order. Each of `lanes` is (ticks, jobs)."""
+    """Returns the schedule of these lanes, with a looped placement. `lanes` has the forward, the
+    backward and perhaps the weight jobs, in this order, each lane as a pair (ticks, jobs)."""
     count = 1 + max(int(tick.max()) for tick, _ in lanes)
     tables = np.full((len(lanes), count, P), -1, np.int32)
     for table, (tick, job) in zip(tables, lanes, strict=True):

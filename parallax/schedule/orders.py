@@ -2,8 +2,8 @@
 jobs, and `from_orders`, which makes the table.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, I input gradient, W weight
-gradient; their lanes are "forward", "backward" and "weight". A place is a chunk's position in the
-model, and `places`, [v, P], gives the place of each chunk of each stage.
+gradient; the lanes of F, I and W are "forward", "backward" and "weight". A place is a chunk's
+position in the model, and `places`, [v, P], gives the place of each chunk of each stage.
 """
 
 import heapq
@@ -56,8 +56,8 @@ def zero_bubble(
 
     With v chunks per stage, a stage may hold `in_flight` * v chunks of microbatches.
 
-    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241). If `in_flight` is P, it
-    is their schedule ZB-H1.
+    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241). If `in_flight` is P, the
+    schedule is the paper's ZB-H1.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -71,8 +71,8 @@ def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
     """Returns a schedule in which each stage runs in each tick one of its ready jobs, if it has
-    any: I first, then F, then W. Stage s runs no F while it holds `max_chunks[s]` chunks, each of
-    one microbatch. A chunk is held from its F until its W.
+    any: I first, then F, then W. Stage s runs no F while the stage holds `max_chunks[s]` chunks,
+    each of one microbatch. A chunk is held from its F until its W.
 
     If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
     microbatch the latest place. `places` is the placement.
@@ -127,8 +127,8 @@ def from_orders(
     tick in which its inputs exist and the stage is free.
 
     Raises:
-        ValueError: a job is not on the stage of its place; or it waits for a job that never runs,
-            or for one that the order of a stage puts too late.
+        ValueError: a job is not on the stage of its place; or a job waits for a job that never
+            runs, or for a job that the order of a stage puts too late.
     """
     homes = homes_of(places)
     # A wrong place would otherwise be reported as a deadlock.

@@ -3,9 +3,9 @@ NumPy only.
 
 Legend: P stages, v chunks of layers per stage. A place is the position of a chunk in the model, 0
 to vP - 1. A table of jobs, [ticks, stages], has the number of the job that each stage runs in each
-tick, or -1 for none. A slot holds the array of one job until the last job that reads it; then the
-slot is used again. If a job of microbatch 0 writes slot 0 in tick 0, and its last reader runs in
-tick 5, then a job of another microbatch may write slot 0 in tick 6.
+tick, or -1 for none. A slot holds the array of one job until the last job that reads the array has
+run; then the slot is used again. If a job of microbatch 0 writes slot 0 in tick 0, and its last
+reader runs in tick 5, then a job of another microbatch may write slot 0 in tick 6.
 """
 
 import heapq
@@ -84,9 +84,9 @@ def coloured(
 
     `lanes` has two or more tables of jobs, such as "forward" and "backward". A job of the first
     lane writes a slot, and the jobs with the same number in the other lanes read it. The job of the
-    last lane is the last reader: from the next tick on the slot is free. In a tick without a job,
-    the first lane has the lowest free slot, and each other lane has -1. (To share the fewest slots
-    among intervals is to colour an interval graph.)
+    last lane is the last reader: from the next tick on the slot is free. In a tick in which the
+    first lane has no job, it has the lowest free slot; another lane without a job has -1. (To share
+    the fewest slots among intervals is to colour an interval graph.)
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}

@@ -1,12 +1,12 @@
-"""A pipeline schedule: integer tables, checked when they are made, of the job that each stage runs
-in each tick.
+"""A pipeline schedule: tables of integers that say which job each stage runs in each tick. The
+tables are checked when they are made.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
 weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. Its lane is
 its kind: "forward", "backward" (B or I) or "weight" (W). Each lane has a table, ticks x stages, of
 jobs, with -1 for an idle stage. The forward table [[0, -1], [1, 0], [-1, 1]] has two stages: in
-tick 1, stage 0 runs microbatch 1, and stage 1 runs microbatch 0. The placement, [v, P], is the
-place in the model, 0 to vP - 1, of each stage's chunks.
+tick 1, stage 0 runs microbatch 1, and stage 1 runs microbatch 0. The placement, [v, P], has the
+place in the model, 0 to vP - 1, of each chunk of each stage.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
 
@@ -18,12 +18,13 @@ There are two ways to run a table, and the table decides which (`per_stage`):
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
 
-The head computes the loss from the output of the last place. It is no lane, but it makes the
-cotangent with which B begins there, a message of the lane "head".
+The head computes the loss from the output of the model's last place. The head is no lane, but it
+makes the cotangent with which B begins at the last place. The lane of this message is called
+"head".
 
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
-tables. `lanes` has the tables by lane, `_costs` the time of one chunk by lane, `_homes` the stage
-and the chunk of each place, and `_when` the tick of each job by lane, [M, places].
+tables. `lanes` has the table of each lane, `_costs` the time of one chunk in each lane, `_homes`
+the stage and the chunk of each place, and `_when` for each lane the ticks of its jobs, [M, places].
 """
 
 import dataclasses
@@ -48,12 +49,12 @@ from parallax.schedule.places import (
 
 
 class Phase(NamedTuple):
-    """Successive ticks in which the same set of lanes runs, as many as possible. A lane runs in a
+    """As many successive ticks as possible in which the same set of lanes runs. A lane runs in a
     tick if at least one stage has a job of it.
 
     Attributes:
-        start: its first tick.
-        stop: the tick after its last.
+        start: the first tick.
+        stop: the tick after the last one.
         lanes: the lanes that run, in their order within a tick.
     """
 
@@ -66,12 +67,13 @@ class Span(NamedTuple):
     """One job on one stage.
 
     Attributes:
-        stage: the stage that runs it, from 0.
+        stage: the number of the stage that runs the job, from 0.
         lane: "forward", "backward" or "weight".
-        microbatch: its number, from 0.
-        chunk: the chunk of the stage's layers, from 0.
-        start: the time at which it begins, in the unit of the costs; the first job begins at 0.
-        stop: the time at which it ends.
+        microbatch: the number of the microbatch, from 0.
+        chunk: the number of the chunk of the stage's layers, from 0.
+        start: the time, in the unit of the costs, at which the job begins; the first one begins at
+            0.
+        stop: the time at which the job ends.
     """
 
     stage: int
@@ -88,10 +90,10 @@ class Message(NamedTuple):
     Attributes:
         lane: "forward" for an activation, "backward" for a stage's cotangent, and "head" for the
             head's cotangent.
-        sent: the tick at whose end it is sent.
-        used: the tick of the job that needs it.
-        source: the stage that sends it.
-        target: the stage that needs it, which may be the same.
+        sent: the tick at whose end the message is sent.
+        used: the tick of the job that needs the message.
+        source: the stage that sends the message.
+        target: the stage that needs the message, which may be the stage that sends it.
     """
 
     lane: str
@@ -104,7 +106,7 @@ class Message(NamedTuple):
 class CannotRun(ValueError):
     """The error for a table that cannot run.
 
-    The message names the job, the tick and the stage; `tick` is that tick.
+    The message names the job, the tick and the stage; the attribute `tick` is this tick.
     """
 
     def __init__(self, tick: int, stage: int, problem: str):
@@ -123,8 +125,9 @@ class Schedule:
         forward: the forward jobs.
         backward: the jobs of both gradients, or, with a weight table, only of the input gradient.
         weight: the jobs of the weight gradient, if it is separate.
-        placement: the place in the model of chunk c of stage s, `[chunks, stages]`: each of 0 to
-            vP - 1 once, 0 on stage 0. By default stage s has one chunk, at place s.
+        placement: an array `[chunks, stages]`, which has the place in the model of chunk c of stage
+            s. Each place, 0 to vP - 1, occurs once, and place 0 is on stage 0. By default stage s
+            has one chunk, at place s.
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
@@ -166,23 +169,24 @@ class Schedule:
 
     @property
     def lanes(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """The tables by name, in the order in which they run within a tick."""
+        """The tables by the names of the lanes, in the order in which the lanes run within a
+        tick."""
         tables = {lane: getattr(self, lane) for lane in LANES}
         return {lane: table for lane, table in tables.items() if table is not None}
 
     @property
     def ticks(self) -> int:
-        """The number of ticks, the rows of each table."""
+        """The number of ticks: each table has one row for each tick."""
         return self.forward.shape[0]
 
     @property
     def stages(self) -> int:
-        """P, the number of stages, the columns of each table."""
+        """The number of stages, P: each table has one column for each stage."""
         return self.forward.shape[1]
 
     @property
     def chunks(self) -> int:
-        """v, the chunks of layers of each stage."""
+        """The number of chunks of layers on each stage, v."""
         return len(self.placed)
 
     @property
@@ -203,8 +207,8 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
-        """M, from the largest job number in the tables. `Schedule` refuses tables that lack a
-        smaller job number."""
+        """The number of microbatches, M, which is computed from the largest job number in the
+        tables. `Schedule` refuses tables that lack a smaller job number."""
         return int(max(table.max() for table in self.lanes.values())) // self.chunks + 1
 
     @cached_property
@@ -212,9 +216,9 @@ class Schedule:
         """The stretches of ticks in which the same lanes run, in order; in lockstep each stretch is
         one loop without a conditional.
 
-        1F1B has three (F; F and B; B), and the zero-bubble schedule in lockstep has four (F; F and
-        I; F, I and W; I and W). A `Phase` has its first tick, the tick after its last, and its
-        lanes.
+        1F1B has three stretches (F; F and B; B), and the zero-bubble schedule in lockstep has four
+        (F; F and I; F, I and W; I and W). A `Phase` has the first tick of the stretch, the tick
+        after the last one, and the lanes.
         """
         return phases_of({lane: (table >= 0).any(axis=1) for lane, table in self.lanes.items()})
 
@@ -237,9 +241,10 @@ class Schedule:
         takes `hop`.
 
         In lockstep, a tick includes the time of each lane of which any stage runs a job. Per stage,
-        a tick takes the time of its most expensive job. Costs are of one microbatch through a whole
-        stage (a chunk costs 1/v), in any unit. By default `backward` is 1 if it is only the input
-        gradient, and 2 if it is both gradients, so that schedules of the same work can be compared.
+        a tick takes the time of its most expensive job. A cost is the time of one microbatch
+        through a whole stage, in any unit; one chunk costs 1/v of this. By default `backward` is 1
+        if a backward job is only the input gradient, and 2 if it is both gradients, so that
+        schedules of the same work can be compared.
         """
         costs = self._costs(forward, backward, weight)
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
@@ -280,7 +285,9 @@ class Schedule:
         and exchange messages after each tick. The spans are sorted by their start, and then by
         stage.
 
-        The costs and `hop` are those of `makespan`; with `hop=0` the last job ends at the makespan.
+        A cost is the time of one microbatch through all chunks of a stage, and `hop` is the time of
+        the exchange after a tick. By default `backward` is 1 if W is a separate job, and else 2. So
+        the arguments are those of `makespan`, and with `hop=0` the last job ends at the makespan.
         The method is also for schedules that run per stage: all stages then start the jobs of a
         tick together.
         """
@@ -306,9 +313,10 @@ class Schedule:
         """Returns the begin and end of every job if no stage waits for the end of a tick. This is
         the case if each stage is a separate program that exchanges messages.
 
-        Each stage keeps the order of its tables. It starts a job once it is free and the input has
-        arrived: `hop` after another stage made it, or at once if this stage made it. The costs are
-        those of `makespan`. With `hop=0` no job is later than in `lockstep`.
+        Each stage keeps the order of its tables. A stage starts a job once the stage is free and
+        the job's input has arrived: `hop` after another stage made the input, or at once if this
+        stage made it. The costs are those of `makespan`. With `hop=0` no job is later than in
+        `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes  # the stage and the chunk of each place
@@ -329,7 +337,8 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> Float[np.ndarray, " stages"]:
-        """For each stage, the largest number of microbatches whose residuals it holds at once.
+        """For each stage, the largest number of microbatches whose residuals the stage holds at
+        once.
 
         A stage holds residuals from the forward tick to the tick of the last gradient, both
         included. The residuals of one chunk count as 1/v, so this is each stage's number of slots
@@ -345,8 +354,8 @@ class Schedule:
 
     @cached_property
     def slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """By lane, the slot of each job's residuals, or -1. The forward lane writes a slot, and the
-        other lanes read it.
+        """For each lane, the slot of each job's residuals, [ticks, stages], or -1 for no job. The
+        forward lane writes a slot, and the other lanes read it.
 
         Two jobs whose residuals are held at one time never share a slot, and no assignment needs
         fewer slots: each job gets the lowest free slot when it starts. A slot freed in tick t is
@@ -360,18 +369,20 @@ class Schedule:
 
     @cached_property
     def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """Like `slots`, but where the forward lane has no job it has the lowest free slot, not -1:
-        in lockstep an idle stage also writes, and must not overwrite a slot that is in use."""
+        """Like `slots`, but in a tick without a forward job the forward lane has the lowest free
+        slot, not -1: in lockstep an idle stage also writes, and must not overwrite a slot that is
+        in use."""
         return coloured(self.lanes)
 
     @cached_property
     def deferred_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """By lane, the slots of the arrays that a job of I (input gradient) stores for the W
-        (weight gradient) of its microbatch and chunk; empty without a weight lane.
+        """For each lane, the slots of the arrays that I (the input gradient) stores for W (the
+        weight gradient) of the same microbatch and chunk. The dict is empty if there is no weight
+        lane.
 
-        I ("backward") writes them, and W ("weight") reads them. In a tick without I, "backward" has
-        the lowest free slot, since in lockstep an idle stage writes too; in a tick without W,
-        "weight" has -1.
+        I ("backward") writes the slots, and W ("weight") reads them. In a tick without I,
+        "backward" has the lowest free slot, since in lockstep an idle stage writes too; in a tick
+        without W, "weight" has -1.
         """
         if self.weight is None:
             return {}
@@ -379,7 +390,8 @@ class Schedule:
 
     @property
     def slot_count(self) -> int:
-        """The number of `slots` of the stage that needs most, each for one chunk of one microbatch.
+        """The number of `slots` on the stage that needs the most slots. Each slot is for one chunk
+        of one microbatch.
 
         For 1F1B in lockstep it is 2P - 1, whatever M is.
         """
@@ -387,8 +399,8 @@ class Schedule:
 
     @property
     def deferred_count(self) -> int:
-        """The number of `deferred_slots` of the stage that needs most, each for one chunk of one
-        microbatch.
+        """The number of `deferred_slots` on the stage that needs the most slots. Each slot is for
+        one chunk of one microbatch.
 
         For the zero-bubble schedule in lockstep it is P, whatever M is.
         """
@@ -405,7 +417,7 @@ class Schedule:
         one stage.
 
         The head's cotangent is made in the tick of F at the last place, and on the stage of that
-        place (`last`). It waits there for B, so it is a message from a stage to itself.
+        place (`last`). The cotangent waits there for B, so it is a message from a stage to itself.
         """
         stages, _ = self._homes  # the stage of each place
         # The tick of each job, [M, places]; the index -1 is the last place.
@@ -444,7 +456,7 @@ class Schedule:
 
     @property
     def arrival_count(self) -> int:
-        """The number of slots for messages on the stage that needs most."""
+        """The number of slots for messages on the stage that needs the most slots."""
         return max(self.arrivals.values()) + 1
 
     @cached_property
@@ -456,7 +468,7 @@ class Schedule:
 
     @cached_property
     def _when(self) -> dict[str, Int[np.ndarray, "microbatches places"]]:
-        """By lane, the tick of each job: [microbatches, places]."""
+        """For each lane, the tick of each job, in an array [microbatches, places]."""
         return {lane: _once(self, lane) for lane in self.lanes}
 
     def _costs(
@@ -481,7 +493,8 @@ def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
-    """Returns the name of a job in pictures: `3`, or `3.1` for chunk 1 if there are more."""
+    """Returns the name of a job in pictures: `3` for microbatch 3, or `3.1` for its chunk 1 if a
+    stage has several chunks."""
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
 
 
@@ -591,8 +604,8 @@ def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """Returns the error for a job at a place of the model: its tick, its stage, its name and
-    `why`."""
+    """Returns the error for a job at a place of the model. The message has the job's tick, stage
+    and name, and ends with `why`."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")

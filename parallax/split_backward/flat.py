@@ -5,8 +5,8 @@ Loops and conditionals are not inlined: their equations still contain programs. 
 
 A call is an equation that runs a program of its own, such as `jit`; a jaxpr is a list of equations.
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
-loop; an atom is a variable or a literal. `values` maps each variable to its value. From
-`jaxprs`: `opened(program)` is the jaxpr of a program, closed or not; `closed(params)` are the
+loop; an atom is a variable or a literal. `values` maps each variable to its value. From `jaxprs`:
+`opened(program)` is the jaxpr of a program, which may be closed or not; `closed(params)` are the
 programs among an equation's parameters; `called(eqn)` is the program of an equation that has
 exactly one, or None if this program takes or returns another number of values than the equation.
 """
@@ -44,8 +44,8 @@ class Flat(NamedTuple):
 
     Attributes:
         jaxpr: the program, without calls.
-        constants: the values of its constant variables.
-        loops: its scans, by the place of their equations.
+        constants: the values of the jaxpr's constant variables.
+        loops: the scans of the program, each by the index of its equation in the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -57,11 +57,13 @@ class Loop(NamedTuple):
     """The parts of a scan.
 
     Attributes:
-        consts: the number of operands that are the same in each trip; they come first.
+        consts: the number of operands that are the same in each iteration; these operands come
+            first.
         carries: the number of carries. The operands after the consts are the initial values of the
             carries, and the first results are their last values. All other operands are sliced, one
-            slice per trip, and all other results are stacked by trip.
-        body: the program of one trip: its arguments are the consts, the carries and the slices.
+            slice per iteration, and all other results are stacked by iteration.
+        body: the program of one iteration, whose arguments are the consts, the carries and the
+            slices.
     """
 
     consts: int
@@ -74,8 +76,8 @@ class Loop(NamedTuple):
 
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
-    """Returns the program as a `Flat`: with its calls inlined, the values of its constants, and the
-    flat bodies of its scans by place."""
+    """Returns the program as a `Flat`: its calls are inlined, and the bodies of its scans are flat
+    too."""
     # In this trace, `_results` runs the equations of each call one by one in place of the call.
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
@@ -110,9 +112,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """Returns the values of these variables and literals, all as JAX arrays. They are not always
-    given as such: a literal may be a Python number, and a constant of a traced function a NumPy
-    array."""
+    """Returns the values of these variables and literals, all as JAX arrays. A literal may be given
+    as a Python number, and a constant of a traced function as a NumPy array."""
 
     def value_of(atom):
         """Returns the value of one variable or literal as a JAX array."""
@@ -127,7 +128,7 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
     """Returns the results of `eqn`, an equation of `jaxpr`, on the values of its variables.
 
-    The equation runs as a jaxpr of its own, which keeps its source line and name scope.
+    The equation runs as a jaxpr of its own, so that it keeps its source line and its name scope.
     """
     # The arguments of a jaxpr must differ, but the equation may read a variable twice.
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
@@ -165,9 +166,9 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
         outputs: the indices of the results that are needed.
 
     Returns:
-        For each needed equation, by its place, the indices of its needed results; and the set of
-        all needed variables. An equation with side effects is always needed. A carry of a scan is
-        needed if a needed result depends on it in some trip.
+        A pair: a dict from the place of each needed equation to the indices of its needed results,
+        and the set of all needed variables. An equation with side effects is always needed. A carry
+        of a scan is needed if a needed result depends on the carry in some iteration.
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
@@ -183,7 +184,8 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
     """Returns the indices of the results that the equation at `place` must compute, and the indices
     of the operands that it needs for them. `results` are the indices of the wanted results. Only a
-    scan must compute more results than the wanted ones: the carries on which these depend."""
+    scan must compute more results than the wanted ones: the carries on which the wanted results
+    depend."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):  # result i needs only operand i
         return results, set(results)
@@ -212,7 +214,8 @@ def size(variables: Collection[Any]) -> int:
 
 
 def primitives(eqn: JaxprEqn) -> Iterator[str]:
-    """Yields the name of an equation's primitive, and those of all primitives in its programs."""
+    """Yields the name of an equation's primitive, and the names of all primitives in the programs
+    that the equation contains."""
     yield eqn.primitive.name
     for jaxpr in inner(eqn):
         for inner_eqn in every(jaxpr):
@@ -220,7 +223,7 @@ def primitives(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _program_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
-    """Returns the only program among an equation's parameters, closed over its constants if it has
-    some."""
+    """Returns the only program among an equation's parameters, closed over its constants if the
+    program has some."""
     (program,) = closed(eqn.params)
     return program

@@ -6,19 +6,19 @@ The backward pass of `y = tanh(x @ w)` is an example. I takes `ct`, the cotangen
 does not have `ct`, so I hands c over to W.
 
 A value that only W needs is computed in W if it is a matmul or depends on a matmul of W. It is also
-computed in W if its operands from I have fewer bytes than the value itself. All other values are
-computed in I, such as the sums over tokens that are the gradient of a bias. If both halves need the
+computed in W if its operands from I have fewer bytes than the value itself. All other values, such
+as the sums over tokens that are the gradient of a bias, are computed in I. If both halves need the
 result of a cheap operation (`CHEAP`) that uses no value from I, both compute it; no matmul is
-computed twice. A scan becomes two scans: in each trip the first scan stacks the values that the
-second one reads.
+computed twice. A scan becomes two scans: in each iteration, the first scan stacks the values that
+the second scan reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
-`made` variables exist only in I, and W gets those that it reads as `handed`; `late` variables exist
-only in W. A `Step` is an equation of a half, and a `Cut` has the steps of both halves, `first` and
-`second`. A `CutLoop` is a scan in two halves; its `trip` is the `Cut` of a trip, which is one
-iteration. A place is the index of an equation in a jaxpr, but `Step.places` are indices of
-operands. `values` maps each variable to its value. The operands of a scan are its constants, the
-initial values of its carries (indices: `inits()`), and its slices. A barrier is an
+`made` variables exist only in I, and W gets the made variables that it reads as `handed` arrays;
+`late` variables exist only in W. A `Step` is an equation of a half, and a `Cut` has the steps of
+both halves, `first` and `second`. A `CutLoop` is a scan in two halves; its `trip` is the `Cut` of a
+trip, that is, of one iteration. A place is the index of an equation in a jaxpr, but `Step.places`
+are indices of operands. `values` maps each variable to its value. The operands of a scan are its
+constants, the initial values of its carries (indices: `inits()`), and its slices. A barrier is an
 `optimization_barrier`, whose result i is operand i.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
@@ -76,7 +76,7 @@ def split(
         backward: takes the `cotangents`, and then the arrays that both halves may read. Returns the
             cotangents of the `inputs`, and then the gradients of the weights.
         cotangents: the number of cotangents that `backward` takes.
-        inputs: the number of inputs whose cotangents it returns.
+        inputs: the number of inputs whose cotangents `backward` returns.
 
     Returns:
         `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
@@ -114,9 +114,9 @@ class Step(NamedTuple):
 
     Attributes:
         eqn: the equation.
-        loop: for a scan, the two halves of its trips; else None.
+        loop: for a scan, the `CutLoop` of its two halves; for other equations None.
         places: for a barrier, the indices of the operands that it takes in this half, since the
-            half may not have all of them; `_chosen` sets it. Other equations ignore it.
+            half may not have all of them. `_chosen` sets this field, and other equations ignore it.
     """
 
     eqn: JaxprEqn
@@ -152,10 +152,11 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: the variables of the first half that the second reads. The first half hands over
-            their values, and then the arrays that its scans stack.
+        handed: the variables of the first half that the second half reads. The first half hands
+            over their values, and then the arrays that its scans stack.
         made: all variables that only the first half has.
-        reads: the arguments that the first half reads, and those that the second half reads.
+        reads: the arguments that the first half reads, and the arguments that the second half
+            reads, as a pair of sets.
     """
 
     program: Flat
@@ -220,8 +221,8 @@ class CutLoop(NamedTuple):
 
     Attributes:
         loop: the whole scan.
-        trip: the two halves of each trip.
-        results: for each half, the indices of the scan's results that it computes.
+        trip: the two halves of each iteration of the scan.
+        results: for each half, the indices of the scan's results that this half computes.
     """
 
     loop: Loop
@@ -273,9 +274,10 @@ class CutLoop(NamedTuple):
     ) -> list[Any]:
         """Runs the scan of one half, and adds its results to `values`.
 
-        `one_trip(arguments, handed)` runs this half of one trip of the scan: it returns the results
-        of the trip, and arrays to hand on. `handed` has the arrays of the other half for all trips,
-        [trips, ...] each. `_run` returns the arrays to hand on, stacked: [trips, ...] each.
+        `one_trip(arguments, handed)` runs this half of one iteration of the scan (a trip), and
+        returns the results of the trip and the arrays to hand on. `handed` has the arrays of the
+        other half for all trips, [trips, ...] each. `_run` returns the arrays to hand on, stacked:
+        [trips, ...] each.
         """
         # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
         # the first `loop.consts` operands, and are the first results. `results` are the indices of
@@ -289,9 +291,9 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of a trip as the body of `lax.scan`, and returns its carry and the
-            results to stack, and the arrays to hand on. `inits` and `sliced` are the indices of
-            this half's carries and slices among the trip's arguments, `variables`."""
+            """Runs one half of a trip as the body of `lax.scan`. Returns the carry, and a pair to
+            stack: the other results and the arrays to hand on. `inits` and `sliced` are the indices
+            of this half's carries and slices among the trip's arguments, `variables`."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
@@ -394,13 +396,13 @@ def _may_run_in(
     eqn: JaxprEqn, made: set[Any], late: set[Any], *, is_needed_first: bool
 ) -> tuple[bool, bool]:
     """Returns two booleans: whether the first half may run an equation, and whether the second half
-    may. If both may, each half that needs the results runs it (`_chosen`).
+    may. If both may, each half that needs the results runs the equation (`_chosen`).
 
     Args:
         eqn: the equation.
         made: the variables that only the first half has.
         late: the variables that only the second half has.
-        is_needed_first: whether a result of the first half needs it.
+        is_needed_first: whether a result of the first half needs the equation.
     """
     reads = set(variables_of(eqn.invars))
     if is_needed_first:
@@ -429,7 +431,7 @@ def _cut_loop(
     `late` are the variables that only the second half has. Operands that only the first half has
     are not passed as an argument: the second half gets them as handed arrays.
 
-    A stacked result moves to the first half if the first half computes it anyway.
+    A stacked result moves to the first half if the first half computes its values anyway.
     """
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
     # The arguments of a trip whose operands are late.
@@ -462,10 +464,11 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns the steps that a half, 0 or 1, runs to compute the variables `needed`, with the steps
-    that have side effects, and the set of `needed` and all variables that these steps read. `plan`
-    has all steps in order, each with two booleans: whether each half may run it. The half computes
-    no variable in `elsewhere`, since only the other half has these."""
+    """Returns a pair. The first is a list of the steps that a half, 0 or 1, runs to compute the
+    variables `needed`, and of the steps with side effects. The second is the set of `needed` and
+    all variables that these steps read. `plan` has all steps in order, each with two booleans:
+    whether each half may run the step. The half computes no variable in `elsewhere`, since only the
+    other half has these."""
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
