@@ -252,7 +252,8 @@ def _chain(
         program: the program.
         name: the name of the computation.
         key: a function from a collective to its key, such as its kind.
-        known: the results for computations that were counted before; this function adds to them.
+        known: the results for computations that were counted before. This function adds its own
+            result to `known`.
     """
     if name in known:
         return known[name]
@@ -301,8 +302,8 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns, for each key, the largest length that any of the counters has for it: the union
-    (`|`) of two counters takes the larger number."""
+    """Returns, for each key, the largest length that any of the counters has for this key. The
+    union (`|`) of two counters takes the larger number."""
     return functools.reduce(operator.or_, chains, Counter())
 
 

@@ -48,7 +48,7 @@ def instructions(
 
     Args:
         compiled: the program, or its text.
-        chip: the chip that it was compiled for.
+        chip: the chip that the program was compiled for.
         cores: the number of devices that share a chip.
 
     Raises:

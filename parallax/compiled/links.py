@@ -55,9 +55,10 @@ class Machine(NamedTuple):
         return "link" if self.groups[source] == self.groups[target] else "network"
 
     def path(self, source: int, target: int) -> list[Link]:
-        """Returns the links that a message takes from one device to another, in order. A link is a
-        tuple that names it. On a torus the message goes along one dim after another; if a dim is
-        closed in a ring, it takes the shorter way round. A device needs no link to itself."""
+        """Returns the links that a message takes from one device to another, in order. Each link is
+        given by its name, which is a tuple. On a torus the message goes along one dim after
+        another; if a dim is closed in a ring, the message takes the shorter way round. A device
+        needs no link to itself."""
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:

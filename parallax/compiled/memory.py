@@ -1,4 +1,4 @@
-"""The memory of a compiled step, as XLA counts it. No device is needed.
+"""Reads the memory of a compiled step, as XLA counts it. No device is needed.
 
 memory.of(train.lower(*arguments).compile())
 # {"arguments": ..., "results": ..., "temporaries": ..., "peak": ...}

@@ -19,8 +19,8 @@ def table(
 
     Args:
         program: the result of `targets.compile`.
-        operations: the floating-point operations of a whole step on all devices. If they are given,
-            the report has the share of the chips' peak rate that the program reaches.
+        operations: the floating-point operations of a whole step on all devices. If this number is
+            given, the report has the share of the chips' peak rate that the program reaches.
         timeline: the result of `program.timeline()`, if the caller has it. By default `table`
             computes it.
     """

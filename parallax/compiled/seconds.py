@@ -1,4 +1,4 @@
-"""The time of one instruction of an accelerator's program, without messages.
+"""Estimates the time of one instruction of an accelerator's program, without messages.
 
 A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
 bytes. Every other instruction, and every instruction on a GPU, takes the time of its operations or

@@ -85,7 +85,7 @@ class Program(NamedTuple):
 
     Attributes:
         compiled: the program.
-        target: the devices that it was compiled for.
+        target: the devices that the program was compiled for.
         mesh: the mesh of these devices.
     """
 
@@ -298,7 +298,7 @@ def _topologies() -> Any:
 
 def _installed(module: str, extra: str) -> None:
     """Raises an `ImportError` that says what to install, if a compiler is missing. `module` is the
-    compiler's module, and `extra` the extra of this package that installs it."""
+    compiler's module, and `extra` the extra of this package that installs the compiler."""
     try:
         importlib.import_module(module)
     except ImportError as error:

@@ -158,7 +158,7 @@ def _body(loop: hlo.Instruction) -> str:
 
 
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
-    """Returns the trips of a loop in this run of it.
+    """Returns how many trips a loop has in the run of the loop that begins now.
 
     The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
     that runs in every other tick of a pipeline. Each run then adds the mean to `state.due`; the
@@ -227,8 +227,8 @@ class _Replay:
             without: a set of axes as in `Event.row`, such as "data x tensor". Messages along
                 exactly this set of axes take no time. With "", all messages take their time.
             events: a list; the replay appends its events to it.
-            waits: a counter; the replay adds to it the seconds of waiting for messages, by the
-                source line that sends.
+            waits: a counter. The replay adds to it the seconds of waiting for messages, by the
+                source line that sends the message.
         """
         state = SimpleNamespace(
             now=0.0, free={}, due={}, speed=speed, without=without, events=events, waits=waits

@@ -60,7 +60,7 @@ class Memory(NamedTuple):
     """Bytes on a device.
 
     Attributes:
-        parameters: bytes of the weights; with ZeRO-3 only of the device's shares of them.
+        parameters: bytes of the weights; with ZeRO-3, bytes of the device's shares of the weights.
         optimizer: bytes of the optimizer's state.
         inputs: bytes of token windows, the step's number and the loss scale.
         temporaries: bytes of all other arrays at the moment when they have the most bytes, from the
@@ -160,7 +160,7 @@ class Plan:
         work: floating-point operations of a step.
         traffic: the collectives of a step.
         seconds: seconds of a step.
-        along: for each set of axes, seconds of the messages along it in a step.
+        along: for each set of axes, seconds of the messages along these axes in a step.
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`.
@@ -308,9 +308,9 @@ def has_kernel(
 ) -> bool:
     """Returns whether attention runs in a kernel that keeps no scores.
 
-    The answer is `asked`, the caller's choice. If that is None, it is the recipe's choice: such a
-    kernel on TPUs and GPUs, for the shapes and the precision that the kernel supports. Ring
-    attention, over a context axis, uses no such kernel.
+    The answer is `asked`, the caller's choice. If `asked` is None, the answer is the recipe's
+    choice, which takes such a kernel on TPUs and GPUs, for the shapes and the precision that the
+    kernel supports. Ring attention, over a context axis, uses no such kernel.
     """
     if layout.context > 1:  # ring attention instead
         return False

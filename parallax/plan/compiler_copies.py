@@ -1,8 +1,8 @@
 """The copies that XLA's backends hold beside the values of a traced program. The numbers in this
 file were read from steps that JAX 0.10.2 compiled.
 
-`benchmarks/plan.py` checks the numbers of the CPU, and `benchmarks/accelerators.py` those of the
-accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
+`benchmarks/plan.py` checks the numbers for the CPU, and `benchmarks/accelerators.py` checks the
+numbers for accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ class Backend(NamedTuple):
     """What one of XLA's backends does when it assigns memory.
 
     Attributes:
-        arguments: whether a donated argument, which one result overwrites, is copied first if
-            a second result reads it and overwrites another argument. For example, the new weights
-            are computed from the moments, and the new moments overwrite these.
+        arguments: whether a donated argument, which one result overwrites, is copied first if a
+            second result reads this argument and overwrites another argument. For example, the new
+            weights are computed from the moments, and the new moments overwrite these.
         zeros: whether arrays of zeros with the same number of elements are made once, at the start
             of the program or of a loop's body. These zeros stay in memory until the last loop or
             update that begins with them. A loop's stacked results begin as zeros, and so does the

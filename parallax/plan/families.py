@@ -1,4 +1,5 @@
-"""The decoders for which a plan has closed forms, and the sizes of one of their layers.
+"""Tells for which decoders a plan has closed forms, and gives the sizes of one layer of such a
+decoder.
 
 Legend: D width, F feed-forward, H heads of queries, G heads of keys, K head width.
 """

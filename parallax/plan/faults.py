@@ -5,9 +5,9 @@ the share of time that these failures (faults) cost.
     print(found)
 
 A run with T seconds of useful work is cut into intervals of tau seconds, each with a save of delta
-seconds at its end. Failures are random, with a mean of M seconds between them. A failure costs the
-work since the last save, and R seconds until the job runs again. The expected time of the run is
-then M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
+seconds at its end. Failures are random, with a mean of M seconds between two failures. A failure
+costs the work since the last save, and R seconds until the job runs again. The expected time of the
+run is then M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
 
 Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A
 higher order estimate of the optimum checkpoint interval for restart dumps (2006), for the run's

@@ -1,5 +1,5 @@
-"""The bytes that islands send each other. An island is a group of devices that trains by itself.
-The islands exchange the changes of their parameters only in a *round*, once in many steps.
+"""Counts the bytes that islands send each other. An island is a group of devices that trains by
+itself. The islands exchange the changes of their parameters only in a *round*, once in many steps.
 
 Source: Douillard et al., DiLoCo (arXiv 2311.08105).
 """
@@ -25,7 +25,7 @@ def terms(
     itemsize: int = 4,
 ) -> list[Term]:
     """Returns the collectives of a round: for each array of the model, an all-reduce of the part
-    that a device has. If there is only one island, it sends nothing.
+    that a device has. If there is only one island, the list is empty.
 
     Args:
         config: the model's sizes.

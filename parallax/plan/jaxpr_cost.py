@@ -286,8 +286,8 @@ class Reading:
 
     def _linear(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a collective of this library. The first call for an equation
-        traces the collective's program, and later calls use it again. The source lines of that
-        program are in this library, so its equations get the line of the caller."""
+        traces the collective's program, and later calls use this program again. The source lines of
+        that program are in this library, so its equations get the line of the caller."""
         # The equation itself is kept too, so that no other equation gets its id.
         if id(eqn) not in self.opened:
             self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
@@ -687,7 +687,8 @@ class Reading:
 
     @staticmethod
     def _carries(body, constants, starts, needed_results):
-        """Yields each carry's start, its variable in the body, and whether it is needed."""
+        """Yields for each carry its start, its variable in the body, and whether the carry is
+        needed."""
         # The operands and the results of the body go on after the carries, so `strict` is False.
         return zip(starts, body.invars[len(constants) :], needed_results, strict=False)
 
@@ -712,8 +713,8 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _slice(self, value: Value, var: Any, wanted: bool) -> Value:
-        """Returns the slice of a scan's stacked operand `value` in one trip: the body's variable
-        `var`.
+        """Returns the slice of a scan's stacked operand `value` that one trip takes as the body's
+        variable `var`.
 
         If the body needs the slice (`wanted`), the whole array is held before the loop. The slice
         itself has no buffer: operations that read the slice read at most as many bytes of the array

@@ -28,9 +28,9 @@ class Jobs(NamedTuple):
         forward: ticks with a forward pass.
         backward: ticks with a backward pass.
         heads: calls of the head.
-        last: how many ticks at the schedule's end run the same lanes as the very last tick.
+        last: how many ticks at the end of the schedule run the same lanes as the very last tick.
         weights: ticks with gradients of the stages' weights.
-        slots: slots for a chunk's residuals, one of them for ticks without a job.
+        slots: slots for a chunk's residuals. One of these slots is for ticks without a job.
         deferred: slots for the arrays that the job I keeps for the job W, which runs later.
         arrivals: slots for arrays that have come from other stages and wait for their job.
         hops: messages to other stages.

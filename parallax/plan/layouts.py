@@ -144,8 +144,9 @@ def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
     messages for which work must wait.
 
     Args:
-        plans: the fastest first, as `search` returns them.
-        within: a time counts as near if it exceeds the shortest time by at most this share of it.
+        plans: the plans, the fastest first, as `search` returns them.
+        within: a time counts as near if it exceeds the shortest time by at most this share of the
+            shortest time.
     """
     longest = (1 + within) * plans[0].seconds.total
     near = [planned for planned in plans if planned.seconds.total <= longest]
@@ -163,7 +164,7 @@ def _seconds(planned: Plan) -> float:
 
 
 def table(found: Sequence[Plan], count: int = 10) -> str:
-    """Returns the first `count` of these plans as text, one line for each."""
+    """Returns the first `count` of these plans as text, one line for each plan."""
     lines = [f"{'seconds':>9} {'of peak':>8} {'memory':>9} {'bubble':>7}  layout"]
     for planned in found[:count]:
         lines.append(

@@ -54,8 +54,9 @@ class Buffer:
 
     @property
     def place(self) -> "Buffer":
-        """The buffer whose memory this buffer uses. This is the first in the chain of buffers that
-        are written over each other, or this buffer itself if it is written over no other."""
+        """The buffer whose memory this buffer uses. This is the first buffer in the chain of
+        buffers that are written over each other, or this buffer itself if it is written over no
+        other buffer."""
         return self if self.into is self else self.into.place
 
 

@@ -1,5 +1,5 @@
 """Classifies an equation of a traced program by what it does on a device: arithmetic or messages.
-Also tells whether its result needs memory of its own."""
+Also tells whether the equation's result needs memory of its own."""
 
 import math
 from collections.abc import Mapping
@@ -93,8 +93,8 @@ def is_product(eqn: JaxprEqn) -> bool:
 
 
 def only_multiplies(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a `dot_general` that sums over no dim. Compilers treat it as
-    an elementwise multiplication."""
+    """Returns whether an equation is a `dot_general` that sums over no dim. Compilers treat such an
+    equation as an elementwise multiplication."""
     return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
 
 

@@ -89,6 +89,6 @@ def recomputed(layout: Layout) -> Recomputed:
 
 
 def layers_in_body(layout: Layout) -> int:
-    """Returns the number of layers in the body of the loop over layers. ZeRO-3 has two, so that the
-    gathers of one layer overlap the computation of the other."""
+    """Returns the number of layers in the body of the loop over layers. With ZeRO-3 there are two,
+    so that the gathers of one layer overlap the computation of the other."""
     return 2 if layout.zero == 3 else 1

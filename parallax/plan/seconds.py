@@ -41,12 +41,13 @@ class Seconds(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Seconds of the slowest kind: the time of the step if all else overlaps it."""
+        """Seconds of the slowest kind of work. This is the time of the step if all other work
+        overlaps with this kind."""
         return max(self.bounds.values())
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Seconds of each kind: products, memory and messages."""
+        """Seconds of each kind of work: products, memory and messages."""
         return {
             "products": self.products,
             "memory": self.passes,
@@ -114,8 +115,8 @@ def _taken(message: Any, mesh: Mapping[str, int]) -> int:
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
-    n - 1 blocks of size / n bytes; each other collective of `jax.lax` costs as much as that of
-    `collectives.halving`.
+    n - 1 blocks of size / n bytes; each other collective of `jax.lax` costs as much as the same
+    collective of `collectives.halving`.
 
     The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, received
     bytes that the device adds to its own, and `chain`, the longest chain of messages that wait for

@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
         elements: numbers on a device, before ZeRO splits them over replicas.
         share: numbers on a device after ZeRO has split them: 1/n of `elements`, or all of these if
             no dim divides by n.
-        axes: the axes that split the array, without those over which ZeRO splits it.
+        axes: the mesh axes that split the array, without the axes over which ZeRO splits it.
     """
 
     path: str

@@ -34,7 +34,7 @@ from parallax.plan.units import quantity
 
 
 class Trace(NamedTuple):
-    """The memory, messages and work of one device in one step. `str` of it is a report.
+    """The memory, messages and work of one device in one step. `str(trace)` is a report.
 
     Attributes:
         mesh: the size of each axis.
@@ -48,7 +48,8 @@ class Trace(NamedTuple):
         results: bytes of the results that are not written over a donated argument.
         temporaries: bytes of all other arrays at the moment when they have the most bytes.
         at_peak: the temporaries at that moment, the largest first.
-        unbounded: the lines of loops whose number of trips is not known; one trip is counted.
+        unbounded: the lines of loops whose number of trips is not known; one trip of each is
+            counted.
         seconds: the time of a step; None without hardware.
     """
 

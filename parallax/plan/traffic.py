@@ -60,8 +60,8 @@ class Term(NamedTuple):
     """One kind of collective in a step.
 
     Attributes:
-        what: a name for the data that it moves.
-        axes: the mesh axes along which it moves the data, without axes of size 1.
+        what: a name for the data that the collective moves.
+        axes: the mesh axes along which the collective moves the data, without axes of size 1.
         collective: the function that moves the data.
         nbytes: bytes of the array that the function takes on each device.
         times: calls per step.
