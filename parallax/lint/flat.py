@@ -1,4 +1,4 @@
-"""A program as one list of operations: the operations of a called function stand in the list in
+"""Makes a program one list of operations: the operations of a called function stand in the list in
 place of the call, and each value (array) has an id.
 
 Ids are ints: 0, 1, 2, ... Functions take and return ids, since the arrays do not exist before a
@@ -29,10 +29,10 @@ class Scope(NamedTuple):
     """The place of an operation among the functions and branches of its program.
 
     Attributes:
-        at: the equations whose source lines may be shown for the operation, the innermost first:
-            its own, then those of the calls, conditionals and loops around it.
-        is_hidden: whether a function of JAX or of this library made the operation; its own source
-            line then tells a user nothing.
+        at: the equations whose source lines may be shown for the operation: first its own, then
+            those of the calls, conditionals and loops around it, the innermost first.
+        is_hidden: whether a function of JAX or of this library made the operation; the operation's
+            own source line then tells a user nothing.
         on_purpose: whether the operation is part of a gather that each trip of a loop is meant to
             repeat.
         predicates: the ids of the values that decide whether the operation runs.
@@ -52,8 +52,8 @@ class Node(NamedTuple):
         eqn: the equation.
         inputs: the ids of the operands.
         outputs: the ids of the results.
-        sent: the collective that the operation is; None if it is none.
-        scope: the place among functions and branches.
+        sent: the collective that the operation is; None if it is no collective.
+        scope: the place of the operation among functions and branches.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Node(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The innermost source line that is known."""
+        """The source line of the innermost equation in `scope.at` whose line is known."""
         lines = (source_lines.source(eqn) for eqn in self.scope.at)
         return next((line for line in lines if line != source_lines.UNKNOWN), source_lines.UNKNOWN)
 
@@ -91,7 +91,7 @@ class Flat:
         arguments: the ids of the arguments.
         results: the ids of the results.
         made: the operation that makes each value, by the value's id; no operation makes arguments,
-            constants and literals, so they are not in it.
+            constants and literals, so `made` does not have them.
         used: the operations that use each value, by the value's id.
     """
 
@@ -106,7 +106,7 @@ class Flat:
         self.made = {output: node for node in self.nodes for output in node.outputs}
         self.used: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes:
-            for value in dict.fromkeys(node.inputs):  # once, also if it is both operands
+            for value in dict.fromkeys(node.inputs):  # once, even if it is both operands
                 self.used[value].append(node)
 
     def shape(self, value: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class Flat:
     def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
         """Adds the operations of a jaxpr, and returns the ids of its results.
 
-        `arguments` are the ids of its arguments.
+        `arguments` are the ids of the jaxpr's arguments.
         """
         ids = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> id
         ids |= zip(jaxpr.constvars, self._new_ids(jaxprs.types(jaxpr.constvars)), strict=True)
@@ -157,8 +157,8 @@ class Flat:
             return self._conditional(eqn, inputs, scope)
         ours = self.ours(eqn) if name == LINEAR else None  # a jaxpr of this library
         if ours and eqn.params["name"] == remat.GATHERED:
-            # `zero.gathered` and `sequence.gather_from` name their gathers so. A loop repeats them
-            # on purpose, to save memory.
+            # `zero.gathered` and `sequence.gather_from` give their gathers this name. A loop
+            # repeats these gathers on purpose, to save memory.
             scope = scope._replace(on_purpose=True)
         sent = values.sent(eqn, ours)  # None if it is no collective
         # A collective of this library that is made of several others is opened like a call.
@@ -196,8 +196,8 @@ class Flat:
     ) -> tuple[int, ...]:
         """Adds one operation whose results have the given `types`, and returns the results' ids.
 
-        `sent` is the collective that the operation is, or None if it is none. `scope` is the
-        place of the operation among functions and branches.
+        `sent` is the collective that the operation is, or None if it is no collective. `scope` is
+        the place of the operation among functions and branches.
         """
         outputs = self._new_ids(types)
         self.nodes.append(Node(name, eqn, inputs, outputs, sent, scope))
@@ -205,12 +205,12 @@ class Flat:
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns a pair for each carry of a loop: its place among the operands, and its place among
-    the results.
+    """Returns a pair for each carry of a loop: the carry's place among the loop's operands, and its
+    place among the loop's results.
 
     The operands of a `scan` are constants, carries and sliced arrays; its results are the carries
     and then stacked arrays. The operands of a `while` are the constants of its condition, the
-    constants of its body, and the carries, which are its results.
+    constants of its body, and the carries; its results are the carries.
     """
     if eqn.primitive.name == "scan":
         first, count = jaxprs.scan_parts(eqn)  # how many constants and carries there are
@@ -221,7 +221,8 @@ def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
 
 
 def sliced(eqn: JaxprEqn) -> range:
-    """Returns the places of the operands that a loop slices: each trip gets one slice of each."""
+    """Returns the places of the operands that a loop slices: each trip (iteration) gets one slice
+    of each such operand."""
     if eqn.primitive.name != "scan":
         return range(0)
     # The constants and the carries, which `scan_parts` counts, come first.

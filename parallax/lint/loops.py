@@ -2,13 +2,13 @@
 same result.
 
 For example, a loop of `carry = carry + psum(x)` can add up `x`, with one `psum` after the loop. A
-loop of `carry = carry + psum(x) ** 2` needs the sum in each trip.
+loop of `carry = carry + psum(x) ** 2` needs the sum in each trip (iteration).
 
 A `Value` records what the lint knows about one value (array) of the program. `parts` are the sums
-and carries that the value is a linear function of: here the new carry has the parts "old carry" and
-"sum". `differs` are the axes along which the value differs between devices. `trip` is the depth of
-the innermost loop that changes it, or 0 if none does. A part is *spoiled* if the loop's body also
-uses it in another way than by adding it up; a spoiled sum must stay in the loop.
+and carries of which the value is a linear function: `carry + psum(x)` has two parts, the old carry
+and the sum. `differs` are the axes along which the value differs between devices. `trip` is the
+depth of the innermost loop that changes the value, or 0 if no loop does. A part is *spoiled* if the
+loop's body also uses it in another way than by adding it up; a spoiled sum must stay in the loop.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from parallax.lint.values import VIEWS, Value
 # devices in the body, and ("carry", i) is the i-th carry at the beginning of the trip.
 LoopPart = tuple[str, int]
 
-# Linear functions of all their operands, which commute with a sum over devices and over trips.
+# Operations that are linear functions of all their operands. So they commute with a sum over
+# devices and over trips.
 _LINEAR = VIEWS | {
     *("add", "add_any", "concatenate", "convert_element_type", "optimization_barrier"),
     *("reduce_sum", "replicated", "sub"),
@@ -35,7 +36,7 @@ class Sum(NamedTuple):
     """A sum over devices in a loop's body.
 
     Attributes:
-        aval: the type of its operand.
+        aval: the type of the sum's operand.
         axes: the mesh axes over which it sums.
         where: the caller's source line.
     """
@@ -50,7 +51,7 @@ class Loop:
     """A loop whose body is being read.
 
     Attributes:
-        depth: the number of nested loops, this one included.
+        depth: the number of loops around the body, this one included.
         trips: the number of trips; None if it is not known.
         sums: the sums over devices in the loop's body.
         spoiled: the parts that are also used in another way than by adding them up.
@@ -69,21 +70,22 @@ class Loop:
         loop.
         """
         # A sum that depends on a carry must stay in the loop, and so must the sums that were added
-        # to this carry: each trip needs its value.
+        # to this carry: each trip needs the carry's value.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
         return value.parts | {("sum", len(self.sums) - 1)}
 
     def carried(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the carries as they are at the beginning of a trip: each is a part of its own."""
+        """Returns the facts about the carries (`values`) at the beginning of a trip: each carry is
+        its own only part."""
         return [value._replace(parts=frozenset({("carry", i)})) for i, value in enumerate(values)]
 
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:
-        """Returns the parts that an equation's result is a linear function of.
+        """Returns the parts of which an equation's result is a linear function.
 
-        If the result is no linear function of its operands' parts, it has none, and these parts are
-        spoiled.
+        If the result is no linear function of the operands' parts, the result has no parts, and the
+        operands' parts are spoiled.
         """
         parts = frozenset().union(*(value.parts for value in values))
         if parts and not self._is_linear(eqn, values, parts):
@@ -107,7 +109,8 @@ class Loop:
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
-        # A carry that is used in another way needs its sums in each trip, so they do not count.
+        # A carry that is used in another way needs its sums in each trip, so these sums do not
+        # count.
         added = {
             part for value in carries if not value.parts & self.spoiled for part in value.parts
         }
@@ -119,13 +122,13 @@ class Loop:
         """Returns whether an equation's result is a linear function of `parts`, which are the parts
         of its operands `values`, and whether a sum over devices may move past the equation.
 
-        A factor that is the same in all trips can be applied after the late sum. A mask that is the
-        same on all devices can be applied before it, in each trip.
+        A factor that is the same in all trips can be applied after the sum that follows the loop. A
+        mask that is the same on all devices can be applied before that sum, in each trip.
         """
         name = eqn.primitive.name
         has_parts = [bool(value.parts) for value in values]
         # `trip` is the depth of the innermost loop that changes the factor. If it is less than the
-        # depth of this loop, the factor is the same in all its trips.
+        # depth of this loop, the factor is the same in all trips of this loop.
         if name == "mul":
             return sum(has_parts) == 1 and values[has_parts.index(False)].trip < self.depth
         if name == "div":

@@ -1,10 +1,10 @@
-"""The findings in a program: each function makes the finding for one kind of mistake.
+"""Makes the findings in a program: each function returns the `Finding` for one kind of mistake.
 
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
-devices along them together. `where` is the caller's source line. `trips` is the number of trips of
-a loop, or None if it is not known. `sent` is a collective: its `kind`, and whether it is made of
-`ppermute`s (`permutes`), which wait for all devices of the program. A `Value` records what the lint
-knows about one value (array) of the program.
+devices along them together. `where` is the caller's source line. `trips` is the number of trips
+(iterations) of a loop, or None if it is not known. `sent` is a collective. `sent.kind` is its kind,
+and `sent.permutes` says whether it is made of `ppermute`s, which wait for all devices of the
+program. A `Value` records what the lint knows about one value (array) of the program.
 """
 
 import math
@@ -23,8 +23,8 @@ def under_a_predicate(
 ) -> Finding:
     """Returns the finding for a collective over `axes` that some devices do not reach.
 
-    `around` is the operation that contains the collective, "cond" or "while". Its predicate differs
-    between the `size` devices along the axes `along`.
+    `around` is the operation that contains the collective, "cond" or "while". The predicate of this
+    operation differs between the `size` devices along the axes `along`.
     """
     name = f"{sent.kind} made of ppermutes" if sent.permutes else sent.kind
     if sent.kind == "permute":
@@ -43,7 +43,8 @@ def under_a_predicate(
 
 def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where: str) -> Finding:
     """Returns the finding for a `cond` whose predicate varies, although the types of some operands
-    and results do not. `inputs` and `outputs` are the numbers of these operands and results."""
+    and results do not vary. `inputs` and `outputs` are the numbers of these operands and
+    results."""
     return Finding(
         "lost-varying-mark",
         where,
@@ -137,8 +138,8 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
 def gathered_out_of_order(
     aval, dim: int, split: tuple[str, ...], axes: tuple[str, ...], where: str
 ) -> Finding:
-    """Returns the finding for a gather over `axes` of the dim `dim`, which is split over the axes
-    `split`, if the gathered blocks do not follow each other in the whole dim."""
+    """Returns the finding for a gather whose blocks do not follow each other in the whole dim. The
+    gather goes over `axes`, along the dim `dim`, which is split over the axes `split`."""
     return Finding(
         "gathered-out-of-order",
         where,
@@ -341,5 +342,5 @@ def _bytes(count: int) -> str:
 
 
 def _times(trips: int | None) -> str:
-    """Returns how often a loop runs, as text."""
+    """Returns how often a loop's body runs, as text."""
     return "in every trip" if trips is None else f"{trips} times"

@@ -30,8 +30,7 @@ def program(
       a collective of this library, which is made of `ppermute`s. Any other collective hangs only if
       the predicate differs along an axis of the collective.
     * `lost-varying-mark`: a `cond` whose predicate differs between devices, while operands or
-      results are typed as the same on all devices. The gradients of the `cond` are wrong (jax
-      #40823).
+      results are typed as the same on all devices. The gradients are then wrong (jax #40823).
     * `summed-twice`: a sum over devices of a value that is the same on all of them.
     * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry. One sum of
       the carry after the loop gives the same result.
@@ -54,9 +53,9 @@ def program(
       several rows of the batch: if it has one row, each example is clipped, as in differentially
       private training. Clipping of each microbatch's mean is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
-      split. The gather goes over the outer axis only, or over both axes in another order than in
-      the argument's spec. The gathered blocks then do not follow each other in the dim. Integers,
-      such as tokens, are not checked.
+      split. The gather goes over the outer axis only, or over both in another order than in the
+      argument's spec, so the gathered blocks do not follow each other. Integers, such as tokens,
+      are accepted.
     * `layers-not-gathered`: a `scan` over layers that are split over the axis that also splits the
       batch. The carry of the `scan` depends on the batch, and no collective over that axis gathers
       the layers. A split argument counts as layers if an output (its gradient or its update) has

@@ -1,8 +1,8 @@
 """Finds tokens that are in another order than the program expects.
 
-A program with split tokens has a constant table of their places in the text, [devices, tokens of a
-device], as `context.positions` makes it. The values of a batch show in which order its tokens are:
-the targets are the inputs, one token later.
+A program with split tokens has a constant table, of shape [devices, tokens of a device], with the
+places of the tokens in the text. `context.positions` makes this table. The values of a batch show
+the order of its tokens, since each target is the next token of the text.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def _differently_ordered(
         axes = entry_axes(entry)
         devices = math.prod(sizes[axis] for axis in axes)
         for table in tables:
-            # The table must belong to this dim, by its devices and its tokens.
+            # The table must have as many devices and tokens as this dim.
             if len(table) != devices or table.size != tokens.shape[dim]:
                 continue
             # The tokens in the order of the text, if they are split as the table says.
@@ -82,13 +82,14 @@ def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
 
 
 def _is_table(value: np.ndarray) -> bool:
-    """Returns whether an array is a table [devices, tokens of a device] with each place once."""
+    """Returns whether an array is a table [devices, tokens of a device] that has each place in the
+    text once."""
     return value.ndim == 2 and bool((np.sort(value, axis=None) == np.arange(value.size)).all())
 
 
 def _whole_numbers(value: Any) -> np.ndarray | None:
     """Returns a value as a NumPy array if it is an array of whole numbers whose elements are all on
-    this machine, and None otherwise.
+    this machine. Returns None for any other value.
     """
     if isinstance(value, jax.Array):  # a tracer and a deleted (donated) array have no values
         if isinstance(value, Tracer) or value.is_deleted():
@@ -102,8 +103,8 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 def _shard_maps(
     program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
 ) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
-    """Yields each `shard_map` of a program, with the value of each operand. The value is known
-    if it is an argument or a constant that reaches the `shard_map` unchanged; else it is None.
+    """Yields each `shard_map` of a program, with the value of each operand. An operand's value is
+    None unless the operand is an argument or a constant that reaches the `shard_map` unchanged.
 
     A `shard_map` inside a call, such as that of `jit`, is found too.
     """
