@@ -1,5 +1,5 @@
-"""Small functions for parallel training. You apply them to an Equinox model and its loss, and call
-the resulting step in your own loop.
+"""Small functions for parallel training. You apply these functions to an Equinox model and its
+loss, and call the resulting step in your own loop.
 
     loss : (params, batch) -> scalar
     grad : (params, batch) -> (loss, gradients)

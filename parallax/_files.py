@@ -58,7 +58,7 @@ def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARG
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Returns the descriptor of the opened file. A pipe is opened without waiting for its writer.
-    A terminal does not become the controlling terminal of this process.
+    """Returns the descriptor of the opened file. A pipe is opened without waiting for its writer to
+    open it. A terminal does not become the controlling terminal of this process.
     """
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

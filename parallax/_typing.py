@@ -1,5 +1,5 @@
-"""Types of trees, devices and sharding rules. Tests check them at run time. For type checkers,
-the types of trees and devices are `Any`."""
+"""Types of trees, devices and sharding rules. Tests check these types at run time. For type
+checkers, the types of trees and devices are `Any`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias

@@ -13,8 +13,8 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """Returns the values of the keyword arguments `numbers` as Python's integers, in their order.
-    `where` begins the error message.
+    """Returns the values of the keyword arguments `numbers` as Python's integers, in the order
+    given. `where` begins the error message.
 
     NumPy's integers are accepted; 1.0 is not.
 
@@ -65,8 +65,8 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         ids: the tokens.
         vocabulary: the number of tokens that exist.
         weights: the weights of the tokens' losses, one for each token of a window but the first. An
-            id outside the vocabulary is accepted if it and all later tokens of its window have a
-            weight of 0: a token affects its own loss and the losses of later tokens, but no others.
+            id outside the vocabulary is accepted if its token and all later tokens of the window
+            have weight 0: a token affects only its own loss and the losses of later tokens.
     """
     if not isinstance(ids, np.ndarray | jax.Array):
         raise ValueError(

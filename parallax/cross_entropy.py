@@ -181,11 +181,11 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     """Returns `weights` divided by their mean over the global batch.
 
     With these weights the mean of weight · loss over tokens is Σ weight · loss / Σ weight. The
-    weighted mean of the batch is not the mean of its parts' weighted means, since devices and
-    microbatches have different sums of weights. So the weights are divided by their global mean
-    once, before the gradient function. Then plain means over equal parts give the right result.
-    `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and pipelines take such
-    means. The devices send one scalar.
+    weighted mean of the batch is not the mean of the weighted means of its parts, since devices and
+    microbatches have different sums of weights. So the weights are divided once, before the
+    gradient function, by the mean of all weights of the global batch. Then plain means over equal
+    parts give the right result. `mean`, `grads.accumulated`, `grads.averaged`,
+    `zero.reduce_scattered` and pipelines take such means. The devices send one scalar.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

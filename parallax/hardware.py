@@ -18,15 +18,15 @@ them, and were not changed afterwards to fit measurements. Sources:
   for a v4, and the rate of a v6e for a TPU7x. The latency of that network is assumed to be 10 us.
   Google's pages state the sum over all links of a chip and both directions: 1,200 GB/s for a v5p
   and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the book's
-  90 GB/s for all three.
-* The compiler for a TPU states its estimates in cycles; the clock turns them into seconds. Up to
-  v5p, the clock is the rate of products, divided by the operations per cycle: 2 x 128 x 128 for
-  each of the 4 matrix units of a core. From v6e on, the number of units is not stated, and the
-  table has the 1.75 GHz of a v5p.
-* Assumed shares of the stated figures: large products reach 0.75 of the rate. In the replay of a
-  compiled program, operations that only read and write a GPU's memory reach 0.9 of its bandwidth,
-  and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares, since the compiler
-  states the cycles of products and of other operations.
+  90 GB/s for these three chips.
+* The compiler for a TPU states times in cycles; the clock turns cycles into seconds. Up to v5p, the
+  clock is the rate of products, divided by the operations per cycle: 2 x 128 x 128 for each of the
+  4 matrix units of a core. From v6e on, the number of units is not stated, and the table has the
+  1.75 GHz of a v5p.
+* Some shares of the stated figures are assumed: large products reach 0.75 of the rate. In the
+  replay of a compiled program, operations that only read and write a GPU's memory reach 0.9 of its
+  bandwidth, and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares, since the
+  compiler states the cycles of products and of other operations.
 """
 
 import dataclasses
@@ -85,11 +85,11 @@ class Hardware:
     def link(self, span: int, links: float = 1.0) -> Link:
         """Returns the times of a hop in a group of devices: the seconds per hop (`alpha`), per byte
         sent (`beta`) and per received byte that is added (`gamma`). The hop is over fast links if
-        they join all devices of the group (a domain), else over the network.
+        these join all devices of the group (a domain), else over the network.
 
         Args:
-            span: the number of devices from the group's first to its last, in the order of their
-                numbers.
+            span: the number of devices from the first device of the group to the last, in the order
+                of the devices' numbers.
             links: the number of fast links that the hop crosses. It multiplies `alpha` and `beta`
                 of fast links, since the bytes cross each link, but not `gamma`: each byte is added
                 once.

@@ -1,8 +1,8 @@
-"""Reads traced programs (jaxprs), and follows facts about their values from equation to equation.
+"""Reads traced programs (jaxprs), and follows facts about values from equation to equation.
 
-An atom is an operand of an equation: a variable or a literal. Its `aval` is its type. An array
-differs along a mesh axis if its type says that it varies over the devices of that axis.
-`inner(eqn)` are the jaxprs that an equation holds, such as the body of a loop.
+An atom is an operand of an equation: a variable or a literal. The `aval` of an atom is its type. An
+array differs along a mesh axis if the array's type says that it varies over the devices of that
+axis. `inner(eqn)` are the jaxprs that an equation holds, such as the body of a loop.
 
 A fact about a value is any object. `Following` computes the facts about an equation's results from
 the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
@@ -84,9 +84,10 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
-    """Returns all jaxprs among the parameters of an equation, with the values of their constants.
+    """Returns all jaxprs among the parameters of an equation, with the values of the jaxprs'
+    constants.
 
-    The order is as in `inner`.
+    The jaxprs are in the order in which `inner` returns them.
     """
     values = [  # a parameter may be a tuple of jaxprs, as the branches of a `cond` are
         item
@@ -102,7 +103,7 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
     The jaxpr is the equation's only one, and has as many arguments and results as the equation has
     operands and results. Only these counts are compared, not the types, so the body of a `scan` is
-    returned too. Callers that must exclude it test the primitive's name first.
+    returned too. Callers that must exclude a `scan` test the primitive's name first.
     """
     bodies = inner(eqn)
     fits = (
@@ -200,7 +201,7 @@ class Uses(NamedTuple):
 
 
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
-    """Returns, for each result of a program, its dependence on the arguments.
+    """Returns, for each result of a program, the dependence of the result on the arguments.
 
     A `Uses` has two bools for each argument. `reached` says whether the result depends on the
     argument. `unsent` says whether the argument is combined with data in a chain of operations that
@@ -323,7 +324,7 @@ class Following:
     def branches(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Returns the facts about a conditional's results, joined over its branches.
 
-        The first operand chooses the branch, so the results depend on it too.
+        The first operand chooses the branch, so the results depend on this operand too.
         """
         every_branch = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
         # For each result, the facts that the branches give about it.
@@ -428,9 +429,9 @@ def _cut(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and the number of carries among a scan's operands.
 
-    The remaining operands are sliced along their first dim, one slice for each iteration. JAX 0.10
-    and 0.12 have different names for these numbers, so this function computes the numbers from
-    ranks: a slice has one dim fewer than the array that it is cut from or stacked into.
+    The remaining operands are arrays, of which each iteration gets one slice along the first dim.
+    JAX 0.10 and 0.12 have different names for these numbers, so this function computes the numbers
+    from ranks: a slice has one dim fewer than the array that it is cut from or stacked into.
     """
     body = inner(eqn)[0]
 
@@ -483,7 +484,7 @@ def counted_scope(name: str, *, runs: int, rounds: int) -> str:
     not at all in each iteration of an enclosing loop.
 
     The loop runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in
-    which iterations it runs, so the compiled program does not show the number `runs`. Code that
-    reads compiled programs finds `runs` in this name, by the pattern `COUNTED`.
+    which iterations the loop runs, so the compiled program does not show the number `runs`. Code
+    that reads compiled programs finds `runs` in this name, by the pattern `COUNTED`.
     """
     return f"{name}.{runs}_of_{rounds}"

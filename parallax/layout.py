@@ -39,7 +39,7 @@ class Layout:
     """The sizes of a parallel run.
 
     The recipe of `models.decoder` makes the following choices by the kind of the mesh's devices;
-    `Compute` overrides them:
+    `Compute` overrides these choices:
 
     | | CPU | GPU | TPU |
     |---|---|---|---|
@@ -56,8 +56,8 @@ class Layout:
         tensor: the number of devices that share each layer's heads and hidden units.
         replica: the number of groups of `data` replicas, with a slower network between the groups
             (HSDP). Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced
-            inside a group, and then each device's share of them (1/n, for n devices in a group) is
-            reduced between groups.
+            inside a group, and then each device's share of the gradients (1/n, for n devices in a
+            group) is reduced between groups.
         expert: the number of devices among which each layer's experts are split; tokens travel to
             their experts. In all else the axis behaves like `data`: its devices take different
             sequences. But ZeRO splits nothing over this axis, only over `data` and `context`. See
@@ -65,12 +65,13 @@ class Layout:
         context: the number of devices among which the tokens of each sequence are split; attention
             passes the keys and values around these devices. See `parallax.context`.
         microbatches: the number of parts of a replica's batch. The parts run one after another, or,
-            with stages, follow each other through the stages; their gradients are accumulated.
+            with stages, follow each other through the stages; the gradients of all parts are
+            accumulated.
         chunks: the number of chunks of layers on each stage; with more than 1, the pipeline is
-            interleaved, and its bubble is smaller.
+            interleaved, and the idle time of the stages is smaller.
         zero: the stage of ZeRO; 0 means no ZeRO. From 1 on, the replicas split the optimizer's
-            state among them, instead of holding copies of it; from 2 on, also the sums of
-            gradients; at 3, also the parameters.
+            state, instead of each holding a copy; from 2 on, they also split the sums of gradients;
+            at 3, also the parameters.
         sequence: whether the residual stream is split by tokens over the tensor axis.
         precision: the type that the model computes in. With `full` it is the type of the
             parameters; with `bfloat16` or `float16` the model computes with copies of the
@@ -243,7 +244,7 @@ class Layout:
 
         Args:
             sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens (of a sequence)
-                and batch; and experts, devices and processes, if these are known.
+                and batch; and experts, devices and processes, if these three are known.
 
         Raises:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
@@ -281,9 +282,10 @@ class Layout:
         """Returns the layout that a command line writes as `data=2,tensor=4,sequence=True`.
 
         Args:
-            text: parts separated by commas.
+            text: the parts `name=value`, separated by commas.
             sizes: any of the sizes of `check`, which the layout must fit.
-            wording: how an error writes its proposal; by default as the whole corrected text.
+            wording: the form of the proposal in an error; by default it is the whole corrected
+                text.
 
         Raises:
             ValueError: a part is not `name=value`, a name or a value is not known, or a name is

@@ -1,8 +1,8 @@
 """A mesh of named axes, trees placed on the mesh, and the only wrapper of `jax.shard_map`.
 
 All axes are Auto outside `spmd` and manual inside. `spmd` gives a function the local block of every
-array, and the function names the axes along which it communicates. The check of replication types
-is always on. A mesh of `jax.make_mesh`, whose axes are Explicit, may be used too.
+array, and the function names the axes along which it sends data. The check of replication types is
+always on. A mesh of `jax.make_mesh`, whose axes are Explicit, may be used too.
 """
 
 import math
@@ -140,12 +140,12 @@ def spmd(
     (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
     in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (`jax.jit` would turn
     Python numbers into arrays.) The returned function may also be called inside a jitted program.
-    Each argument is first laid out as its spec says, wherever it was. Results lie on `mesh`; under
-    `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of the mesh that
-    was set.
+    Each argument is first laid out as its spec says, whatever its layout was. Results lie on
+    `mesh`; under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of
+    the mesh that was set.
 
     Args:
-        f: a function of local blocks; it names the axes along which it communicates.
+        f: a function of local blocks; `f` names the axes along which it communicates.
         mesh: the mesh.
         in_specs: a tuple with a tree prefix of `PartitionSpec`s for each argument, such as
             `rules.specs` returns.
@@ -242,9 +242,9 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
 def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """Returns `arrays`; those that `shard_map` may refuse are first laid out as `specs` say.
 
-    On a mesh of Auto axes, `shard_map` lays out the arrays itself. On Explicit axes it refuses
-    arrays with another layout. With JAX 0.12, a program on an Auto mesh that gets an array of an
-    Explicit mesh cannot be lowered, so such arrays are laid out first too.
+    On a mesh of Auto axes, `shard_map` lays out the arrays itself. On Explicit axes `shard_map`
+    refuses arrays with another layout. With JAX 0.12, a program on an Auto mesh that gets an array
+    of an Explicit mesh cannot be lowered, so such arrays are laid out first too.
     """
 
     def leaf(array, spec):
@@ -377,8 +377,8 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
-    """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays have this
-    spec, and they have been removed from `tree`: all its leaves are arrays."""
+    """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays may have
+    this spec, and such leaves have been removed from `tree`."""
     # `specs` is a tree prefix: an array below the path of a None has the spec None.
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]

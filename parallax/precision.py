@@ -5,10 +5,10 @@ float16. Sums (gradients over microbatches and devices, norms, softmax, the loss
 wide types: float32 or wider.
 
 float16 has no number above 65,504 and rounds numbers below 6e-8 to zero. So with float16 the loss
-is multiplied by a number, the loss scale, before it is differentiated. `Scale` holds this number
-and its history, as a part of a step's state. The scale falls when a gradient overflows, and that
-step is skipped; it rises when no gradient has overflowed for a while. A loss function returns the
-loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
+is multiplied by a number, the loss scale, before the loss is differentiated. `Scale` holds this
+number and its history, as a part of a step's state. The scale falls when a gradient overflows, and
+that step is skipped; the scale rises when no gradient has overflowed for a while. A loss function
+returns the loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
 
     def grad_of(scale):  # a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
@@ -50,11 +50,12 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     gradients in the parameters' own dtypes.
 
     Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
-    cast once per step, and the sums over microbatches stay wide. Put it inside `grads.averaged`,
-    which then reduces wide gradients. The loss is wide too; auxiliary values stay as they are.
+    cast once per step, and the sums over microbatches stay wide. Put `mixed` inside
+    `grads.averaged`, which then reduces wide gradients. The loss is wide too; auxiliary values stay
+    as they are.
 
-    The batch is not cast. A float32 input would promote the products to float32, so cast such an
-    input where the model reads it, as in `x.astype(weight.dtype)`.
+    The batch is not cast. A float32 input would make the products float32, so cast such an input
+    where the model reads it, as in `x.astype(weight.dtype)`.
     """
 
     def wrapped(params, batch):
@@ -129,8 +130,8 @@ class Scale(eqx.Module):
 
     Attributes:
         value: the number by which the loss is multiplied, in float32.
-        good: the steps without an overflow since the value last changed, in int32.
-        skipped: the steps with an overflow, since the beginning, in int32.
+        good: the number of steps without an overflow since the value last changed, in int32.
+        skipped: the number of steps with an overflow since the beginning, in int32.
     """
 
     value: Float[Array, ""]
@@ -161,16 +162,16 @@ def adjusted(
     """Returns the `Scale` of the next step.
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
-    it is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so it is
-    always finite. Gradients so small that they need a greater scale would vanish in float32 sums
-    anyway.
+    the scale is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so
+    it is always finite. Gradients so small that they need a greater scale would vanish in float32
+    sums anyway.
 
     Args:
         scale: the `Scale` of this step.
-        finite: whether all gradients of this step were finite. It must be the same on all devices,
-            as `jnp.isfinite(grads.norm(gradients))` is.
-        interval: the steps without an overflow before the scale is raised.
-        factor: a power of two: it changes only the exponent of a number, so that scaling and
+        finite: whether all gradients of this step were finite. `finite` must be the same on all
+            devices, as `jnp.isfinite(grads.norm(gradients))` is.
+        interval: the number of steps without an overflow before the scale is raised.
+        factor: a power of two, so that it changes only the exponent of a number, and scaling and
             unscaling round nothing.
     """
     good = jnp.where(finite, scale.good + 1, 0)

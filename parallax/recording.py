@@ -1,8 +1,8 @@
 """Whether a record of a model's values is made, and the layer and microbatch that are traced now.
 
-The module `taps` makes the record; a *tap* is a place in the model that reports a value. A loop
-over layers or microbatches sets the number of the layer or microbatch, by `at`, while it traces the
-model. The code of the loop imports only this file, not `taps`. While no record is made, this file
+The module `taps` makes the record; a *tap* is a place in the model that reports a value. While a
+loop over layers or microbatches traces the model, it sets the number of the layer or microbatch by
+`at`. The code of the loop imports only this file, not `taps`. While no record is made, this file
 adds nothing to a program.
 """
 

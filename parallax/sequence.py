@@ -2,14 +2,14 @@
 stream.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, X the tensor axis, t devices
-on it. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
+on X. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
 
 An all-reduce is a reduce-scatter and then an all-gather. Here the two are separate operations. The
 computation between them (residual stream, norms, dropout) is done for T/t tokens on each device,
 instead of for all T tokens on every device. `gather_from` gathers the tokens before a
-column-parallel layer. `reduce_scatter_to` sums and scatters them after a row-parallel layer. Each
-is the other's transpose, and together they send as many bytes as Megatron's pair of operations, the
-all-reduces of the forward and the backward pass.
+column-parallel layer. `reduce_scatter_to` sums the partial results after a row-parallel layer, and
+scatters the tokens. Each of the two is the other's transpose, and together they send as many bytes
+as Megatron's pair of operations, the all-reduces of the forward and the backward pass.
 
 Each device uses the parameters that are the same on all devices (norms, biases, positions) only for
 its own tokens. So the gradients of these parameters are terms of a sum: wrap the gradient function
@@ -40,7 +40,7 @@ def gather_from(
 
     A device sends (t - 1)/t of the result's bytes. The transpose is `reduce_scatter_to`. The result
     has the name that `remat.gathers` looks for, so that the backward pass can gather the tokens
-    again instead of keeping them.
+    again, and they need not be kept.
     """
     axis = Axis.of(axis)
 
@@ -82,8 +82,8 @@ def column(
     `A[B, T_X, I] -> A[B, T, I] · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
     `weight` and `bias` are this device's parts, split along the outputs. `all_gather_matmul` may be
-    `collectives.matmul.all_gather_matmul`, with which a device multiplies the tokens that it has
-    while it receives others.
+    `collectives.matmul.all_gather_matmul`, with which a device multiplies some tokens while it
+    receives others.
 
     Raises:
         ValueError: the number of the weight's rows is not the number of inputs of `x`.
@@ -149,8 +149,8 @@ def comms(
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Comms:
-    """Returns the communication of layers whose residual stream has its tokens split over `axis`: a
-    `tensor.Comms`, the record of the functions by which a model's layers send data.
+    """Returns the communication of layers that split the tokens of the residual stream over `axis`:
+    a `tensor.Comms`, the record of the functions by which a model's layers send data.
 
     The axes `shared` split the vocabulary too, such as the stages of a pipeline. `all_tokens` and
     `sum_partials` communicate over these axes by Megatron's pair, `tensor.copy_to` and

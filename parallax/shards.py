@@ -18,18 +18,18 @@ from parallax.collectives.axis import Axis
 
 
 class Split(NamedTuple):
-    """A dim of a leaf, and the axes that split it."""
+    """A dim of a leaf, and the axes that split this dim."""
 
     dim: int
     axis: Axis
 
 
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
-    """Returns the dims of the leaf at `path` that `axis` splits, each with the axes that split it.
+    """Returns the split dims of the leaf at `path`, each with those axes of `axis` that split it.
 
-    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf. Only ZeRO
-    calls this function, so the error names ZeRO. `specs` maps the dotted path of a leaf to its
-    spec; a leaf that `specs` lacks is whole, and has no splits.
+    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf. The error
+    names ZeRO, which makes such shards. `specs` maps the dotted path of a leaf to its spec; a leaf
+    that `specs` lacks is whole, and has no splits.
 
     Raises:
         ValueError: a dim is split over `axis` first, and each part again over another axis.

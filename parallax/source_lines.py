@@ -73,8 +73,8 @@ def is_of_optax(file_name: str) -> bool:
 def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
 
-    JAX keeps such traces for later calls, so their lines may belong to an earlier call. Equinox
-    does not count: a jaxpr of `eqx.filter_jit` has Equinox's file, but the user's lines.
+    JAX keeps such traces for later calls, so the lines in a trace may belong to an earlier call.
+    Equinox does not count: a jaxpr of `eqx.filter_jit` has Equinox's file, but the user's lines.
     """
     # The first folder of `_LIBRARIES` is JAX's.
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])

@@ -1,10 +1,10 @@
 """Makes a train step, `(state, batch) -> (state, info)`, from a gradient function, for any model.
 
-An array varies along a mesh axis if its type says that it may differ between the devices of the
-axis; otherwise it is the same on all devices of the axis. A parameter that varies is a shard.
-`checked` refuses an optimizer whose updates would be wrong on shards. Auxiliary values, `aux`, are
-a tree of values to log or to use in `after_update`. The loss scale (`precision.Scale`) is a factor
-that keeps gradients of 16 bits in range.
+An array varies along a mesh axis if the array's type says that it may differ between the devices of
+the axis; otherwise the array is the same on all devices of the axis. A parameter that varies is a
+shard. `checked` refuses an optimizer whose updates would be wrong on shards. Auxiliary values,
+`aux`, are a tree of values to log or to use in `after_update`. The loss scale (`precision.Scale`)
+is a factor that keeps gradients of 16 bits in range.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class State(eqx.Module):
     Attributes:
         model: a tree with the parameters, and perhaps with leaves of other kinds.
         optimizer: the state of the optimizer.
-        step: the number of steps, skipped ones included: an int32 scalar.
+        step: the number of steps, skipped ones included, as an int32 scalar.
         scale: a `precision.Scale` if the loss is scaled, else None.
     """
 
@@ -52,11 +52,12 @@ class Info(NamedTuple):
     """The measurements of a step.
 
     Attributes:
-        loss: the loss of the global batch, as the gradient function returned it: a scalar.
-        gradient_norm: the norm of all gradients together, before `make` clips them: a scalar.
-        skipped: whether the step left the model and the optimizer's state as they were: a scalar. A
-            step is skipped if the loss or the norm was not finite, if the update would have made a
-            number infinite or NaN, or if the loss was above the limit.
+        loss: the loss of the global batch, as the gradient function returned it. It is a scalar.
+        gradient_norm: the norm of all gradients together, before `make` clips the gradients. It is
+            a scalar.
+        skipped: whether the step left the model and the optimizer's state unchanged. It is a
+            scalar. A step is skipped if the loss or the norm was not finite, if the update would
+            have made a number infinite or NaN, or if the loss was above the limit.
         aux: the auxiliary values of the gradient function, if it has any.
     """
 
@@ -97,15 +98,15 @@ def make(
 
     A step is skipped if the loss or the gradient norm is infinite or NaN. It is also skipped if the
     update would make a finite number of the model or of the optimizer's state infinite or NaN. A
-    skipped step changes only the number of the step (and the loss scale), and its `Info` says so.
-    `step(state, batch, limit)` also skips a step whose loss is above `limit`, a scalar
-    (`run.spikes` computes such a limit). A leaf without a gradient stays as it is.
+    skipped step changes only the number of the step (and the loss scale), and the `Info` of the
+    step says so. `step(state, batch, limit)` also skips a step whose loss is above `limit`, a
+    scalar (`run.spikes` computes such a limit). A leaf without a gradient stays unchanged.
 
     Args:
         grad: a gradient function whose gradients are already reduced. For a scaled loss it is a
             `precision.ScaledGrad`, and the step adjusts the state's `scale`.
-        optimizer: an optimizer that acts element by element, since each device updates its own
-            shards, or one of `parallax.optimizers`.
+        optimizer: an optimizer of `parallax.optimizers`, or one that acts element by element, since
+            each device updates only its shards.
         max_norm: the largest global norm of the gradients, over all shards; larger gradients are
             scaled down to this norm.
         reduce_norm_over: axes, such as `ring("data")`, whose own algorithms add the shards' sums of
@@ -113,7 +114,8 @@ def make(
         after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
             changes, such as batch statistics.
         extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`. By
-            default `value` is the loss; an optimizer that takes no extra arguments ignores it.
+            default the extra argument `value` is the loss; an optimizer without extra arguments
+            ignores it.
         specs: the specs of the model, which say which dim of a leaf is split. An optimizer may be
             right on shards of one dim and wrong on shards of another.
 
@@ -131,7 +133,8 @@ def make(
     update = checked(with_extra(optimizer).update, by_path, at="step.make")
 
     def step(state, batch, limit=None):
-        """Returns the state after one step on this device's rows of the batch, and its `Info`."""
+        """Returns the state after one step on this device's rows of the batch, and the step's
+        `Info`."""
         grad_at_scale = _at_scale(grad, state.scale)
         # `value` is the loss, or `(loss, aux)`.
         value, gradients = loss_and_gradients(grad_at_scale, state.model, batch)
@@ -174,8 +177,8 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """Returns the gradient function of a step whose state has this loss scale. Only a
-    `precision.ScaledGrad` uses the scale; any other `grad` is returned as it is."""
+    """Returns the gradient function for a step; `scale` is the loss scale in the step's state. Only
+    a `precision.ScaledGrad` uses the scale; any other `grad` is returned as it is."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)
@@ -273,8 +276,9 @@ def _check_joined(aux: PyTree) -> None:
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """Returns `model`, the result of `after_update`. Raises `ValueError` if its structure, or the
-    shape, dtype or varying axes of a leaf, differ from those of the model `before`."""
+    """Returns `model`, the result of `after_update`. Raises `ValueError` if the structure of
+    `model`, or the shape, dtype or varying axes of a leaf, differ from those of the model
+    `before`."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
         gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
@@ -329,12 +333,13 @@ def init(
     batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
     """Returns a new `State` and its specs. Each device makes only its own shards, under `jit`, so
-    no device holds the whole of an array that is split.
+    no device holds all of an array that is split.
 
     Args:
         make_model: a function without arguments that makes the model, such as
-            `functools.partial(gpt2.GPT2, config, key=key)`. Its arrays, NumPy arrays included, go
-            to the devices; other leaves (functions, Python numbers, None) stay as they are.
+            `functools.partial(gpt2.GPT2, config, key=key)`. The model's arrays, NumPy arrays
+            included, go to the devices; other leaves (functions, Python numbers, None) stay as they
+            are.
         optimizer: the optimizer that `make` gets.
         rule: the sharding rule of the model, for `rules.specs`.
         mesh: the mesh of the devices.
@@ -390,7 +395,8 @@ def planned(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> Planned:
-    """Returns the shapes and specs of the state that `init` makes, and a function that makes it.
+    """Returns the shapes and specs of the state that `init` makes, and a function that makes this
+    state.
 
     Nothing is computed yet.
 
@@ -463,9 +469,10 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """Returns a function that makes a state under `jit`. If its argument is None, it makes the
-    state by `make()`. Else the argument is a model with whole arrays, and the function makes the
-    state by `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the shardings."""
+    """Returns a function that makes a state under `jit`. If its argument is None, the function
+    makes the state by `make()`. Else the argument is a model with whole arrays, and the function
+    makes the state by `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the
+    shardings."""
     # The compiled functions return leaves, not a tree. If static fields of a model are functions,
     # each `make_model()` may make new functions, and its tree then has another structure.
     leaves, structure = jax.tree.flatten(shapes)

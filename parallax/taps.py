@@ -1,6 +1,6 @@
 """Marks in a model: `tap` names a value, so that each device can report it and its cotangent.
 
-A record of values is made in a `with recording():` block. Outside of one, `tap` returns its
+A record of values is made in a `with recording():` block. Outside of the block, `tap` returns its
 argument and adds nothing to the program. Inside, `tap` is an identity whose lowering calls back to
 Python. The transpose of the tap is another identity, which reports the cotangent. So taps work
 under `scan`, `checkpoint`, `vmap`, `shard_map` and in pipelines. In a jaxpr a tap has no effect (in
@@ -48,8 +48,8 @@ class Mark(NamedTuple):
 
     Attributes:
         path: the name of the tap; "*" stands for the layer.
-        dims: for each dim, the axes that split it.
-        terms: the axes over which the value is still to be summed: each device has a term.
+        dims: for each dim of the value, the axes that split this dim.
+        terms: the axes over which the value is still to be summed, since each device has a term.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
         placed: the dims for which a report gives the positions of the block's elements in the whole
@@ -94,7 +94,7 @@ class Recorder:
     Attributes:
         paths: the index of each path. Indices count from 0, in the order in which the taps were
             first traced.
-        marks: the mark of each path, as it was first traced.
+        marks: for each path, the mark of the tap that was traced first.
         reports: the reports of all devices, in any order.
     """
 
@@ -132,14 +132,14 @@ def tap(
     Outside of `recording` a tap costs nothing.
 
     Args:
-        x: a value of the model: on each device, its block.
+        x: a value of the model; on each device, the device's block of it.
         path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the layer
             that `at` gives.
         spec: the split of the whole value. "batch" stands for all splits of the batch's rows: the
             data axis, and microbatches. `P(unreduced={"tensor"})` says that each device of that
             axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the batch has
-            its own value, and that the whole value is their mean, as for a loss. Along all axes
-            that the spec does not name, the devices must have the same value.
+            its own value, and that the whole value is the mean of these values, as for a loss.
+            Along all axes that the spec does not name, the devices must have the same value.
         places: for each dim that is not split into equal blocks in order, the positions of this
             device's elements in the whole array.
 
@@ -186,7 +186,7 @@ def tap_tree(
         """Returns one leaf, tapped if it is an array of floating-point numbers.
 
         The leaf's spec is looked up by path in `specs_by_path`. The gathered axes (`without`) and
-        the first `loops` dims are removed from it.
+        the first `loops` dims are removed from the spec.
         """
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
             return leaf
@@ -264,7 +264,7 @@ def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) ->
 def _lowered(
     context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
 ) -> Any:
-    """Returns the lowering of a tap: `x`, and a callback to Python that reports it.
+    """Returns the lowering of a tap: `x`, and a callback to Python that reports `x`.
 
     The callback gets NumPy arrays and calls no function of JAX. `jax.debug.callback` would make JAX
     arrays first. A read of such an array needs a thread, and if callbacks of other devices occupy

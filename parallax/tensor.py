@@ -2,15 +2,15 @@
 
 The first layer of a pair is column-parallel: each device has some of the layer's outputs. The
 second layer is row-parallel: each device has some of the layer's inputs. A device's outputs of the
-first layer are its inputs of the second, so nothing is sent between the two. `copy_to` stands
-before the pair (identity forward, all-reduce backward), and `reduce_from` after it (all-reduce
-forward, identity backward). In place of one axis, several may be given. With `()` nothing is split,
-and the same code runs on one device.
+first layer are the same device's inputs of the second, so nothing is sent between the two layers.
+`copy_to` stands before the pair (identity forward, all-reduce backward), and `reduce_from` stands
+after the pair (all-reduce forward, identity backward). In place of one axis, several may be given.
+With `()` nothing is split, and the same code runs on one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
 axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
-along an axis if its type says that it may differ between devices. `Axis.of(axis)` has the axis's
-names (`names`), its number of devices (`size()`) and this device's index (`index()`).
+along an axis if the array's type says that it may differ between devices. `Axis.of(axis)` has the
+axis's names (`names`), its number of devices (`size()`) and this device's index (`index()`).
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -42,19 +42,19 @@ class Comms(NamedTuple):
 
     Attributes:
         axis: the axis that the layers are split over.
-        everywhere: `axis` and the axes that share the vocabulary with it. `all_tokens` and
+        everywhere: `axis` and the other axes over which the vocabulary is split. `all_tokens` and
             `sum_partials` communicate over the axes of `everywhere`.
         all_tokens: `(x)`: takes the residual stream, and returns all tokens, [B, T, D]. Each device
-            may then compute something different with them.
+            may then compute something different with these tokens.
         sum_partials: `(x)`: takes partial sums for all tokens, [B, T, D], and returns the residual
             stream.
         column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
         row: `(x, weight, bias)`: a row-parallel layer, whose result is the residual stream.
         local_tokens: `(x, dim)`: the part of `x` for this device's tokens of the residual stream;
             `dim` is the dim of tokens.
-        copy_to: `(weight)`: takes a weight that all devices of `axis` have whole, and returns it
-            so that each device may compute something different with it, and the devices' gradients
-            of the weight are summed.
+        copy_to: `(weight)`: takes a weight that all devices of `axis` have whole, and returns it.
+            Each device may then compute something different with the weight, and the devices'
+            gradients of it are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
         context_tokens: `(x, dim)`: the part of `x` for the tokens that this device's layers
             process: all tokens, unless there is a context axis.
@@ -92,8 +92,8 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
 
     Every device has all tokens, so nothing gathers or splits them: `all_tokens` is only `copy_to`,
     and `local_tokens` is the identity. `shared` are axes over which the vocabulary is split too,
-    such as the stages of a pipeline. `sum_partials`, after the look-up of the embeddings, and
-    `all_tokens`, before the output layer, communicate over these axes as well.
+    such as the stages of a pipeline. Both `sum_partials` (after the look-up of the embeddings) and
+    `all_tokens` (before the output layer) communicate over these axes as well.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -140,7 +140,7 @@ def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*
     `copy_to`.
 
     Raises:
-        ValueError: `x` is the same along one of the axes, so the sum would count it several times.
+        ValueError: `x` is the same along one of the axes, so the sum would count `x` several times.
     """
     axis = Axis.of(axis)
     same = set(axes(axis.names)) - set(varying_axes(x))
@@ -311,9 +311,9 @@ class Embedding(eqx.Module):
 def rule(model: PyTree) -> Rule:
     """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model`.
 
-    It gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**", P()))`
-    leaves them whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a weight may
-    have further dims in front of its last two, and these further dims are not split.
+    The rule gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**",
+    P()))` leaves these whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a
+    weight may have further dims in front of its last two, and these further dims are not split.
 
     Raises:
         ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. The attention reads
@@ -370,7 +370,7 @@ def _check_attention(model: PyTree) -> None:
 
 
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
-    """Raises `ValueError` unless the weight is split along its dim `split`, and along no other.
+    """Raises `ValueError` unless the weight is split along dim `split`, and along no other dim.
 
     Dim 0 has the outputs, dim 1 the inputs. `name` is the layer's class, for the message.
     """
@@ -474,8 +474,8 @@ def embed(
 
     `table` has this device's rows, and `ids` are indices of rows of the whole table. `vocabulary`
     is the number of rows without padding; by default all rows. An id outside the vocabulary gives
-    nan, or zeros if its number in `weights` is 0; the rows are not multiplied by `weights`. One
-    all-reduce sums the devices' results of `embed_partial`.
+    nan, or zeros if the id's number in `weights` is 0; the rows are not multiplied by `weights`.
+    One all-reduce sums the devices' results of `embed_partial`.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis
@@ -493,8 +493,8 @@ def embed_partial(
     """Returns this device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing is sent.
 
     Each device looks up the rows that it holds, and gives zeros for ids whose rows other devices
-    hold. An id outside the vocabulary gives nan on every device, or zeros if its weight is 0. No
-    row gets a gradient from such an id.
+    hold. An id outside the vocabulary gives nan on every device, or zeros if the id's weight is 0.
+    No row gets a gradient from such an id.
 
     Args:
         table: this device's rows.
@@ -572,8 +572,9 @@ def cross_entropy(
 
 
 def _held(ids, rows: int, axis: Axis):
-    """Returns, for each id, its row counted from this device's first row, and whether the row is
-    one of the device's `rows` rows. Raises `ValueError` for ids that are not whole numbers.
+    """Returns, for each id, the index of its row counted from this device's first row, and whether
+    the row is one of the `rows` rows of this device. Raises `ValueError` for ids that are not whole
+    numbers.
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
@@ -589,8 +590,8 @@ def _held(ids, rows: int, axis: Axis):
 def _outside(ids, vocabulary: int):
     """Returns whether each id is outside the vocabulary.
 
-    Ids are compared in their own dtype: an int64 id may not fit in int32, and the last id of the
-    vocabulary may not fit in a narrow dtype.
+    Ids are compared in the dtype that they have: an int64 id may not fit in int32, and the last id
+    of the vocabulary may not fit in a narrow dtype.
     """
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 

@@ -1,16 +1,17 @@
 """Lays the devices of a mesh on a torus of TPUs, so that a ring along an axis sends to neighbours.
 
 The length of each dim of the torus is factored into *pieces*, one factor for each axis of the mesh.
-So the devices along an axis form a box, whose *sides* are the axis's pieces of the dims. The ring
-of an axis is a closed path through the axis's box: it goes out along one side, and comes back
-through all other points, by steps to neighbouring points if possible. A *cut* is one choice of all
-pieces; `cut[dim][axis]` is one piece. All cuts are tried, and the cut whose hops cross the fewest
-links is taken. Of two equal cuts, the cut with shorter hops along the last axes of the mesh is
-taken, or else the cut with fewer pieces above 1: if two axes share a dim, the long hops of both
-cross the same links. A *laying* of a dim gives each combination of the axes' coordinates a place
-along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). In the code, `line` is such an array,
-and `lines` are several. A *path* is the order in which the ring of an axis visits the points of its
-box. `metrics[dim]` is an array with the number of links between each two places of the dim.
+So the devices along an axis form a box, and the *sides* of the box are the axis's pieces of the
+dims. The ring of an axis is a closed path through the axis's box: it goes out along one side, and
+comes back through all other points, by steps to neighbouring points if possible. A *cut* is one
+choice of all pieces; `cut[dim][axis]` is one piece. All cuts are tried, and the cut whose hops
+cross the fewest links is taken. Of two equal cuts, the cut with shorter hops along the last axes of
+the mesh is taken, or else the cut with fewer pieces above 1: if two axes share a dim, the long hops
+of both cross the same links. A *laying* of a dim gives each combination of the axes' coordinates a
+place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). In the code, `line` is such an
+array, and `lines` are several. A *path* is the order in which the ring of an axis visits the points
+of the axis's box. `metrics[dim]` is an array with the number of links between each two places of
+the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -84,7 +85,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns, for each axis, the factor of its size that runs over slices, not inside a slice.
+    """Returns, for each axis, the factor of the axis's size that runs over slices, not inside a
+    slice.
 
     A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
     number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
@@ -237,9 +239,9 @@ def _links(size: int, ring: bool) -> np.ndarray:
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
     """Yields each way to cut the dims of a box; `cut[dim][axis]` is one piece, a whole number.
 
-    The pieces of a dim multiply to its length, and the pieces of an axis to the axis's size. The
-    search goes dim by dim, and divides the axes' sizes by the chosen pieces. A cut is complete if
-    all quotients are 1 at the end.
+    The product of the pieces of a dim is the dim's length, and the product of the pieces of an axis
+    is the axis's size. The search goes dim by dim, and divides the axes' sizes by the chosen
+    pieces. A cut is complete if all quotients are 1 at the end.
     """
     if not box:
         if all(size == 1 for size in sizes):
@@ -270,9 +272,9 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
     """Returns the ways to lay the pieces of a dim along it. Each way is an array of shape `pieces`.
 
-    The array gives the place along the dim of each combination of digits; a digit is an axis's
-    coordinate in its piece. Any axis may be the innermost. For each digit of an outer axis, the
-    digits of the inner axes fill a stretch of neighbouring places. In every second stretch the
+    The array gives the place along the dim of each combination of digits; a digit is the coordinate
+    of an axis in the axis's piece. Any axis may be the innermost. For each digit of an outer axis,
+    the digits of the inner axes fill a stretch of neighbouring places. In every second stretch the
     digits may be in reverse order. With two axes, the end of a stretch and the beginning of the
     next then have the same inner digit, so the outer axis goes from one stretch to the next by a
     hop of one link. With three axes or more, not all stretches follow each other like this.

@@ -1,4 +1,4 @@
-"""The leaves of a tree: their paths, their `PartitionSpec`s, and whether they are arrays."""
+"""The leaves of a tree: paths, `PartitionSpec`s, and whether a leaf is an array."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class DiskForm(NamedTuple):
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is a JAX or NumPy array, or a `jax.ShapeDtypeStruct`.
 
-    Python numbers do not count as arrays: they are static.
+    Python numbers are static, so they do not count as arrays.
     """
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
 

@@ -1,4 +1,4 @@
-"""Checks whether the sizes of a run fit together, and proposes the nearest change that makes them
+"""Checks whether the sizes of a run fit together, and proposes the nearest change with which they
 fit.
 
 All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
@@ -56,9 +56,9 @@ class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        needed: the sentence that says what was needed and what came. It is a format string: a name
-            in braces is replaced by that name with its value.
-        changes: the cures, the best first: new values by name.
+        needed: the sentence that says what was needed and what came. The sentence is a format
+            string: a name in braces is replaced by that name with its value.
+        changes: the cures, the best first. Each cure has new values by name.
         note: words that follow the first cure in the message.
     """
 
@@ -136,7 +136,7 @@ def refusal(
             (the vocabulary's, with padding), batch (sequences) and tokens (of a sequence), and
             perhaps experts, devices and processes.
         wording: the form of the message.
-        written: the fields that the caller wrote, by name; the others have their defaults.
+        written: the fields that the caller wrote, by name; all other fields have their defaults.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a
             misspelt name; "" if there is none. The `fields` were read from this text with the
             mistake corrected.
@@ -343,7 +343,7 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for each size of the model or the batch that is not a multiple of the number
-    of parts into which it is split."""
+    of parts into which this size is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
     # The cures with fewer stages also set one chunk: then the stages alone must divide the layers.
     # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither is
@@ -387,9 +387,9 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault if the number of sequences of the batch is not a multiple of the parts into
-    which they are split. Yields another if the number of tokens of a sequence is not a multiple of
-    the parts into which a sequence is split."""
+    """Yields a fault if the number of sequences of the batch is not a multiple of the number of
+    parts into which the batch is split. Yields another if the number of tokens of a sequence is not
+    a multiple of the parts into which a sequence is split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         # The axes that split sequences: `data`, which every mesh has, and those of several devices.
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
@@ -405,7 +405,7 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
     """Returns the number that must divide the tokens of a sequence, and the sentence of the fault
-    if it does not divide them."""
+    for tokens that are not a multiple of this number."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -481,8 +481,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     """Returns new sizes of axes, by name, so that the product of all axes is the machine's number
     of devices. If possible, only `data` changes.
 
-    If the product of the other axes does not divide the number of devices, each of these axes gets
-    the closest size by which both the devices and the model can be split.
+    If the product of the other axes does not divide the number of devices, each of these other axes
+    gets the closest size by which both the devices and the model can be split.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -541,7 +541,7 @@ def escaped(text: str) -> str:
 
 def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
     """Returns the cures for the size `name`: the next multiple of `divisor` above `size`, and the
-    next one below it unless that is 0."""
+    next multiple below `size` unless that is 0."""
     below = size // divisor * divisor
     above = -(-size // divisor) * divisor  # -(-a // b) is a / b, rounded up
     return ({name: above}, {name: below}) if below else ({name: above},)
@@ -549,7 +549,8 @@ def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]
 
 def _meant(value: Any, default: Any) -> Any:
     """Returns the value that the caller may have meant by `value`, which has a wrong type. The
-    result has the type of the `default`; it is the `default` if the meaning is not clear."""
+    result has the type of the `default`; the result is the `default` if the meaning is not
+    clear."""
     # The text of any other type, such as an array, is not a clue.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
     # The defaults of all fields of this kind are False, so an unclear text gives the default here.
@@ -571,7 +572,7 @@ def _closest_choice(value: Any, choices: tuple) -> Any:
 
 
 def _with_experts(sizes: Fields) -> Fields:
-    """Returns the sizes, with 1 expert for a model that does not give their number."""
+    """Returns the sizes, with 1 expert for a model whose sizes have no number of experts."""
     return {"experts": 1, **sizes} if "layers" in sizes else sizes
 
 
@@ -582,11 +583,11 @@ def _without_fields(sizes: Fields) -> dict[str, Any]:
 
 def _differs(value: Any, before: Any) -> bool:
     """Returns whether two values differ in value or in type. In Python True equals 1, but a field
-    `data=True` is a mistake, and its cure, 1, is a change."""
+    `data=True` is a mistake, and the cure, `data=1`, is a change."""
     return type(value) is not type(before) or value != before
 
 
 def _shown(value: Any) -> str:
-    """Returns a value for a message, cut if it is long, with its braces doubled."""
+    """Returns the text of a value for a message, cut if it is long, and with doubled braces."""
     text = repr(value)
     return escaped(text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)")

@@ -1,4 +1,4 @@
-"""ZeRO: the replicas split the optimizer's state, the gradients and the parameters among them.
+"""ZeRO: the replicas split the optimizer's state, the gradients and the parameters.
 
 The n devices of an axis split the batch. Plain data parallelism all-reduces every gradient and
 keeps n equal copies of everything. Here each device keeps a share:
@@ -15,15 +15,15 @@ A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of eac
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
 says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
 was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
-over the axes that its spec names, and summed over the others. A leaf is not summed over axes that
-split the parameter itself (experts). A mean divides by the product of the sizes of all axes.
+over the axes that its spec names, and summed over the other axes. A leaf is not summed over axes
+that split the parameter itself (experts). A mean divides by the product of the sizes of all axes.
 `splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a `Split`: the
 dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a CPU each
 array of `x` waits for all of `y`, so that all devices send in one order: else they could wait for
 each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
-`ZeRO` makes them all, from a stage, an axis and the model's rule.
+`ZeRO` makes all these functions, from a stage, an axis and the model's rule.
 
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models
 (arXiv 1910.02054).
@@ -62,11 +62,11 @@ def reduce_scattered(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`; each device
-    keeps its share of the gradients: `A[I] {U_X} -> A[I_X]`.
+    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
-    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. A gradient that
-    `reduce_scatter` has already scattered inside `grad` is not scattered again: it is only divided.
+    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. If
+    `reduce_scatter` has already scattered a gradient inside `grad`, the gradient is only divided.
 
     Args:
         grad: a gradient function.
@@ -133,10 +133,10 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     """Returns this device's shares of the sums of `gradients` over `axis`; leaves that stay whole
     are returned unchanged, not summed.
 
-    Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient function in
-    `reduce_scattered`. That function recognises shares by their shape, sums the leaves that stay
-    whole, and divides all gradients. `axis` must not contain an axis that splits a parameter even
-    without ZeRO, such as the experts' axis.
+    Pass `reduce_scatter` to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient
+    function in `reduce_scattered`. That function recognises shares by their shape, sums the leaves
+    that stay whole, and divides all gradients. `axis` must not contain an axis that splits a
+    parameter even without ZeRO, such as the experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -151,8 +151,8 @@ def sharded(
     axis: AxisLike,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for an
-    optimizer that acts element by element.
+    """Returns `optimizer` with 1/n of the state and of the work on each device: ZeRO-1 and 2, for
+    an optimizer that acts element by element.
 
     The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
     updates that share of the parameters, and gathers the updates: (n - 1)/n of the parameters'
@@ -164,8 +164,8 @@ def sharded(
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
     that combines elements of a gradient, as by a norm, would see only the elements of a share, so
-    it is refused: wrap it in `optimizers.whole` or `optimizers.by_matrix` instead. Clip in
-    `step.make` or `grads.clipped`, which take the norm over all shares.
+    `sharded` refuses it: wrap such an optimizer in `optimizers.whole` or `optimizers.by_matrix`
+    instead. Clip in `step.make` or `grads.clipped`, which take the norm over all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -298,8 +298,8 @@ def gathered_once(
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def wrapped(params, batch):
-        """Returns `(value, gradients)`, with the gradients of split leaves as shares, summed over
-        `axis`, and those of whole leaves as this device has them."""
+        """Returns `(value, gradients)`. The gradients of split leaves are shares, summed over
+        `axis`; the gradients of whole leaves are those of this device."""
 
         # Only gathered leaves wait for each other: whole leaves need not wait for the gathers.
         def only_split(path, x):
@@ -364,7 +364,7 @@ def part_specs(
 
         def inner(path, spec):
             """Returns the spec of one leaf without its first `count` dims; raises `ValueError` if
-            one of these is split over the axes `names`."""
+            one of these dims is split over the axes `names`."""
             split = [
                 dim
                 for dim, entry in enumerate(spec[:count])
@@ -437,11 +437,11 @@ class ZeRO:
             rules.match("**", P()))`.
         model: the model's arrays or their shapes, all of them whole.
         mesh: the mesh that the step runs on.
-        min_size: leaves of fewer elements stay whole, as in `rules.fsdp`.
+        min_size: the least number of elements of a leaf that is split, as in `rules.fsdp`.
         keep: dims that are not split, as in `rules.fsdp`.
 
     Attributes:
-        optimizer_rule: the rule of the shares, for `step.init`: it splits the optimizer's state.
+        optimizer_rule: the rule of the shares, by which `step.init` splits the optimizer's state.
         specs: the specs of the shares, a tree like the model, for the functions of this module.
 
     Raises:
@@ -526,8 +526,8 @@ class ZeRO:
     def optimizer(
         self, optimizer: optax.GradientTransformation | optax.MultiSteps
     ) -> optax.GradientTransformation | optax.MultiSteps:
-        """Returns `optimizer` for the shares. In stage 3 it is unchanged, since parameters and
-        gradients are shares already."""
+        """Returns `optimizer` for the shares. In stage 3 `optimizer` is unchanged, since parameters
+        and gradients are shares already."""
         return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -541,9 +541,9 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf that the model lacks, or whose shape on this device does not follow
-            from its spec. `specs` maps each path to its spec, and `wholes` to the shape of the
-            whole leaf."""
+            """Refuses a leaf that the model lacks, and a leaf whose shape on this device does not
+            follow from its spec. `specs` maps each path to a spec, and `wholes` maps it to the
+            shape of the whole leaf."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "

@@ -1,12 +1,12 @@
-"""Applies a rule to every leaf of a tree: finds the spec, the reason for it, and the errors in it.
+"""Applies a rule to every leaf of a tree: finds the spec, its reason, and the errors in the spec.
 
-A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
-another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
+A *refusal* is an error found in a rule or a spec, with which the program would not run, or would
+train another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
 `fits` a spec that would be right, if one is known. The *placement* of a leaf is its spec and the
 rules that gave it; the *wrappers* of a leaf are the `fsdp`s around its rule. `arrays` are the array
 leaves of a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle*
-if it places none. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of an
-`fsdp` maps globs of paths to dims that it must not split.
+if it places no leaf. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of
+an `fsdp` maps globs of paths to dims that the `fsdp` must not split.
 """
 
 import difflib
@@ -44,19 +44,19 @@ def specs(
 ) -> Specs:
     """Returns the tree of the specs that `rule` gives the arrays of `tree`.
 
-    The result has the structure of `tree`, with None for leaves that are no arrays. It serves as
-    the `in_specs` of the arrays of `tree`, once `eqx.filter` or `eqx.partition` has separated them
-    from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from
-    `eqx.filter_eval_shape`.
+    The result has the structure of `tree`, with None for leaves that are no arrays. The result
+    serves as the `in_specs` of the arrays of `tree`, once `eqx.filter` or `eqx.partition` has
+    separated the arrays from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can
+    come from `eqx.filter_eval_shape`.
 
     `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on the mesh's
     axes and sizes are not found.
 
     Raises:
-        ValueError: the first of the errors below; `audit` returns all of them. Errors of the rules
-            come first: two arrays have the same path; a rule or a `keep` pattern matches no leaf;
-            earlier rules match all leaves that a rule matches; a leaf has no rule; the `size` of
-            an `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has
+        ValueError: the first of the errors below; `audit` returns all these errors. Errors of the
+            rules come first: two arrays have the same path; a rule or a `keep` pattern matches no
+            leaf; earlier rules match all leaves that a rule matches; a leaf has no rule; the `size`
+            of an `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has
             more entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
             `experts` (tokens of all replicas travel to experts) splits a dim over one of
             `batch_axes`, so each replica would train a different model; the mesh lacks an axis, or
@@ -74,7 +74,7 @@ def specs(
 
 
 class Audit(NamedTuple):
-    """The specs that a rule gives the leaves of a tree, and the errors in them.
+    """The specs that a rule gives the leaves of a tree, and the errors in the rule and the specs.
 
     Attributes:
         specs: a dict from the path of an array to its spec, for each array with a valid spec.
@@ -129,7 +129,7 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """Returns a text for each array, by its path: its spec, its rule, and what each `fsdp` changed.
+    """Returns a text for each array, by path: the spec, the rule, and what each `fsdp` changed.
 
     Raises:
         ValueError: there is an error in the rules, such as a rule that matches no leaf (see
@@ -250,8 +250,8 @@ def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
     """Yields the innermost rules, those that are neither a `first` nor an `fsdp`, in order.
 
-    Each comes with the `fsdp`s around it, the innermost first. `wrappers` are the `fsdp`s around
-    `rule` itself.
+    Each rule comes with the `fsdp`s around it, the innermost first. `wrappers` are the `fsdp`s
+    around `rule` itself.
     """
     if isinstance(rule, first):
         for part in rule.rules:
@@ -311,8 +311,8 @@ def _idle(
 
 
 def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
-    """Yields the refusal of an `fsdp` whose axis the mesh lacks, or whose `size` is not that of the
-    axis."""
+    """Yields the refusal of an `fsdp` whose axis the mesh lacks, or whose `size` is not the size of
+    the axis."""
     missing = [axis for axis in entry_axes(rule.axis_name) if axis not in mesh.shape]
     if missing:
         yield Refusal(

@@ -78,15 +78,15 @@ class fsdp:
     The split dim is the largest that no axis splits yet and that is a multiple of `size`; of
     equally large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
     `min_size` elements, counted before any split, and leaves without such a dim. `explain` says
-    which leaves these are. To keep some leaves whole, ask another rule first:
-    `first(match("**.bias", P()), fsdp("data", size=8))`.
+    which leaves keep it. To keep some leaves whole, ask another rule first: `first(match("**.bias",
+    P()), fsdp("data", size=8))`.
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps the dim of
     layers, over which a scan runs, whole. If that dim were split, each replica would run only some
     of the layers, and `zero.gathered` would raise an error.
 
-    `size` is the size of the mesh axis, or the product for a tuple of axes. It is given here so
-    that a rule needs no mesh; `specs` compares it with the mesh.
+    `size` is the size of the mesh axis, or the product for a tuple of axes. `size` is given here so
+    that a rule needs no mesh; `specs` compares `size` with the mesh.
 
     Raises:
         ValueError: `size` is below 1.

@@ -1,4 +1,4 @@
-"""The specs of an optimizer's state, which is split like the parameters that it belongs to.
+"""The specs of an optimizer's state, whose arrays are split like their parameters.
 
 A moment is an array of the state whose path ends with the path of a parameter. The moment belongs
 to that parameter, which `parameter_index` finds. An entry of a spec says which mesh axes split one
@@ -29,8 +29,8 @@ class GatheredOptState(eqx.Module):
         names: the axes along which matrices are whole; the layers are split over these axes
             instead.
         members: the paths of each group's leaves.
-        leads: for each group, how many leading dims count layers, in its leaves and in every array
-            of its state.
+        leads: for each group, how many leading dims count layers, in the group's leaves and in
+            every array of the group's state.
     """
 
     groups: list[PyTree]
@@ -62,10 +62,10 @@ def optimizer_specs(
 
     A moment may also have the shape of its parameter reduced over some dims. A reduced dim is
     dropped, or kept with size 1. The factored moments of Adafactor are an example. Each remaining
-    dim stays split as in the parameter. If dims have equal sizes, it may be unclear which of them
-    was reduced. A dim of the moment then stays split only if it is split alike in every possible
-    case. Any other shape raises `ValueError`, unless the parameter is whole: then its state is
-    whole too.
+    dim stays split as in the parameter. If several dims of the parameter have equal sizes, it may
+    be unclear which of these dims was reduced. A dim of the moment then stays split only if every
+    possible case splits it alike. Any other shape raises `ValueError`, unless the parameter is
+    whole: then the moment is whole too.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
     leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
@@ -73,12 +73,12 @@ def optimizer_specs(
     given to it, and splits the layers over these axes; `mesh`, if given, must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
-    checks it.
+    checks this.
 
     Args:
         optimizer: the optimizer.
         tree: the model, or its shapes.
-        specs: the result of `specs(tree, rule)`.
+        specs: the specs of `tree`, the result of `rules.specs(tree, rule)`.
         mesh: the mesh, to check the names of axes.
     """
     arrays = eqx.filter(tree, is_inexact)
@@ -98,8 +98,9 @@ def optimizer_specs(
         return _moment_spec(moment, leaves[name], spec_of_leaf(name), name)
 
     def specs_of_group(group, members, lead, names):
-        """Returns the specs of one group's state. `members` are the paths of its leaves, whose
-        first `lead` dims count layers, and whose matrices are whole along the axes `names`."""
+        """Returns the specs of one group's state. `members` are the paths of the group's leaves.
+        The first `lead` dims of these leaves count layers, and their matrices are whole along the
+        axes `names`."""
 
         # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):
@@ -140,7 +141,7 @@ def _is_gathered(node: Any) -> bool:
 
 def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:
     """Raises `ValueError` if a leaf at one of `paths` has no spec. `given` has the specs by path,
-    and `specs` is the user's tree of them, for the message."""
+    and `specs` is the user's tree of specs, for the message."""
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(
@@ -154,8 +155,8 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
 def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
     """Returns the spec of a leaf whose matrices are whole along the axes `names`.
 
-    Its layers, the first `lead` dims, are split over these axes instead. A leaf without layers
-    (lead 0) is whole along these axes.
+    The leaf's layers, the first `lead` dims, are split over these axes instead. A leaf without
+    layers (lead 0) is whole along these axes.
 
     Args:
         entries: the entries of the parameter's spec, one for each dim.

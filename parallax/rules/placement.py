@@ -1,6 +1,6 @@
 """A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not.
 
-An entry of a spec says which mesh axes split one dim; `entry_axes` gives them as a tuple. The
+An entry of a spec says which mesh axes split one dim; `entry_axes` gives these axes as a tuple. The
 *wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
 axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. In
 a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the wrappers, and
@@ -90,7 +90,7 @@ def refused(
     Args:
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
-        mesh: the mesh; without it, errors that depend on its sizes are not found.
+        mesh: the mesh; without a mesh, errors that depend on its sizes are not found.
         stacked: the axes that seem to split layers (see `stacked_axes`). If such an axis splits the
             leaf, a "does-not-divide" error advises no spec: the advised spec would lack the stacked
             axis, and each device would run all layers.
@@ -114,8 +114,8 @@ def refused(
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
     """Returns the axes that seem to split layers, as the axis of a pipeline's stages does.
 
-    Such an axis splits two leaves or more. It splits the same dim in each, and this dim has the
-    same size in all of them.
+    Such an axis splits two leaves or more. It splits the same dim in each leaf, and this dim has
+    the same size in all these leaves.
     """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
@@ -177,9 +177,9 @@ def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
     """Yields an error for each dim whose axes do not fit: the mesh lacks one of these axes, or the
-    size of the dim is not a multiple of the number of devices along them. `stacked` are the axes
-    that seem to split the layers of all leaves. The spec must have no more entries than the leaf
-    has dims."""
+    size of the dim is not a multiple of the number of devices along these axes. `stacked` are the
+    axes that seem to split the layers of all leaves. The spec must have no more entries than the
+    leaf has dims."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -227,10 +227,10 @@ def _fitting(
     """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
     An axis does not fit if the mesh lacks it, or if an earlier dim has it. A dim may have several
-    axes, and they are added one by one: an axis also does not fit if the devices along it and along
-    the axes that the dim has so far do not divide the dim's size. Two kinds of axes never fit: axes
-    of the batch, which would make replicas differ, and the axes of the `fsdp`s around the rule,
-    since these `fsdp`s add their axes themselves.
+    axes, which are added one by one. An axis also does not fit if the dim's size is no multiple of
+    the number of devices along this axis and the axes that were added before it. Two kinds of axes
+    never fit: axes of the batch, which would make replicas differ, and the axes of the `fsdp`s
+    around the rule, since these `fsdp`s add their axes themselves.
     """
     # The axes that no further dim may have.
     used = {
@@ -269,7 +269,8 @@ def free(leaf: Any, entries: list, size: int) -> list[int]:
 
 
 def padded(spec: PartitionSpec, ndim: int) -> list:
-    """Returns the entries of a spec, one for each dim: None for a dim that it does not mention."""
+    """Returns the entries of a spec, one for each dim: None for a dim that the spec does not
+    mention."""
     return [*spec, *[None] * (ndim - len(spec))]
 
 
