@@ -1,15 +1,15 @@
 """Finds the collectives between a wrong value and the taps before it in a traced program.
 
-A *tap* is an equation that reports a value. Its `mark` has its path, which names the value in the
-model. Its `way` says whether the value belongs to the forward or the backward pass. The search goes
-backward through the equations from one value to the nearest taps.
+A *tap* is an equation that reports a value. The tap's `mark` has a `path`, which names the value in
+the model. The tap's `way` says whether the value belongs to the forward or the backward pass. The
+search goes backward through the equations from one value to the nearest taps.
 
-A *body* is a record of a jaxpr and its place in the program: the body around it (`parent`), the
-equation of `parent` that runs the jaxpr (`eqn`), the ids of all equations around it (`calls`, which
-tell apart several calls of one jaxpr), and the equation that makes each of its variables
-(`makers`). `jaxprs.inner(eqn)` returns the jaxprs in an equation. `jaxprs.called(eqn)` returns the
-jaxpr of the function that an equation calls, or None if it calls none. `jaxprs.every(jaxpr)` yields
-the equations of a jaxpr and of all jaxprs in it.
+A *body* is a record of a jaxpr and its place in the program. It has the body around the jaxpr
+(`parent`), the equation of `parent` that runs the jaxpr (`eqn`), the ids of all equations around
+the jaxpr (`calls`, which tell apart several calls of one jaxpr), and the equation that makes each
+variable of the jaxpr (`makers`). `jaxprs.inner(eqn)` returns the jaxprs in an equation.
+`jaxprs.called(eqn)` returns the jaxpr of the function that an equation calls, or None if it calls
+none. `jaxprs.every(jaxpr)` yields the equations of a jaxpr and of all jaxprs in it.
 """
 
 import itertools
@@ -73,11 +73,11 @@ class _Body(NamedTuple):
 
     Attributes:
         jaxpr: the jaxpr.
-        parent: the body that contains it; None for the whole program.
-        eqn: the equation of the parent that runs it.
-        calls: the ids of the equations around it, the outermost first. JAX may use one jaxpr for
-            several calls; these ids tell the bodies of the calls apart.
-        makers: the equation that makes each of its variables.
+        parent: the body that contains the jaxpr; None for the whole program.
+        eqn: the equation of the parent that runs the jaxpr; None for the whole program.
+        calls: the ids of the equations around the jaxpr, the outermost first. JAX may use one jaxpr
+            for several calls; these ids tell the bodies of the calls apart.
+        makers: the equation that makes each variable of the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -89,8 +89,8 @@ class _Body(NamedTuple):
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
     """Returns the part of a program that computes the values at the taps with this `path` and this
-    `way`, from the nearest taps before them. With `numbers`, this part also computes the numbers of
-    the microbatch and of the layer that the taps with this path report.
+    `way`, from the nearest taps before them. If `numbers` is true, this part also computes the
+    number of the microbatch and the number of the layer that the taps with this path report.
     """
     # `follow` collects the equations that an operand depends on, as far as the nearest taps.
     reader = _SliceReader()
@@ -109,7 +109,8 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program between its result number `place` and the taps before it."""
+    """Returns the part of a program that computes its result at index `place` from the taps
+    before."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
@@ -159,8 +160,9 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Collects the equations that `atom` depends on, the nearest first, as far as the nearest
-        taps. `atom` is an operand of an equation of `body`, or a result of `body`."""
+        """Collects the equations that `atom` depends on, back to the nearest taps. Equations nearer
+        to `atom` come first. `atom` is an operand of an equation of `body`, or a result of
+        `body`."""
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
@@ -178,9 +180,9 @@ class _SliceReader:
 
         There are three kinds of equations. A tap whose way is not LINEAR ends the search: it is
         collected, and no operand is returned. A call of a function, or a `scan`, is opened: the
-        search goes on in its jaxpr, from the result that becomes `atom`. Of any other equation, the
-        Python functions that made it and the collectives that it runs are collected, and so are
-        those of the equations inside it.
+        search goes on in its jaxpr, from the result that becomes `atom`. For any other equation,
+        the Python functions that made it and the collectives that it runs are collected, and so are
+        those of the equations inside its jaxprs.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -195,7 +197,7 @@ class _SliceReader:
         is_cached = not is_scan and _is_cached(called_jaxpr)
         if called_jaxpr is not None and not is_cached:
             inside = self._inside(called_jaxpr, body, eqn)
-            # An equation has the results of the jaxpr that it calls, in their order.
+            # An equation has the results of the jaxpr that it calls, in the same order.
             return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
         self._note(eqn, body)
         if not is_cached:
@@ -218,12 +220,13 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the variables on which `atom` depends. `atom` is an input of `body`. Each
+        """Returns the variables outside `body` on which `atom`, an input of `body`, depends. Each
         variable is returned with the body whose jaxpr it belongs to.
 
         The list has the operand that the equation around `body` passes as `atom`. If `atom` is the
-        carry of a `scan`, it also has the carry of the trip before, which is a result of `body`.
-        The list is empty for an argument of the whole program and for a constant.
+        carry of a `scan`, the list also has the carry that the iteration before returned, which is
+        a result of `body`. The list is empty for an argument of the whole program and for a
+        constant.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
@@ -271,9 +274,9 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """Returns a pair, the name and the axes, for each collective that an equation runs. The name is
-    the name of the function of `parallax.collectives` that was called; if none was, the name of the
-    primitive. `mesh` is the mesh of the `shard_map` around the equation."""
+    """Returns a pair (name, axes) for each collective that an equation runs. The name is that of
+    the function of `parallax.collectives` that was called. If none was called, it is the name of
+    the primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:
     # the function is traced to see what it sends.
@@ -299,7 +302,8 @@ def _mesh(body: _Body | None) -> Any:
 
 def _collective_function(eqn: JaxprEqn) -> str:
     """Returns the name of the function of `parallax.collectives` that made an equation, or "" if
-    none did. If such functions called each other, it is the outermost one, which the user called.
+    none did. If such functions called each other, it is the name of the outermost one, which the
+    user called.
     """
 
     def is_inside(frame):
@@ -322,8 +326,8 @@ def _caller(eqn: JaxprEqn) -> str:
     unknown too, the text is "".
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
-    # Files directly in the package's folder, such as tensor.py, are no models. Files in its folder
-    # `models`, and files of the user, are.
+    # Files directly in the package's folder, such as tensor.py, are no models. Files in the
+    # package's folder `models`, and files of the user, are models.
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
     model_frames = list(itertools.compress(frames, is_model))
     lines = [

@@ -1,7 +1,7 @@
 """Guesses the kind of mistake from a wrong value and the right one.
 
-Each guess is a function of the two arrays, in float64 and of one shape. The function returns a text
-with the mistake, or "" if this mistake does not explain the wrong value.
+Each guess is a function of the two arrays, which are in float64 and have the same shape. The
+function returns a text with the mistake, or "" if this mistake does not explain the wrong value.
 """
 
 import itertools
@@ -76,7 +76,7 @@ def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text such as "rounded to bfloat16" if the wrong numbers seem to be the right ones,
     rounded to a shorter type; else "". A type fits if the largest relative error of the wrong
-    numbers is at most the type's rounding error, and more than 1/16 of it."""
+    numbers is at most the type's rounding error, and more than 1/16 of this rounding error."""
     errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
     # If all relative errors are about equal, the wrong value is a multiple of the right one, and
     # was not rounded.
@@ -91,8 +91,9 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
-    """Returns a text with the factor, and the axes of this size, if the wrong value is a multiple
-    of the right one. `counts` has the sizes of the axes and the number of microbatches.
+    """Returns a text with the factor, and the axes whose size is this factor, if the wrong value is
+    a multiple of the right one; else "". `counts` has the sizes of the axes and the number of
+    microbatches.
     """
     # The factor f that makes `wrong - f * right` smallest (least squares).
     squares = float(np.vdot(right, right))
@@ -122,7 +123,7 @@ def _axes_of_size(size: int, counts: Mapping[str, int]) -> list[str]:
 
 def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
     """Returns a text with the order, if the wrong value has the blocks of the right one in another
-    order. The numbers of blocks to try are the sizes of the axes, and the number of
+    order. The value is cut into as many blocks as an axis has devices, or as there are
     microbatches."""
     sizes = sorted({n for n in counts.values() if 1 < n <= MANY})
     for dim, count in itertools.product(range(right.ndim), sizes):
@@ -151,7 +152,7 @@ def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the smallest box of indices that contains all wrong numbers, or "" if
     this box is the whole value. The text calls the box missing if the wrong value is 0 everywhere
     in it, and wrong otherwise."""
-    # The indices [wrong numbers, dims].
+    # The index of each wrong number, in an array of shape [wrong numbers, dims].
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
     if not off.size:
         return ""

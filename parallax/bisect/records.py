@@ -1,23 +1,24 @@
-"""A record of one run: each tapped value, assembled from the reports of the devices.
+"""Records one run: assembles each tapped value from the reports of the devices.
 
 A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
 JAX's replication types tell which of the three it is. For a cotangent, sums and copies change
-places: if devices have copies of a value that is typed as varying, each has a term of the
-cotangent; if they have terms of a sum, each has a copy of the cotangent. A loss is a mean over
-equal parts of the batch. A device reports the cotangents of the loss of one part, so this module
-multiplies them by 1 / parts.
+places: if devices have copies of a value that is typed as varying, each device has a term of the
+cotangent; if they have terms of a sum, each device has a copy of the cotangent. A loss is a mean
+over equal parts of the batch. A device reports the cotangents of the loss of one part of the batch,
+so this module multiplies these cotangents by 1 / the number of parts.
 
 A `Report` (in taps.py) has a device's block as its `value`, the device's index along each mesh axis
-as `device`, the number of the microbatch (-1 on a pipeline stage that had none to compute) and of
-the layer (-1: none). For each of the dims `mark.placed`, `places` has the positions of the block's
-elements in the whole array. Its `mark` has the facts of the tap: `terms`, the axes along which
-devices have terms of a sum; `varying`, the axes along which the value is typed as varying; `dims`,
-the axes that split each dim. In `terms` and `dims`, BATCH stands for all axes that split the rows
-of the batch.
+as `device`, the number of the microbatch as `microbatch` (-1 on a pipeline stage that had none to
+compute), and the number of the layer as `layer` (-1 if there is none). For each of the dims
+`mark.placed`, `places` has the positions of the block's elements in the whole array. The report's
+`mark` has the facts of the tap: `terms`, the axes along which devices have terms of a sum;
+`varying`, the axes along which the value is typed as varying; `dims`, the axes that split each dim.
+In `terms` and `dims`, BATCH stands for all axes that split the rows of the batch.
 
-A `_Form` tells how the blocks form a value: `row_dim` is the dim of the batch's rows, None if there
-is none; `dims` are the axes that split each dim. Devices have different blocks along `block_axes`,
-and terms of a sum along `summed`. If `joined` is true, microbatches have terms of the sum too.
+A `_Form` tells how the blocks form a value. `row_dim` is the dim of the batch's rows, or None if
+there is none. `dims` has the axes that split each dim. Devices have different blocks along
+`block_axes`, and terms of a sum along `summed`. If `joined` is true, microbatches have terms of the
+sum too.
 """
 
 import dataclasses
@@ -48,9 +49,9 @@ class Key(NamedTuple):
     """The key of a value.
 
     Attributes:
-        path: the path of its tap, with "*" for the number of the layer.
-        layer: the layer; -1 if it belongs to none.
-        way: one of `PHASES`.
+        path: the path of the value's tap, with "*" in place of the number of the layer.
+        layer: the number of the value's layer; -1 if the value belongs to no layer.
+        way: the phase of the run that the value belongs to, one of `PHASES`.
     """
 
     path: str
@@ -147,8 +148,8 @@ def load(path: str | Path) -> Record:
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     """Returns the key of one saved value, and the value. `entry` has all but the array `whole`:
-    path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns it into an
-    error with the file's name."""
+    path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns this error
+    into one with the file's name."""
     # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
@@ -172,7 +173,7 @@ def record(
 
     Args:
         run: returns a function and its arguments, such as `lambda: (train_step.train,
-            (train_step.init(), windows))`. It is called while taps are on, and must make the
+            (train_step.init(), windows))`. `run` is called while taps are on, and must make the
             function anew: a function that was traced before has no taps.
         rows: the axes that split the rows of the batch.
         means: other axes over which the loss is a mean, such as an axis that splits the tokens.
@@ -244,8 +245,8 @@ def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
 
 
 def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[int, ...]]:
-    """Returns a function from a key to a sort key. It sorts values by the order in which the
-    program computes them: layer by layer, and in reverse in the backward pass. `paths` has the
+    """Returns a function from a key to a sort key. These sort keys put values in the order in which
+    the program computes them: layer by layer, and in reverse in the backward pass. `paths` has the
     place of each tap in the trace, and `keys` are the keys of all values.
     """
     layered = {key.path for key in keys if key.layer >= 0}
@@ -273,14 +274,14 @@ class _Form(NamedTuple):
     """The way in which the reported blocks of one value form the whole value.
 
     Attributes:
-        names: the mesh's axes.
+        names: the names of the mesh's axes.
         sizes: the sizes of the axes.
         dims: for each dim, the axes that split it.
         row_dim: the dim of the batch's rows; None if there is none.
         block_axes: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
         joined: whether microbatches also have terms of the sum.
-        scale: a factor on the sum, which turns it into a mean if the loss is a mean.
+        scale: a factor on the sum, which turns the sum into a mean if the loss is a mean.
         microbatches: the number of microbatches.
     """
 
@@ -384,10 +385,10 @@ def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> flo
 def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
-    With rematerialisation (`jax.checkpoint`) a value is computed and reported again: only its first
-    report counts. The reports of a cotangent are added up. A pipeline runs the backward pass of the
-    embedding also in ticks that have no microbatch for it: on microbatch 0, with a cotangent of 0.
-    These reports are 0, so they do not change the sum.
+    With rematerialisation (`jax.checkpoint`) a value is computed and reported again; only the first
+    report counts. The reports of a cotangent are added up. In ticks that have no microbatch for the
+    embedding, a pipeline still runs the embedding's backward pass, on microbatch 0 and with a
+    cotangent of 0. The reports of these ticks are 0, so they do not change the sum.
     """
     kept: dict[tuple[tuple[int, ...], int], Report] = {}
     for report in reports:
@@ -406,8 +407,8 @@ def _as_float(x: np.ndarray) -> np.ndarray:
 
 def _along_places(reports: list[Report], names: list[str]) -> set[str]:
     """Returns the axes along which the positions that devices report (`Report.places`) differ.
-    For each axis, devices that differ only in their index along it are compared with the first of
-    them."""
+    For each axis, devices that differ only in their index along this axis are compared with the
+    first such device."""
     axes: set[str] = set()
     by_device = {report.device: report.places for report in reports}
     for i, name in enumerate(names):
@@ -423,7 +424,8 @@ def _along_places(reports: list[Report], names: list[str]) -> set[str]:
 def _shape(form: _Form, reports: list[Report]) -> list[int]:
     """Returns the shape of the whole value. The size of a dim is the size of a block, times the
     number of devices that split the dim, and for the batch's rows times the number of microbatches.
-    If devices report their positions in a dim, its size is 1 more than the largest position.
+    If devices report their positions in a dim, the size of this dim is 1 more than the largest
+    position.
     """
     blocks = [math.prod(form.sizes[axis] for axis in dim) for dim in form.dims]
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]
@@ -438,9 +440,9 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
 def _places(form: _Form, report: Report) -> list[np.ndarray]:
     """Returns, for each dim, the indices of a report's block in the whole value.
 
-    For the dims `mark.placed` the report itself has the indices. In any other dim, of which a block
-    has n elements, block number b has the indices from b * n to (b + 1) * n - 1. Blocks are counted
-    over the axes of the dim, the outermost first, and then over microbatches.
+    For the dims `mark.placed` the report itself has the indices. In any other dim, along which a
+    block has n elements, block number b has the indices from b * n to (b + 1) * n - 1. Blocks are
+    counted over the axes of the dim, the outermost first, and then over microbatches.
     """
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []
@@ -456,9 +458,9 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """Returns a JAX array as a `Value`. Devices may have copies of one block. If copies of a
-    floating-point block differ, `differs` has the largest difference under the name "devices".
-    Copies of whole numbers are not compared.
+    """Returns a JAX array as a `Value`. Devices may have copies of one block of the array. If
+    copies of a floating-point block differ, `differs` has the largest difference under the name
+    "devices". Copies of whole numbers are not compared.
     """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers

@@ -80,8 +80,7 @@ def program(
       their tokens in another order, such as `context.zigzag`. The mistake is found only if the
       arguments are arrays with values, and each target is the next input token.
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` among the arguments, whose
-      projections are split by their outputs, cuts the outputs of one device into as many heads as
-      the whole model has.
+      projections are split by their outputs, cuts a device's outputs into all heads of the model.
     * Three mistakes with a pipeline end the trace with an error, which is then the only finding.
       `parameter-by-closure`: a function uses a parameter by closure, not from its argument.
       `blocks-outside-the-stage`: the function before or after the stages reads the stages' blocks.
