@@ -7,8 +7,8 @@ Algorithms are values. Call `ring.all_reduce(x, "data")` in place of `lax.psum(x
 `ring("data")` to a function that takes an axis. The module `tuning` measures links, and must be
 imported explicitly: `from parallax.collectives import tuning`.
 
-Each file is imported when one of its names is first used. So a layer that takes an axis does not
-import all algorithms.
+A file of this package is imported when a name of the file is first used. So a layer that takes an
+axis does not import all algorithms.
 """
 
 from importlib import import_module
@@ -95,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the names for `dir`, including those whose file is not imported yet."""
+    """Returns the names for `dir`, including names whose file is not imported yet."""
     return sorted([*globals(), *__all__])

@@ -59,7 +59,7 @@ def all_to_all(
 ) -> Tree:
     """Sends block j of device i to device j: `A[I_X, J] -> A[I, J_X]`.
 
-    It works like `lax.all_to_all`.
+    `all_to_all` works like `lax.all_to_all`.
 
     In hop k device i sends the block of device i + k straight to that device. The transpose is the
     `all_to_all` that sends the blocks back.

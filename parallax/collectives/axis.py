@@ -39,7 +39,7 @@ def _no_table(*sizes: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A collective algorithm: its functions take and return the same as `lax`'s collectives.
+    """A collective algorithm, whose functions take and return the same as `lax`'s collectives.
 
     ```python
     total = ring.all_reduce(gradients, "data")   # inside mesh.spmd; equals lax.psum
@@ -71,7 +71,7 @@ class Algorithm:
     def all_mean(self, x: Tree, axis_name: AxisName) -> Tree:
         """Returns the mean over devices, on every device: `A {U_X} -> A`.
 
-        It works like `lax.pmean`, and costs one `all_reduce`.
+        `all_mean` works like `lax.pmean`, and costs one `all_reduce`.
         """
         n = types.axis_size(axis_name)
         # Divided after the sum, as `lax.pmean` does: the sum of whole numbers stays exact.
@@ -205,7 +205,7 @@ AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
 def combined_axis(*parts: AxisLike) -> Axis:
     """Returns several axes as one axis.
 
-    If all parts have the same algorithm, their devices form one row-major group, in which the first
+    If all parts have the same algorithm, the devices form one row-major group, in which the first
     axis varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along one
     axis after the other: it reduces and scatters from the first to the last, and gathers from the
     last to the first. A part without a name, `()`, is left out. If no part has a name, the result
@@ -223,8 +223,8 @@ def combined_axis(*parts: AxisLike) -> Axis:
 def _in_order(parts: list[Axis]) -> Axis:
     """Returns an axis whose collectives work along one part after the other.
 
-    They reduce and scatter from the first part to the last, and gather from the last to the first,
-    as `Axis.of` states. An all-to-all is refused.
+    The collectives reduce and scatter from the first part to the last, and gather from the last to
+    the first, as `Axis.of` states. An all-to-all is refused.
 
     The `axis_name` passed to a collective may name all axes of the parts, or only some of them.
     `_groups` joins neighbouring axes that have the same algorithm. Then the groups work one after

@@ -1,9 +1,10 @@
 """Many leaves in few messages: small arrays are packed into long ones, reduced, and unpacked.
 
-A message costs its latency whatever its size. Most leaves of a model (biases, norms) are far
-smaller than the data that a link carries during one latency. Packing copies each packed leaf twice
-(into a bucket and out of it), and on a TPU changes how the leaf is stored. Large leaves would gain
-nothing, so they are sent as they are: a leaf that is alone in its bucket is not copied.
+A message takes at least the latency of the link, whatever the size of the message. Most leaves of a
+model (biases, norms) are far smaller than the data that a link carries during one latency. Packing
+copies each packed leaf twice (into a bucket and out of it), and on a TPU changes how the leaf is
+stored. Large leaves would gain nothing, so they are sent as they are: a leaf that is alone in its
+bucket is not copied.
 
 Source: Li et al., PyTorch Distributed: experiences on accelerating data parallel training (arXiv
 2006.15704), section 3.2.3.
@@ -39,9 +40,10 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. A
     leaf that JAX types as `unreduced` or `reduced` along an axis has its own bucket, and so has a
     leaf of `nbytes` or more. A bucket is padded to a multiple of the number of devices, so that a
-    ring need not copy it again. The int8 algorithm `quantized` rounds a block of neighbouring
-    numbers by one scale, and in a bucket a block may hold numbers of two leaves. So reduce a loss
-    apart from the gradients: the magnitude of the loss would spoil the accuracy of the gradients.
+    ring need not copy the bucket again. The int8 algorithm `quantized` rounds a block of
+    neighbouring numbers by one scale, and in a bucket a block may hold numbers of two leaves. So
+    reduce a loss apart from the gradients: the magnitude of the loss would spoil the accuracy of
+    the gradients.
 
     Args:
         axis: the axis, or its name. All collectives but `all_reduce` stay as they are.

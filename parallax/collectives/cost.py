@@ -1,14 +1,14 @@
-"""The cost of each collective before it runs, computed from its table of messages.
+"""The cost of a collective before it runs, computed from the table of its messages.
 
     price = cost.of(ring.all_reduce, nbytes, n)  # hops, bytes per link, bytes sent, messages, ...
     cost.seconds(price, link)                    # start + alpha hops + beta bytes + gamma reduced
 
 A collective is a list of rounds. In a round every device sends a message, or several over separate
 links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
-program may send them at the same time, but a device with one port cannot. The other rounds have
-`waits` set. A round's `reduced` is the bytes that a device adds to its own numbers. All numbers are
-integers that count padding too, and they equal the numbers that the tests read from the compiled
-programs. `tuning.fit` measures the time of a hop on the live mesh.
+program may send the messages of two such rounds at the same time, but a device with one port
+cannot. The other rounds have `waits` set. A round's `reduced` is the bytes that a device adds to
+its own numbers. All numbers are integers that count padding too, and they equal the numbers that
+the tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).

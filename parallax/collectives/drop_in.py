@@ -72,7 +72,7 @@ def all_gather_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.all_gather` of one array, of numbers or random keys.
 
-    It is computed by `slices.gather`. The transpose is `slices.scatter`, or a slice if the result
+    `slices.gather` computes the result. The transpose is `slices.scatter`, or a slice if the result
     is invariant. The gather and its transpose keep the dim along which they join or cut; so if not
     `tiled`, the dim is added before the gather, and dropped after the transpose. `to` is the type
     of the result along the axis, in the words of `lax.pcast`.

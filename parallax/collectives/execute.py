@@ -106,7 +106,8 @@ def gather(
         routes: the tables, which run backwards; all have the same number of rounds.
         blocks: the shares of this device's block, one for each table.
         write: `write(result, table, j, block)` returns `result` with `block`, the share of device
-            j's block that `routes[table]` carries. It must keep the shapes and types of `result`.
+            j's block that `routes[table]` carries. `write` must keep the shapes and types of
+            `result`.
         result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
@@ -189,8 +190,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
 
     After each hop a device adds its own terms to the partial sums that arrived. `sums` has partial
     sums from earlier chains, by table and offset. `take(table, offset)` removes and returns one of
-    them, or returns this device's term if there is none. `term(table, j)` returns this device's
-    term of device j's block. The blocks of one message are joined along `dim`.
+    these partial sums, or returns this device's term if there is none. `term(table, j)` returns
+    this device's term of device j's block. The blocks of one message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
@@ -198,8 +199,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         """Returns a function from `trip`, an iteration's number, to the terms that this device
         adds.
 
-        The device adds them to the message of `table`. The first such message holds the partial
-        sums for the devices at `offsets`.
+        The device adds these terms to the message of `table`. The first such message holds the
+        partial sums for the devices at `offsets`.
         """
         route = routes[table]
 
@@ -390,7 +391,7 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     XLA may compute a value once for the message, and again inside the operation that uses it
     locally. There XLA may fuse a product and a sum, and round only once. Then the last bit differs,
     and replicas drift apart in silence. `lax.optimization_barrier` forbids XLA to compute the value
-    again. The CPU's compiler removes the barrier, so on a CPU a loop takes its place.
+    again. The CPU's compiler removes the barrier, so on a CPU a loop takes the barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_bits_by_loop, default=lax.optimization_barrier)
 
@@ -401,8 +402,8 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
     Otherwise XLA may fuse a product and a sum, and round only once, in some of the blocks only,
     such as the blocks written last. Which blocks these are depends on the device, so replicas would
-    drift apart. The CPU's compiler removes an optimization barrier, so on a CPU a loop takes its
-    place.
+    drift apart. The CPU's compiler removes an optimization barrier, so on a CPU a loop takes the
+    barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

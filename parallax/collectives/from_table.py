@@ -38,7 +38,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 def algorithm(
     maker: Callable[[int], Tables], *, name: str = "", all_to_all: Collective = lax.all_to_all
 ) -> Algorithm:
-    """Returns an algorithm with the table `maker(n)` for n devices. It can be used as a decorator.
+    """Returns the algorithm that has the table `maker(n)` for n devices; usable as a decorator.
 
     ```python
     @collectives.algorithm
@@ -49,15 +49,16 @@ def algorithm(
     ```
 
     The functions of the algorithm work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on
-    trees of any dtype and shape, with the same replication types and derivatives. They work along
-    one axis or several. Whatever table `maker(n)` returns, a device sends n - 1 blocks. So for an
-    input of S bytes on each device, a device sends (n - 1)/n S in a reduce-scatter, (n - 1) S in an
-    all-gather, and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that cannot be cut
-    into n equal blocks. The transpose of an all-reduce sends nothing.
+    trees of any dtype and shape, with the same replication types and derivatives. The functions
+    work along one axis or several. Whatever table `maker(n)` returns, a device sends n - 1 blocks.
+    So for an input of S bytes on each device, a device sends (n - 1)/n S in a reduce-scatter,
+    (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that
+    cannot be cut into n equal blocks. The transpose of an all-reduce sends nothing.
 
     The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
-    reduce-scatter also raises it if a leaf lacks the dim `scatter_dimension`, or if this dim cannot
-    be cut into n blocks. The all-gather also raises it if a leaf lacks the dim `axis`.
+    reduce-scatter also raises `ValueError` if a leaf lacks the dim `scatter_dimension`, or if this
+    dim cannot be cut into n blocks. The all-gather also raises `ValueError` if a leaf lacks the dim
+    `axis`.
 
     Args:
         maker: returns the `Route` for n devices, or a tuple of routes that run side by side, each

@@ -15,9 +15,9 @@ rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
-The rounding error, x - Q(x), is computed without rounding: `ErrorFeedback` adds it to the next
-call, so nothing is lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an
-infinity or NaN becomes NaN.
+The rounding error, x - Q(x), is computed without rounding: `ErrorFeedback` adds this error to the
+input of the next call, so nothing is lost. Whole numbers up to 127 in magnitude pass unchanged. A
+block with an infinity or NaN becomes NaN.
 
 Feedback helps optimizers that are linear in the gradients. After 40 steps of SGD with momentum,
 with feedback, the weights of a small GPT-2 were nine times as close to the exact run's weights as
@@ -39,7 +39,7 @@ sum: on average it is n/2 times the bound above.
 
 With blocks of 32 a device sends 0.258 of the exact ring's bytes. (float64 sends two bytes per
 exponent.) A hop is one message, of integers and exponents together. Hop k of the reduction spans k
-devices. On a switch it is as fast as a hop to a neighbour; on a bare ring it crosses k links.
+devices. On a switch hop k is as fast as a hop to a neighbour; on a bare ring it crosses k links.
 
 The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
 exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
@@ -147,7 +147,7 @@ def _nbytes(size, itemsize, block_size):
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
-    It works like `lax.psum`.
+    `quantized_all_reduce` works like `lax.psum`.
 
     A leaf is flattened, padded to a multiple of n numbers and cut into n parts, and each part is
     cut into blocks. The error of a number is at most (sum of a_i + A) / 127. Here a_i is the
@@ -184,7 +184,7 @@ def quantized_reduce_scatter(
 ) -> Tree:
     """Returns this device's part of an approximate sum over devices: `A[I] {U_X} -> A[I_X]`.
 
-    It works like `lax.psum_scatter`.
+    `quantized_reduce_scatter` works like `lax.psum_scatter`.
 
     The error of a number is at most (sum of a_i over the other devices) / 127. Here a_i is the
     largest magnitude in the number's block of `block_size` numbers on device i. This device's own
@@ -214,10 +214,10 @@ def quantized_all_gather(
 ) -> Tree:
     """Returns every device's rounded part, the same bits on every device: `A[I_X] -> A[I]`.
 
-    It works like `lax.all_gather`.
+    `quantized_all_gather` works like `lax.all_gather`.
 
-    The error of a number is at most a / 127, where a is the largest magnitude in its block of
-    `block_size` numbers. A device's own part is rounded too. The transpose is
+    The error of a number is at most a / 127, where a is the largest magnitude in the number's block
+    of `block_size` numbers. A device's own part is rounded too. The transpose is
     `quantized_reduce_scatter`.
 
     Raises:
@@ -532,7 +532,7 @@ def _exponent_dtype(dtype):
 def _finite(error):
     """Returns the errors, with 0 in place of infinities and NaN.
 
-    Otherwise an infinity or NaN would be added in every later call.
+    An infinity or NaN in the errors would be added in every later call.
     """
     return jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))
 

@@ -1,8 +1,9 @@
 """Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
 
-It suits small arrays, whose time depends only on the number of hops. Legend: n is the number of
-devices, p the greatest power of two not above n, and S the bytes of the array on one device.
-`A {U_X} -> A`: before, each device on axis X has one term of a sum; after, each has the sum.
+Recursive doubling suits small arrays, whose time depends only on the number of hops. Legend: n is
+the number of devices, p the greatest power of two not above n, and S the bytes of the array on one
+device. `A {U_X} -> A`: before, each device on axis X has one term of a sum; after, each has the
+sum.
 
 | function | bytes a device sends, at most | hops | transpose sends |
 |---|---|---|---|
@@ -106,9 +107,9 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
 def _as_sent(x):
     """Returns `x` rounded to the precision of its type, as the partner receives it.
 
-    XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of them. Then a device would
-    add another number than its partner received, and replicas would differ. A cast to the type that
-    `x` has already would be removed; `reduce_precision` is not.
+    XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of these bits. Then a device
+    would add another number than its partner received, and replicas would differ. A cast to the
+    type that `x` has already would be removed; `reduce_precision` is not.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

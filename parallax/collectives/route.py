@@ -1,11 +1,11 @@
 """A collective as a table of messages, checked when it is made. `execute` runs it.
 
-The blocks on a device are numbered by their *offset*: the block at offset o belongs to the device
-that is o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of
-eight. Offsets and steps are points of the box, and are added dim by dim. If the box has one dim,
-plain integers may be used. A *round* is {step: offsets}: it sends the blocks at these offsets to
-the device that is `step` places after this one, where offset o becomes o - step. The blocks of one
-step form one message. The messages of a round do not wait for each other.
+Each block on a device has a number, its *offset*: the block at offset o belongs to the device that
+is o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight.
+Offsets and steps are points of the box, and are added dim by dim. If the box has one dim, plain
+integers may be used. A *round* is {step: offsets}: it sends the blocks at these offsets to the
+device that is `step` places after this one, where offset o becomes o - step. The blocks of one step
+form one message. The messages of a round do not wait for each other.
 
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
 
@@ -22,7 +22,7 @@ to device 0 goes this way:
     round 3   device 3 sends it (offset 1); device 0, the owner, offset 0, adds the last term
 
 All four blocks move at once, each to the next device. In a gather, the block of device 0 goes the
-same way back: device 0 sends it to 3, device 3 sends its copy to 2, and device 2 to 1.
+same way back: device 0 sends the block to 3, device 3 sends its copy to 2, and device 2 to 1.
 
 A step is the same for all devices: each sends its message to the device that is `step` places after
 it. A collective in which the distance depends on the device is no `Route`. An example is Swing (De

@@ -24,7 +24,7 @@ data that a device sends to another in one transfer.
 
 A block has 1/n of the array's bytes. An all-gather sends the same messages backwards, and an
 all-reduce is a reduce-scatter and then an all-gather. Blocks of more than `execute.JOINED` bytes
-are sent as one permute each: joining them would take longer.
+are sent as one permute each, since it would take longer to join them.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et
 al., Collective communication: theory, practice, and experience (2007), for `two_rings`; Bruck et
@@ -71,8 +71,8 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
 
-    It sends its other blocks, in at most `by` - 1 messages. Each of these blocks arrives at an
-    offset whose block the receiver keeps. With by=2 no table of one message per round has fewer
+    The device sends its other blocks, in at most `by` - 1 messages. Each of these blocks arrives at
+    an offset whose block the receiver keeps. With by=2 no table of one message per round has fewer
     rounds, for any n.
     """
     rounds, remaining = [], n

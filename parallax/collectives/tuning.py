@@ -41,7 +41,7 @@ REFINED = 2
 def exact(n: Sizes) -> list[Callable[..., Any]]:
     """Returns the library's all-reduces that send numbers without rounding (not the int8 ones).
 
-    XLA's own `lax.psum` is not among them, since no formula predicts its time.
+    XLA's own `lax.psum` is not among them, since no formula predicts the time of `lax.psum`.
 
     Args:
         n: the number of devices on the axis, or a tuple with the number on each of several axes.
@@ -256,8 +256,9 @@ def auto(
     For each axis `auto` calls `fit`, then races some functions: those that the formulas rank first
     or second at one of the sizes, and `lax.psum`, which has no formula. Then it races twice more,
     at sizes between neighbouring sizes with different winners (`Choice.next_sizes`). The choice
-    depends on the bytes of each leaf and is made at trace time, so it costs nothing in the step.
-    Along axes that were not raced, and for the other collectives, the algorithm uses `jax.lax`.
+    depends on the bytes of each leaf and is made at trace time, so the choice costs nothing in the
+    step. Along axes that were not raced, and for the other collectives, the algorithm uses
+    `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.

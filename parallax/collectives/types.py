@@ -72,7 +72,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the tree `x` typed as varying along `axis_name`, with the same values.
 
     This is `lax.pcast(..., to="varying")` for Equinox trees; leaves that vary already are accepted.
-    Its transpose is a `psum` over the axes that were added.
+    The transpose of `varying` is a `psum` over the axes that were added.
 
     Raises:
         ValueError: the code runs in no `shard_map` over an axis of `axis_name`.
@@ -106,8 +106,8 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
 
-    It maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError` under
-    a version of JAX whose types have no `mat`.
+    The dict maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError`
+    under a version of JAX whose types have no `mat`.
     """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
