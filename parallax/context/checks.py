@@ -140,9 +140,9 @@ def check_kernel(
 
     A window and ALiBi make scores depend on distances. `attention` calls a kernel on one chunk of
     the tokens without the chunk's place, so such scores would be wrong. The kernel is traced on one
-    head, and its tables [T, T] that do not depend on q, k and v are computed. A table that is not
-    constant on each side of its diagonal depends on distances. Tables made in a loop or inside a
-    Pallas kernel are not found.
+    head, and the tables [T, T] in its program that do not depend on q, k and v are computed. A
+    table that is not constant on each side of its diagonal depends on distances. Tables made in a
+    loop or inside a Pallas kernel are not found.
 
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
@@ -233,8 +233,8 @@ def _is_causal(table: np.ndarray) -> bool:
     """Returns whether a table [T, T, other] is constant on each side of its diagonal.
 
     A causal mask is such a table. The diagonal itself may belong to either side. The dim `other`
-    joins all dims that are not of tokens, such as heads; each of its entries may have constants of
-    its own.
+    joins all dims that are not of tokens, such as heads. The constants may differ between the
+    entries of `other`.
     """
 
     # `pairs` is [pairs of tokens, other]: all its rows must equal the first.
@@ -306,11 +306,11 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
-    """Raises `ValueError` if q, k and v do not fit each other: their shapes, types or heads.
+    """Raises `ValueError` if the shapes, types or heads of q, k and v do not fit each other.
 
     If q varies along an axis and k does not, the axis may split the heads of q. Then k must have
     one head: with several heads, the queries of a device would need only some of them. `name` is
-    the caller's, for the message.
+    the caller's name, for the message.
     """
     H, G = q.shape[2], k.shape[2]
     if (

@@ -112,8 +112,8 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
     """Returns the segments of whole sequences, [B, T], from those of this device, [B, T_X].
 
-    `in_order` turns the tokens of devices 0, 1, ... into the sequence. Of the queries `q`, only the
-    size of the batch is read.
+    `in_order` turns the tokens of devices 0, 1, ... into the sequence. `q` are the queries, of
+    which only the size of the batch is read.
     """
     check_segments("context", segments, (q.shape[0], len(in_order) // axis.size()))
     everywhere = axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True)

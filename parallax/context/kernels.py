@@ -72,7 +72,8 @@ def merge_softmax(
 ) -> tuple[Float[Array, "*rows head_width"], Float[Array, "*rows"]]:
     """Returns the output and log-sum-exp over the union of two sets of keys.
 
-    `out` and `lse` are over the first set, `more` and `more_lse` over the second.
+    `out` and `lse` are the results over the first set, `more` and `more_lse` those over the second
+    set.
     """
     both = jnp.logaddexp(lse, more_lse)
     # A query that saw no key has minus infinity in both, and the difference of both would be nan.
@@ -110,8 +111,8 @@ def _forward(
     `segments` and `positions` are None, or pairs: one array for the queries, and one for the keys.
     A tile has at most `block` tokens.
 
-    The outer loop takes a tile of queries, and the inner loop a tile of keys, with the running
-    maximum and sum of FlashAttention.
+    Each iteration of the outer loop takes a tile of queries, and each iteration of the inner loop a
+    tile of keys. The inner loop keeps the running maximum and sum of FlashAttention.
     """
     B, T, H, K = q.shape
     query_tiles, key_tiles = _tiles((q,), (k, v), causal, segments, positions, block)

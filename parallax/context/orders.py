@@ -1,4 +1,4 @@
-"""Tables of the tokens that each device holds, and of the blocks of scores that it computes.
+"""Tables of the tokens that each device holds, and of the blocks of scores that each computes.
 
 An order assigns a sequence's equal chunks to devices. Causal attention needs the pairs of a query
 chunk and a key chunk in which the query chunk is not before the key chunk. In each *hop*, the keys
@@ -193,8 +193,8 @@ def places(tokens: int, table: np.ndarray) -> np.ndarray:
 
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
-    """Returns the number of tokens of a chunk, `tokens / (n c)`; raises `ValueError` if it is not
-    whole."""
+    """Returns the number of tokens of a chunk, `tokens / (n c)`; raises `ValueError` if this is no
+    whole number."""
     n, c = table.shape
     if tokens % (n * c):
         next_multiple = -(-tokens // (n * c)) * n * c

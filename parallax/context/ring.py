@@ -18,8 +18,8 @@ the kernel, and its method `send` moves a tree one hop.
 | backward | 2 (n - 1) | the same again, and n - 1 times their gradients, in float32 or wider |
 
 In the backward pass the gradients of keys and values follow the keys and values one hop later.
-After n - 1 hops they are back on the device that owns the keys. That device then adds the gradients
-from its own queries.
+After n - 1 hops these gradients are back on the device that owns the keys. That device then adds
+the gradients from its own queries.
 
 Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu,
 ring-flash-attention (2024).
@@ -54,11 +54,11 @@ def attention(
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Returns softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries.
 
-    The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it.
-    `positions` gives their places; `split` and `local_tokens` select them. Products have `q`'s
-    type; their sums, the softmax and the gradients that travel are float32 or wider. Memory is
-    linear in T: a device holds the tiles of `kernel`, and, for the backward pass, `q`, `k`, `v`,
-    the result and one number per query and head.
+    The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it. The
+    function `positions` returns the places of these tokens; `split` and `local_tokens` select the
+    tokens. Products have `q`'s type; their sums, the softmax and the gradients that travel are
+    float32 or wider. Memory is linear in T: a device holds the tiles of `kernel`, and, for the
+    backward pass, `q`, `k`, `v`, the result and one number per query and head.
 
     Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2
     scores, where the mask hides half of each of two blocks. Without `causal` the order does not
@@ -248,8 +248,8 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
     same chunk, for each chunk.
 
     The function takes and returns arrays [c, B, ...]. It passes the c chunks to the kernel as one
-    batch of c B. Only these blocks, on the diagonal, have a causal mask inside. The segments are
-    [c, B, T / c] too, or None.
+    batch of c B. Only these blocks, on the diagonal, have a causal mask inside. `q_segments` and
+    `k_segments` are [c, B, T / c], or None.
     """
 
     def as_batch(x):

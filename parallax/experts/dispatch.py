@@ -316,8 +316,8 @@ class ragged:
     ) -> BytesSent:
         """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
 
-        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` counts an
-        int32 for each row, and the n int32 counts that a device sends to each of the n - 1 others:
+        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` has the
+        bytes of an int32 for each row, and of n int32 counts for each of the n - 1 other devices:
         each device needs the counts of all pairs of a sender and a receiver.
         """
         rows = k * tokens * (n - 1) // n
@@ -459,11 +459,11 @@ def _weighted_sum(y: Array, weights: Array) -> Array:
 
 
 def _room(capacity: float, choices: int, parts: int, most: int) -> int:
-    """Returns the number of rows to make room for: `capacity` times the mean, rounded up; at most
-    `most`.
+    """Returns the number of rows to make room for. It is `capacity` times the mean load, rounded
+    up, and at most `most`.
 
-    The mean is `choices / parts`, for choices that are spread over `parts` devices. The capacity
-    may be infinite.
+    The mean load is `choices / parts`, for choices that are spread over `parts` devices. The
+    capacity may be infinite.
     """
     # The bound is tested first, so that an infinite number is never rounded. Infinity has a test of
     # its own, since infinity times 0 choices would be nan.

@@ -164,7 +164,8 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
 def _check_varies(x: Array, axis: Axis) -> None:
     """Raises `ValueError` if the tokens are the same on several devices of the experts' axis.
 
-    The type of `x` says along which axes it varies. An axis of one device need not be among them.
+    The type of `x` says along which axes it varies. An axis of one device need not be among these
+    axes.
     """
     same = [
         name for name in axes(axis.names) if name not in varying_axes(x) and Axis(name).size() > 1

@@ -108,10 +108,10 @@ class Statistics(NamedTuple):
             load. As an auxiliary loss it moves the router towards an even load. Sources: Fedus et
             al., arXiv 2101.03961, formula 4; for one sequence at a time, DeepSeek-AI, arXiv
             2412.19437, formula 17.
-        z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
-            (Zoph et al., arXiv 2202.08906).
-        entropy: the mean over tokens of the entropy of their shares, in nats; log(E) if the router
-            prefers no expert. It has no gradient.
+        z: the mean over tokens of logsumexp(logits)^2. It is an auxiliary loss that keeps logits
+            small (Zoph et al., arXiv 2202.08906).
+        entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is
+            log(E) if the router prefers no expert. It has no gradient.
         load: the share of all choices that fall on each expert. This share times k and the number
             of tokens is the number of tokens that the expert gets.
         dropped: the dropped choices per sequence. This number times the number of sequences is the
@@ -162,9 +162,9 @@ def rebalanced(
 ) -> Float[Array, "*layers experts"]:
     """Returns the experts' bias for the next step, which makes the load more even.
 
-    `load` is each expert's load in this step. The bias of an expert rises by `rate` if its load is
-    below the mean, and falls by `rate` if it is above. A load that differs from the mean only by
-    rounding counts as even, so the bias does not depend on the order of the sum.
+    `load` is each expert's load in this step. The bias of an expert rises by `rate` if the expert's
+    load is below the mean, and falls by `rate` if the load is above it. A load that differs from
+    the mean only by rounding counts as even, so the bias does not depend on the order of the sum.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
     batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of

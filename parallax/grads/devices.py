@@ -61,7 +61,8 @@ def mean_over_microbatches(aux: Tree) -> Tree:
 def accumulated(
     grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = mean_over_microbatches
 ) -> Grad:
-    """Returns `grad` of the whole batch, computed one microbatch after another.
+    """Returns a gradient function that computes `grad` of the whole batch, one microbatch after
+    another.
 
     The new function needs memory for one microbatch at a time. Its results equal those of `grad` if
     the loss is a mean over the batch. The first dim of every leaf of the batch is cut in order into
@@ -97,8 +98,8 @@ def accumulated(
         return jnp.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
 
     def wrapped(params, batch):
-        """Returns the mean loss and gradients over the microbatches, and `aux` of the auxiliary
-        values."""
+        """Returns the mean loss and gradients over the microbatches, and the result of `aux` for
+        the auxiliary values."""
         # A single microbatch is the whole batch, so a clipped gradient is right.
         if microbatches > 1:
             refuse_clipped(grad, "grads.accumulated", "the gradients of each microbatch")
@@ -201,7 +202,8 @@ def averaged(
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`, which split
-    the batch. This is data parallelism, `A {U_X} -> A`.
+    the batch. This is data parallelism, `A {U_X} -> A`: a term on each device becomes one result on
+    all.
 
     The parameters are declared varying before `grad` differentiates, so that JAX does not sum their
     gradients. Then the gradients are reduced once. If a parameter is split over some of the axes
@@ -256,7 +258,7 @@ def summed(
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """Returns `grad` with its gradients summed over those names in `axis` along which all devices
-    have the same parameter: `A {U_X} -> A`.
+    have the same parameter, `A {U_X} -> A`: a term on each device becomes the sum on all.
 
     Use it if each device computes a part of one loss. In sequence parallelism, for example, each
     device normalises only some of the tokens, so the device's gradient of the norm's weight is one
@@ -266,8 +268,8 @@ def summed(
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, of the devices that compute the parts.
-        loss: whether the losses of the devices are terms too, and are summed. If not, the loss is
-            returned as it is; it may already be a sum or mean over `axis`.
+        loss: whether the devices' losses are summed too. If not, the loss is returned as it is; it
+            may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
             gradients the backward pass sums; these are not declared varying. See
@@ -461,8 +463,8 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
 
 
 def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
-    """Returns, by axis, the paths of the parameters that vary along it; an axis along which none
-    varies is left out."""
+    """Returns a dict from an axis to the paths of the parameters that vary along this axis. An axis
+    along which no parameter varies is left out."""
     leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
     shares = {}
     for name in names:
@@ -506,8 +508,8 @@ def _check_not_summed(
 
 
 def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:
-    """Returns the given axes along which a gradient varies and the loss does not: the loss may have
-    been reduced there.
+    """Returns those of the axes `names` along which a gradient varies and the loss does not: the
+    loss may have been reduced over these axes.
 
     If neither varies, both were reduced. `_check_not_summed` accepts that if the caller takes a
     mean, and refuses it for a sum.

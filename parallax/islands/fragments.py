@@ -1,4 +1,4 @@
-"""The part of a model that a round exchanges: all of it, some leaves, or some stacked layers.
+"""The part of a model that a round exchanges: the whole model, some leaves, or some stacked layers.
 
 Islands exchange their changes in a *round*, every H steps. If a model is cut into F fragments,
 fragment k has its rounds k*H/F steps after fragment 0. So the largest number of bytes that one step
@@ -240,7 +240,7 @@ def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
 
         def numbered(leaf, dim=dim):
             """Returns an array of the leaf's shape, whose elements are their indices along the dim;
-            it is only a view of one row of numbers, so it takes no memory."""
+            this array is only a view of one row of numbers, so it takes no memory."""
             row = [1] * leaf.ndim
             if dim < leaf.ndim:
                 row[dim] = leaf.shape[dim]

@@ -1,4 +1,5 @@
-"""Islands that train separately, and an outer optimizer that joins them every H steps.
+"""Islands that train separately, and an outer optimizer that applies their mean change every H
+steps.
 
     train = islands.local(train, islands.outer_nesterov(), every=50, axis="island")
 
@@ -274,10 +275,10 @@ class _Round(eqx.Module):
         """Returns `(inner, state)`, the states of this island and of all islands, after the outer
         optimizer's step with the mean change `sent.mean`.
 
-        `sent.some` says whether any island was present, and `sent.present` whether this one was.
-        Each present island takes the new outer weights, mixed with its own weights if `mixing` is
-        not 0. If no island was present, no weights change. `error` is the rounding error to store
-        in `state`.
+        `sent.some` says whether any island was present, and `sent.present` whether this island was
+        present. Each present island takes the new outer weights, mixed with its own weights if
+        `mixing` is not 0. If no island was present, no weights change. `error` is the rounding
+        error to store in `state`.
         """
 
         def if_any_present(new, old):
@@ -409,10 +410,11 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
-        """Returns the island's state and info after `train`. Their types vary along `names` again.
+        """Returns the island's state and info after `train`. The types of all arrays but the number
+        of the step vary along `names` again.
 
         `train` is traced to a jaxpr with arrays as arguments and results. Leaves that are no arrays
-        are static: they are taken out before, and put back afterwards.
+        are taken out before the trace, and put back afterwards.
         """
         _check_split(batch, names)
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)

@@ -5,7 +5,7 @@ split over the islands. *Outer* arrays are the same on all islands. In a *round*
 exchange their changes, and the outer optimizer changes the outer weights. A *fragment* is the part
 of the model that a round exchanges; each fragment has its own outer optimizer state. The number of
 the step, `step`, is one number for all islands, without a dim of islands. `_step(inner)` returns
-it, and `_inner(state)` returns the inner state.
+this number, and `_inner(state)` returns the inner state.
 """
 
 import math
@@ -33,8 +33,8 @@ class SentChanges(eqx.Module):
 
     Attributes:
         mean: the mean change of the present islands.
-        some: whether any island was present: a bool.
-        present: whether each island was present: bool [islands].
+        some: whether any island was present, a bool.
+        present: whether each island was present, an array of bools [islands].
     """
 
     mean: PyTree
@@ -48,7 +48,8 @@ class State(eqx.Module):
     Attributes:
         inner: the training states of all islands. Arrays are [islands, ...], except `step`, which
             is one number for all islands.
-        model: the outer weights: the trained leaves after the last round; None for other leaves.
+        model: the outer weights, which are the trained leaves after the last round. All other
+            leaves are None.
         optimizer: for each fragment, the state of the outer optimizer.
         error: for each fragment, the rounding errors of an int8 exchange, [islands, ...], which the
             next exchange adds to the changes; None if the exchange is exact.
@@ -148,8 +149,8 @@ def state_init(
     arrays, static = eqx.partition(state, trees.is_array)
 
     def trained(model):
-        """Returns the trained leaves. `trainable` may also pick whole numbers, and these are left
-        out: an optimizer cannot train them."""
+        """Returns the trained leaves. `trainable` may also pick arrays of integers. These arrays
+        are left out, since an optimizer cannot train them."""
         return eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
 
     weights = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
@@ -182,7 +183,7 @@ def state_init(
     begin = jax.jit(make, out_shardings=shardings)
 
     def with_static(state):
-        """Returns `state` with the leaves that are no arrays put in, from one island's state."""
+        """Returns `state` with those leaves of one island's state put in that are no arrays."""
         return eqx.tree_at(_inner, state, eqx.combine(state.inner, static))
 
     def with_sharding(leaf, sharding):
@@ -262,7 +263,7 @@ def axis_names(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
 
 
 def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> int:
-    """Returns the number of islands of a mesh. Raises `ValueError` if the mesh lacks their axis."""
+    """Returns the number of islands of a mesh. Raises `ValueError` if the mesh has no such axis."""
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:
@@ -350,9 +351,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         """Returns the state of `islands` islands, from the arrays of the old state.
 
         Every island starts from the outer weights, `state.model`, which has None for leaves that
-        are not trained. It takes these leaves and the inner optimizer's state from an old island
-        (`sources`). Rounding errors and exchanges under way become zero, since they belong to
-        islands that may be gone.
+        are not trained. An island takes these other leaves and the inner optimizer's state from an
+        old island (`sources`). Rounding errors and exchanges under way become zero, since they
+        belong to islands that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)

@@ -160,7 +160,7 @@ class _Update:
     ):
         """Reads the leaves and the owners of the state's arrays from the arguments, which are
         (gradients, state, parameters that have a gradient). `specs` has the parameters' specs by
-        path, `axes(x)` are the axes that split an array, and `at` is the caller's name."""
+        path, `axes(x)` returns the axes that split an array `x`, and `at` is the caller's name."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -292,8 +292,8 @@ class _Update:
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
-        """Refuses the optimizer unless each result is computed element by element, from its own
-        leaf and from no leaf that is split in another way.
+        """Refuses the optimizer unless each result is computed element by element, from the
+        result's own leaf and from no leaf that is split in another way.
 
         `results` has the `Value`s of the updates, and then those of the arrays of the new state.
         """
@@ -336,8 +336,8 @@ class _Update:
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
         """Raises `UnfitOptimizer` with the reason `why`. The message names the leaf `owner` if that
-        is split, else the first leaf that is split. `fault` is the clause of the message before the
-        reason; the default says that the update mixes elements."""
+        leaf is split, and else the first leaf that is split. `fault` is the clause of the message
+        before the reason; the default says that the update mixes elements."""
         split = [leaf for leaf in self.leaves if leaf.split]
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)

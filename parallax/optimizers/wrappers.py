@@ -59,8 +59,8 @@ Leads = Callable[[str, int], int]
 def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on whole leaves: every device gathers them over `axis`, updates them, and
-    keeps its own share of the updates.
+    """Returns `optimizer` on whole leaves: every device gathers the leaves over `axis`, updates
+    them, and keeps its own share of the updates.
 
     Any optimizer gives the right updates in this way. Its state is whole on each device. Gradients
     and parameters may both be shares (tensor parallelism, ZeRO-3), or only the gradients are shares
@@ -140,7 +140,7 @@ def on_shards(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer`, declared to give correct updates of shards, so that `step.make` does not
-    check them.
+    check the updates.
 
     Use it for an optimizer that combines the shards itself, by collectives.
     """
@@ -296,7 +296,7 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
     no layers. `x` is a gradient or a parameter. The shape and type of the parameter `weight` show
     whether `x` is a share or whole. `way.splits` are the splits of the leaf, `way.lead` is the
-    number of its first dims that are layers, and `way.inner` divides the layers further."""
+    number of the leaf's first dims that are layers, and `way.inner` divides the layers further."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
@@ -350,8 +350,8 @@ def _shapes_of_one_layer(tree: PyTree, lead: int) -> PyTree:
 
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
-    """Refuses a split of any dim of layers but the last: only the last is divided among the
-    owners. The leaf `name` has `lead` dims of layers."""
+    """Raises `ValueError` for a split of any dim of layers but the last: only the last one is
+    divided among the owners. The leaf `name` has `lead` dims of layers."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -382,8 +382,8 @@ def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> No
 
 
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
-    """Refuses an optimizer that draws random numbers, or whose update or state of one leaf depends
-    on another leaf. `weights` and `state` are shapes of one layer."""
+    """Raises `ValueError` if an optimizer draws random numbers, or if its update or state of one
+    leaf depends on another leaf. `weights` and `state` are shapes of one layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     # For each array of the state, the number of the leaf that it belongs to, or None.
     owners = owners_of_state(state, paths)
