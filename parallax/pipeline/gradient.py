@@ -195,8 +195,8 @@ def value(
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """Returns the last stage's `x` on all stages, for a head that the stages compute together.
 
-    This is one all-reduce. The transpose of it sends nothing: the cotangent of `x` is the result's
-    cotangent on the last stage, and 0 on the other stages.
+    This is one all-reduce. The transpose of this function sends nothing: the cotangent of `x` is
+    the result's cotangent on the last stage, and 0 on the other stages.
     """
     axis = Axis.of(axis)
     # A sum in which all other stages add 0.

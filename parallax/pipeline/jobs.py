@@ -4,26 +4,26 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B m
 (the input's cotangent) and W (the gradients of the weights).
 
 A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. It
-returns the array to send, and the new carry, in which the arrays that the job saved are in slots
-and the job's terms are added to the sums. The executors, `lockstep` and `per_stage`, decide when a
-job runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I) or
-"weight" (W).
+returns the array to send, and the new carry: it has the arrays that the job saved, in slots, and
+the sums with the job's terms added. The executors, `lockstep` and `per_stage`, decide when a job
+runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight"
+(W).
 
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
-on an idle stage. `row.saved` and `row.deferred` give in the same way slots; a slot is a place in a
-buffer where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads
-slot 1. All stages run embed, head and embed_backward together: `row.jobs["head"]` is one
-microbatch. A `Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in
-the model) and `valid`. An idle stage computes too, and `task.valid` masks its results; `valid` is
-`True` itself if only real jobs run.
+on an idle stage. In the same way `row.saved` and `row.deferred` give slots, places in a buffer
+where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
+All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A
+`Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and
+`valid`. An idle stage computes too, and `task.valid` masks its results; `valid` is `True` itself if
+only real jobs run.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
 parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
 activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `deferred` of I); zeros
 of the stage's own term of the loss and of `aux`, the values to log (`terms`), and the cotangent of
-that term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays to
-differentiate, and the rest), `rows` (of a microbatch) and `finished` (the head's). `ends` are the
-parameters that are not in the blocks.
+that term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays with
+respect to which a stage is differentiated, and its other arguments), `rows` (of a microbatch) and
+`finished` (the head's). `ends` are the parameters that are not in the blocks.
 """
 
 import copy
@@ -154,9 +154,9 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """Runs F, one chunk of layers. Its input is `entered`, the embedding's output, at the first
-        place of the model; at other places it is `arrived`, the activation from the place before.
-        Returns the output, and the carry with the arrays that F saved."""
+        """Runs F, one chunk of layers. At the first place of the model, its input is `entered`, the
+        embedding's output; at other places, its input is `arrived`, the activation from the place
+        before. Returns the output, and the carry with the arrays that F saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
         # The place decides, not the stage: with several chunks, stage 0 has later places too.

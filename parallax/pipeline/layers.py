@@ -2,8 +2,8 @@
 model, and all places are padded to the longest one.
 
 Legend: P stages, v chunks per stage, L layers, n layers in the longest place. A place is the
-position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has for chunk c of stage
-s, which is at place c P + s, its number of layers. A placement, [v, P], gives each chunk's place.
+position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has the number of layers
+of chunk c of stage s, which is at place c P + s. A placement, [v, P], gives each chunk's place.
 Blocks are the parameters of the layers, a tree of arrays. The arrays are [L, ...], or
 [v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
 
@@ -227,10 +227,10 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     """Returns the auxiliary values of this stage's chunks, `[vP, ...] -> [v, ...]` each. `stages`
     has the values that all chunks returned to log, one row for each place, as in `Aux.stages`.
 
-    It is for the function that `step.make` takes as `after_update`. That function may use these
-    values to change this stage's blocks: the loads of experts, for example, to change the experts'
-    biases. `placement` is the schedule's `placed`, [v, P]. On one device with `unpipelined`, pass
-    the axis `()` and a placement of one stage: then all chunks are on this stage.
+    Call it in the function that `step.make` takes as `after_update`. That function may use these
+    values to change this stage's blocks: for example, the loads of experts to change their biases.
+    `placement` is the schedule's `placed`, [v, P]. On one device with `unpipelined`, pass the axis
+    `()` and a placement of one stage: then all chunks are on this stage.
 
     Raises:
         ValueError: the placement and the axis have different numbers of stages, or the placement

@@ -163,8 +163,8 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
     # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
-    # depend on the loop of this part, the head: so XLA sends it on only in ticks in which the head
-    # runs.
+    # depend on the loop in which `_if_runs` runs the head. So XLA sends the message on only in
+    # ticks in which the head runs.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.

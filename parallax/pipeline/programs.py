@@ -7,13 +7,13 @@ split over the stages, and ends are all other parameters. `moving` are the float
 an activation, which have a cotangent, and `still` are the other leaves of the activation. `aux` is
 a tree of values to log.
 
-A job runs one chunk of layers for one microbatch. Its number in the schedule's table is microbatch
-* v + chunk, or -1 for none: with v = 2, job 7 is chunk 1 of microbatch 3. A `Task` has the numbers
-  of the microbatch and of the chunk, the chunk's place in the model (`position`), and whether there
-  is a job (`valid`). `Trained` has the arrays with respect to which a stage is differentiated:
-  `blocks`, of one chunk, and `ends`. `Given` has the stage's other arguments. `Parameters` has all
-  parameters in four trees: `blocks` and `ends`, which are trained, and `fixed_blocks` and `fixed`,
-  which are not; `joined()` is the tree of the user.
+A job runs one chunk of layers for one microbatch. Its number in the schedule's table is
+microbatch * v + chunk, or -1 for none: with v = 2, job 7 is chunk 1 of microbatch 3. A `Task` has
+the numbers of the microbatch and of the chunk, the chunk's place in the model (`position`), and
+whether there is a job (`valid`). `Trained` has the arrays with respect to which a stage is
+differentiated: `blocks`, of one chunk, and `ends`. `Given` has the stage's other arguments.
+`Parameters` has all parameters in four trees: `blocks` and `ends`, which are trained, and
+`fixed_blocks` and `fixed`, which are not; `joined()` is the tree of the user.
 
 `trace(f, *arguments)` is `f` as a program: its `out` has the types of the results, and its `used`
 is a tree like the arguments, with True for each array that the results depend on. An array varies
@@ -295,7 +295,7 @@ class Programs:
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
 
     def _trace_stage(self) -> None:
-        """Traces `stage`, and sets the attributes that describe its input and output: `x`,
+        """Traces `stage`, and sets the attributes that describe the stage's input and output: `x`,
         `moving`, `terms` and `_read_by_stage`."""
 
         def stage(params, x, rows, position, number):

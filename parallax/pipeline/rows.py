@@ -1,4 +1,4 @@
-"""Makes of a schedule the rows of numbers that the executors read, one row per tick, by NumPy only.
+"""Turns a schedule into the rows of numbers that the executors read, one row per tick. NumPy only.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). A place is a chunk's position in the

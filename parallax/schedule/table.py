@@ -238,7 +238,7 @@ class Schedule:
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> float:
         """Returns the total time of the ticks. Each tick ends with an exchange of messages that
-        takes `hop`.
+        takes the time `hop`.
 
         In lockstep, a tick includes the time of each lane of which any stage runs a job. Per stage,
         a tick takes the time of its most expensive job. A cost is the time of one microbatch
