@@ -340,8 +340,7 @@ class _Exchange(NamedTuple):
             sends.
         output_offsets: for each receiver, the index of this device's first row among the rows that
             the receiver gets.
-        back_send_sizes: the number of rows that go back to each device: as many as came from that
-            device.
+        back_send_sizes: the number of rows that go back to each device, as many as it sent.
         back_input_offsets: the index of the first row from each device, among the rows that this
             device received.
         back_output_offsets: for each sender, the index of its first row to this device, among all
