@@ -47,8 +47,8 @@ def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARG
 
     Raises `ValueError` as `open_file` does, and for a file of more than `most` bytes.
     """
-    # `open_file` has no buffer, and its `read` may return fewer bytes than asked for; a
-    # `BufferedReader` reads on until it has all.
+    # The file of `open_file` has no buffer, and its `read` may return fewer bytes than asked for; a
+    # `BufferedReader` reads on until it has all of them.
     with io.BufferedReader(open_file(path, what)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:

@@ -85,8 +85,8 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
     outside = (ids < 0) | (ids >= vocabulary)
     if weights is not None and outside.any():
         has_weight = np.asarray(weights) != 0
-        # The first token has no loss and so no weight. It affects the losses of all others, so the
-        # weight of the second token stands for it.
+        # The first token has no loss and so no weight. It affects the losses of all other tokens,
+        # so the weight of the second token stands for the weight of the first.
         has_weight = np.concatenate([has_weight[:, :1], has_weight], axis=1)
         # For each token: whether this token or any later one has a weight other than 0.
         is_needed = np.maximum.accumulate(has_weight[:, ::-1], axis=1)[:, ::-1]

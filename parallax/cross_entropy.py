@@ -103,7 +103,7 @@ def mean(
             """Returns the losses of one block: `parts` are its x, targets and weights."""
             return None, losses_of(make_logits(parts[0], table), *parts[1:])
 
-        # `x` has one dim, its last, that is not of tokens; targets and weights have none.
+        # The last dim of `x` is not a dim of tokens; all dims of targets and weights are.
         _, losses = lax.scan(block, None, (in_blocks(x, 1), *map(in_blocks, others)))
         # The losses after the first `count` are of the zeros that fill up the last block.
         return jnp.mean(losses.reshape(-1)[:count])

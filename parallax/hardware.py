@@ -107,7 +107,7 @@ class Hardware:
                 number of its cores.
         """
         # A chip has one device, or two if each of its two cores is a device.
-        # Without a torus, the product of its dims is 1, and nothing is refused.
+        # Without a torus, the product of the dims in `()` is 1, and nothing is refused.
         cores, remainder = divmod(math.prod(axes.values()), math.prod(self.torus))
         if remainder or (self.torus and cores not in (1, 2)):
             raise ValueError(

@@ -218,8 +218,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     """
     count = len(opened(closed).invars)
     # Bit i of a mask stands for argument i. The bit after the last argument stands for the
-    # constants that differ between devices. `_Ways` counts them as data too: an argument that is
-    # combined with them is `met`. `bits` drops their bit from the result.
+    # constants that differ between devices. `_Ways` counts these constants as data too: an argument
+    # that is combined with them is `met`. `bits` drops the constants' bit from the result.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
     # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
@@ -306,7 +306,8 @@ class Following:
             of_condition, rest = _cut(operands, n_condition)
             of_body, carries_before = _cut(rest, n_body)
             carries = self.loop(opened(eqn.params["body_jaxpr"]), of_body, carries_before, [])
-            # The condition decides the number of trips, so each carry depends on it too.
+            # The condition decides the number of iterations, so each carry depends on the condition
+            # too.
             trips = self.run(opened(eqn.params["cond_jaxpr"]), [*of_condition, *carries])
             return [self.met([*trips, carry]) for carry in carries]
         if called(eqn) is not None:
@@ -342,7 +343,7 @@ class Following:
         sliced arrays; a slice has the facts of the array from which it is cut.
         """
         # The body is read again until the facts about the carries no longer change. This ends,
-        # since each pass adds to them, and there are finitely many facts.
+        # since each pass adds facts, and there are finitely many facts.
         while True:
             carried, stacked = _cut(self.run(body, [*constants, *carry, *sliced]), len(carry))
             joined = list(map(operator.or_, carry, carried))
@@ -358,7 +359,7 @@ class FollowingAlong(Following):
         """Begins with an empty cache of the axes over which equations communicate."""
         self.axis = axis
         # A cache by the equation's id, since a loop's body is read several times. The equation is
-        # stored too: while it lives, no other can have its id.
+        # stored too: while it lives, no other equation can have its id.
         self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
@@ -396,8 +397,9 @@ class _Ways(FollowingAlong):
         """Returns the `Reach` of an equation's result, given the `Reach` of each operand."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
-        # A collective joins the value with the parts of other devices. It ends all chains without a
-        # collective, so `alone` and `met` become empty. If `alone` is empty, `met` is empty too.
+        # A collective joins the value with the parts of other devices. The collective ends all
+        # chains without a collective, so `alone` and `met` become empty. If `alone` is empty, `met`
+        # is empty too.
         if joined.alone and self.is_sent(eqn):
             # In a ring written by hand, a device uses its own block and then sends it on.
             if name == "ppermute":

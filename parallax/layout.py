@@ -292,8 +292,8 @@ class Layout:
                 given twice; or the fields do not make a valid layout.
         """
         # All parts are read before the first fault is raised, so that the proposal has all fields.
-        # `misread` are the sentences for parts that could not be read as they are. `_known_name`
-        # adds one for an unknown name, for which it returns the name of closest spelling. A part
+        # `misread` are the sentences for parts that could not be read as they are. For an unknown
+        # name `_known_name` adds a sentence, and returns the name of closest spelling. A part
         # without a value gets a value, too, but only for the proposal.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
@@ -346,8 +346,9 @@ class Layout:
         the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
         `wording` is the form of the proposal in the message.
         """
-        # If the text has a mistake, there is always a message, which begins with the first one. The
-        # proposal has the fields in `written` and those that it changes, not all the others.
+        # If the text has a mistake, there is always an error message, which begins with the first
+        # mistake. The proposal has the fields in `written` and the fields that it changes, but no
+        # others.
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )

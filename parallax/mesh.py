@@ -112,7 +112,7 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     `asked` are the sizes as text, such as "data=4 x tensor=2".
     """
     product = math.prod(sizes.values())
-    # New sizes of one axis with which the product is the number of devices.
+    # Each entry is a new size of one axis with which the product is the number of devices.
     fitting = [
         f"{name}={devices // (product // size)}"
         for name, size in sizes.items()
@@ -165,7 +165,7 @@ def spmd(
         arrays, static_in = eqx.partition(arguments, is_array)
         check_specs(arrays, in_specs, typed_mesh)
         arrays = _laid_out(arrays, in_specs, typed_mesh)
-        # A function or a number cannot be a result of `shard_map`, so `body` puts it here.
+        # A function or a number cannot be a result of `shard_map`, so `body` puts such leaves here.
         static_out = []
 
         def body(*arrays):
@@ -174,9 +174,9 @@ def spmd(
             static_out.append(static)
             return result
 
-        # While `f` is traced, `grads` reads these axes. It refuses a batch whose leaves one spec
-        # splits over such an axis, although their numbers of rows differ: one leaf may be a table,
-        # which is not to be split.
+        # While `f` is traced, `grads` reads these axes. `grads` refuses a batch in which one spec
+        # splits several leaves over such an axis, although the leaves have different numbers of
+        # rows: one leaf may be a table, which is not to be split.
         with UNEVEN_AXES(_uneven_axes(arrays, in_specs)):
             result = jax.shard_map(
                 body, mesh=typed_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
@@ -399,8 +399,8 @@ def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
     The message names `path`, and also the rule that gave the spec, if it is given as `rule`.
     """
     where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
-    # JAX refuses these too, but its message does not name the leaf. An entry of a spec, for one
-    # dim, names no axis, one, or several.
+    # JAX refuses such specs too, but its message does not name the leaf. An entry of a spec, for
+    # one dim, names no axis, one, or several.
     names = [name for entry in spec for name in entry_axes(entry)]
     for name in names:
         if name not in mesh.shape:

@@ -111,8 +111,8 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
     def wrapped(params, batch):
         """Returns the unscaled loss (and aux), and the unscaled gradients."""
-        # `grads.clipped` inside would compare the scaled gradients with its bound, so it is
-        # refused. The last argument is the error's phrase for these gradients.
+        # `grads.clipped` inside would compare the scaled gradients with its bound, so such a `grad`
+        # is refused. The last argument is the error's phrase for these gradients.
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         value, gradients = grad(params, batch)
         value = map_loss_and_aux(value, divided, lambda aux: aux)

@@ -51,7 +51,8 @@ def gather_from(
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
     # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` takes
-    # `scatter` as the backward pass, which uses this algorithm too, and gives the result its name.
+    # `scatter` as the backward pass, so that it uses this algorithm too. `name` is the result's
+    # name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 
@@ -164,8 +165,8 @@ def comms(
     axis = Axis.of(axis)
 
     def all_tokens(x):
-        # `copy_to` is before the gather, so that its all-reduce in the backward pass has only T/t
-        # tokens.
+        # `copy_to` is before the gather, so that the all-reduce of `copy_to` in the backward pass
+        # has only T/t tokens.
         return gather_from(tensor.copy_to(x, shared), axis)
 
     def sum_partials(x):

@@ -38,8 +38,8 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
     for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
         names = trees.entry_axes(entry)
         inside = tuple(name for name in names if name in types.axes(axis.names))
-        # In a tuple of names the last is innermost. If only an outer axis were gathered, its blocks
-        # would be joined in another order than in the array.
+        # In a tuple of names the last axis is innermost. If only an outer axis were gathered, the
+        # gathered blocks would be in another order than in the array.
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(

@@ -144,14 +144,15 @@ def make(
         _check_reduced(gradients, weights)
         _check_own(loss, state)  # refuses a loss of only this device's rows
         _check_joined(aux)
-        # The norm has three uses: it is reported, it clips, and it is finite only if all gradients
-        # are.
+        # The norm has three uses: it is reported, it clips, and it shows whether all gradients are
+        # finite.
         norm = grads.norm(gradients, axes=reduce_norm_over)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_norm is not None:
             gradients = grads.scaled(gradients, norm, max_norm)
         # Gradients may have a wider dtype than their parameters, since they are summed in float32
-        # or wider. The optimizer's state has the dtypes of the parameters: the gradients get these.
+        # or wider. The optimizer's state has the dtypes of the parameters, so the gradients are
+        # cast to these.
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
         # This `skipped` is not final: the update may overflow, or the loss be above the limit.
         extra = extra_args(Info(loss, norm, skipped=~finite, aux=aux))
@@ -201,8 +202,9 @@ def _lost(
     )
     # A leaf that the step did not change, such as a frozen one, is the same object: it is skipped.
     changed = ((a, b) for a, b in zip(*numbers, strict=True) if a is not b)
-    # For each leaf 0 or 1, as a float, added up to one number per device. `grads.norm` sums its
-    # square over exactly the axes along which it varies: above 0 if any device has lost a number.
+    # Each leaf gives 0 or 1, as a float, and these are added up to one number per device.
+    # `grads.norm` sums the square of this number over exactly the axes along which it varies: the
+    # result is above 0 if any device has lost a number.
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     if not lost:  # the optimizer gave no leaf an update
         return jnp.asarray(False)
@@ -215,16 +217,17 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
     def check(path, gradient, weight):
         """Refuses one gradient if its varying axes do not fit those of its parameter."""
-        # `local` are axes along which only the gradient differs: it was not reduced there. `mixed`
-        # are axes along which only the parameter differs: it is sharded there. Axes of one device
-        # do not count: types may differ there, and nothing is wrong.
+        # `local` are axes along which only the gradient differs: the gradient was not reduced
+        # there. `mixed` are axes along which only the parameter differs: the parameter is sharded
+        # there. Axes of one device do not count: types may differ there, and nothing is wrong.
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
         local, mixed = (
             axes_of_several_devices(of_gradient - of_weight),
             axes_of_several_devices(of_weight - of_gradient),
         )
-        # Under ZeRO a gradient is one device's share of the whole gradient. Its shape is then not
-        # that of its parameter, and it may differ where the parameter is the same.
+        # Under ZeRO a gradient is one device's share of the whole gradient. The gradient's shape is
+        # then not that of the parameter, and the gradient may differ where the parameter is the
+        # same.
         if local and gradient.shape == weight.shape:
             raise ValueError(
                 f"step.make needs gradients that are reduced; the gradient of {trees.dotted(path)} "
@@ -417,8 +420,8 @@ def planned(
         ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
             optimizer's state.
     """
-    # The model's static leaves, one entry for each trace. The first entry is used, since it is of
-    # the trace that gives the shapes; later traces may have other functions.
+    # The model's static leaves, one entry for each trace. The first entry is used, since it belongs
+    # to the trace that gives the shapes; later traces may have other functions.
     statics = []
 
     def make_arrays():
@@ -452,7 +455,8 @@ def planned(
     # The step's number and the loss scale are the same on all devices.
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
     shapes = jax.tree.map(_placed_shape, state, trees.shardings(specs, mesh))
-    # Takes None or a model, as `init` below does, and makes the state's arrays on their devices.
+    # A function that takes None or a model, as `init` below does, and makes the state's arrays on
+    # their devices.
     make_in_place = _in_place(lambda: state_of(make_arrays()), state_of, shapes)
 
     def with_static(state):

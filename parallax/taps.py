@@ -304,9 +304,10 @@ def _differentiated(primals, tangents, **params):
     `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents; `params` are
     the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
-    # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; its transpose is the
-    # tap of the cotangent. The other ways stay: LINEAR is linear already, and BACKWARD and AFTER
-    # are differentiated only if a whole backward pass is, as for a second derivative.
+    # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
+    # LINEAR tap is the tap of the cotangent. The other ways stay: LINEAR is linear already, and
+    # BACKWARD and AFTER are differentiated only if a whole backward pass is, as for a second
+    # derivative.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped
@@ -340,7 +341,8 @@ def _batched(arguments, dims, *, mark, way, recorder):
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
             "outside the vmap."
         )
-    # The dims in `placed` are counted without the mapped dim, so those at or after it move by one.
+    # The dims in `placed` are counted without the mapped dim, so the dims at or after the mapped
+    # dim move by one.
     shifted = tuple(placed_dim + (placed_dim >= dim) for placed_dim in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim

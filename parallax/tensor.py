@@ -128,8 +128,8 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
             f"{x.shape}, varies along {sorted(already)}. Use `copy_to` once, before the "
             "column-parallel layer, and `reduce_from` after the row-parallel one."
         )
-    # `varying` casts `x` to vary along the axis. Alone, it would sum the cotangent by `lax.psum`,
-    # and not by the axis's own algorithm. `linear` names the transpose.
+    # `varying` casts `x` to vary along the axis. By itself `varying` would sum the cotangent by
+    # `lax.psum`, and not by the axis's own algorithm. So `linear` gets the transpose as `backward`.
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
 
@@ -442,8 +442,8 @@ def check_row(
             "eqx.nn.Linear, pass the layer and not its weight, which is stored as "
             "[outputs, inputs]."
         )
-    # If only one of the two varies along an axis, the sum over it is wrong. If neither varies,
-    # `reduce_from` refuses the product.
+    # If only one of the two varies along an axis, the sum over this axis is wrong. If neither
+    # varies, `reduce_from` refuses the product.
     names = {axis_name for axis_name in axes(axis.names) if lax.axis_size(axis_name) > 1}
     of_x, of_weight = names.intersection(varying_axes(x)), names.intersection(varying_axes(weight))
     if same := sorted(of_weight - of_x):
@@ -507,8 +507,8 @@ def embed_partial(
         ValueError: the ids are not whole numbers.
     """
     axis, rows = Axis.of(axis), table.shape[0]
-    # For another device's id, `row` is outside this table, and the look-up clips it to some row.
-    # The `where` after the look-up keeps that row from getting a gradient.
+    # For another device's id, `row` is outside this table, and the look-up clips `row` to some row
+    # of the table. The `where` after the look-up keeps that row from getting a gradient.
     row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     is_wrong = unknown if weights is None else unknown & weights.astype(bool)
@@ -547,7 +547,8 @@ def cross_entropy(
     """
     axis, columns_here = Axis.of(axis), logits.shape[-1]
     vocabulary = columns_here * axis.size() if vocabulary is None else vocabulary
-    # The target's column, counted from this device's first; outside if another device has it.
+    # The target's column, counted from this device's first column. It is outside the logits if
+    # another device has the column.
     column_here, _ = _held(targets, columns_here, axis)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     # Padding is left out of the softmax. Without padding, this pass over the logits is not needed.

@@ -172,8 +172,8 @@ def coordinates(
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
     """
     best, cost = None, math.inf
-    # For each dim, the links between each two places. The cores of a chip count as one more dim,
-    # without links between them.
+    # For each dim, the number of links between each two places. The cores of a chip count as one
+    # more dim, without links between them.
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)] + [
         np.zeros((cores, cores))
     ]
@@ -182,8 +182,8 @@ def coordinates(
         # For each axis, an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes
         # its best path, but all axes share the layings of the dims.
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
-        # Of two equal sums, the one with shorter hops along later axes is smaller by this weight.
-        # `min(0)` is the cost by the best path of the axis.
+        # If two cuts have equal sums, this weight makes the sum with shorter hops along later axes
+        # smaller. `min(0)` is the cost by the best path of the axis.
         weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
         pieces = sum(piece > 1 for pieces_of_dim in cut for piece in pieces_of_dim)
         total = np.sum(weighted, axis=0) + PIECE * pieces
@@ -327,8 +327,9 @@ def _costs(
         steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
-            # A digit is an axis's coordinate in its piece. [digit of this axis, digits of all other
-            # axes]: the links between two digits of the axis are the mean over the other digits.
+            # `places` is [digit of this axis, digits of all other axes]; a digit is an axis's
+            # coordinate in its piece. The links between two digits of the axis are the mean over
+            # the other digits.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
             # The square, with the small weight `FAR`, makes one long hop among short ones worse

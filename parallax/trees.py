@@ -99,7 +99,7 @@ class SpecsByPath(dict[str, PartitionSpec]):
 
 # The axes over which one spec splits several leaves with different numbers of rows. `mesh.spmd`
 # sets this value while it traces, since the types of the arrays do not show their specs. `grads`
-# reads it, and refuses a batch that is split so.
+# reads this value, and refuses a batch that is split like this.
 UNEVEN_AXES = jax.make_user_context(frozenset())
 
 

@@ -142,8 +142,9 @@ def refusal(
             mistake corrected.
     """
     sizes = _with_experts(sizes)  # 1 expert if the model gives no number
-    # A mistake in the text comes first. Its cure changes nothing, since `fields` are right already.
-    # `format_map` below reads braces as names, so those of the text are escaped.
+    # A mistake in the text comes first. The cure of this fault changes nothing, since `fields` are
+    # right already. `format_map` below reads braces as names, so the braces of the text are
+    # escaped.
     fault = Fault(escaped(misread), ({},)) if misread else next(faults(fields, sizes), None)
     if fault is None:
         return None
@@ -346,8 +347,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     of parts into which this size is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
     # The cures with fewer stages also set one chunk: then the stages alone must divide the layers.
-    # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither is
-    # given, this is 0, which has no effect in another gcd.
+    # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither
+    # size is given, `heads_and_hidden` is 0, which has no effect in another gcd.
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (
         ("heads", "the model's heads"),
@@ -415,7 +416,7 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
             "{tensor}.",
         )
     # Each of the c devices holds two chunks of the sequence, which balances causal attention. With
-    # `sequence` its tokens are also split over the tensor axis. So the number of tokens must be a
+    # `sequence` the tokens are also split over the tensor axis. So the number of tokens must be a
     # multiple of c lcm(2, t).
     if t <= 2:
         factors = "2 x {context}"
@@ -443,8 +444,8 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         return
     fewer_processes = {"processes": closest_divisor(devices, processes)}
     # If the machine fixes the number of processes, another `data` is the cure, the smaller one
-    # first. It must be a multiple of processes / gcd(others, processes): the product of the other
-    # axes, `others`, has the other factors of `processes`.
+    # first. `data` must be a multiple of processes / gcd(others, processes): the product of the
+    # other axes, `others`, has the other factors of `processes`.
     others = devices // fields["data"]
     data = fields["data"]
     # `_multiples` gives the larger one first.
@@ -493,8 +494,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         "stage": sizes.get("layers", 0),
         "expert": sizes.get("experts", 0),
     }
-    # An axis that no size limits counts with 0, since gcd(n, 0) is n. Each axis takes its share of
-    # the devices that the axes before it left, and `data` takes the rest.
+    # For an axis that no size limits, the number in the gcd is 0, since gcd(n, 0) is n. Each axis
+    # takes its share of the devices that the axes before it left, and `data` takes the rest.
     new, devices_left = {}, devices
     for name in ("tensor", "context", "expert", "stage", "replica"):
         new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])

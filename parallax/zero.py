@@ -82,8 +82,8 @@ def reduce_scattered(
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
-    # `value_and_sums` also passes this device's own gradient, `term`, so that a result can take its
-    # dtype. This mean does not take it: it stays in float32 or wider.
+    # `value_and_sums` also passes this device's own gradient, `term`, so that a result can take the
+    # dtype of `term`. This mean stays in float32 or wider instead.
     def mean(total, term):
         return total / axis.size()
 
@@ -96,7 +96,8 @@ def reduce_scattered(
         """
 
         # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
-        # itself, such as the experts' axis, is not among these: along it no sum is left to take.
+        # itself, such as the experts' axis, is not among these axes: along it no sum is left to
+        # take.
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 
@@ -230,7 +231,7 @@ def _mean_share(
     """Returns this device's share of the mean of a gradient. The gradient has its parameter's
     shape, and differs between devices along the axes `local`. `splits` are the splits into
     shares."""
-    # The devices have different terms only along the axes in `local`. They are summed by a
+    # The devices have different terms only along the axes in `local`. These terms are summed by a
     # reduce-scatter along the splits over such axes, and by an all-reduce along the other axes in
     # `local`.
     scattered = [split for split in splits if shards.names_of([split]) <= local]
@@ -239,7 +240,8 @@ def _mean_share(
         tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered))
     )
     total = summed.all_reduce(gradient) if summed.names else gradient
-    # Along the other splits all devices have the same gradient, so each cuts its share out of it.
+    # Along the other splits all devices have the same gradient, so each device cuts its share out
+    # of that gradient.
     total = shards.take(total, [split for split in splits if split not in scattered])
     # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
     # along these the gradient is already a sum. `over` keeps only the names in `axis`.
@@ -391,8 +393,8 @@ def part_specs(
 def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
     """Returns `params` with its shares gathered over `axis` to whole leaves; the transpose is a
     reduce-scatter. `by_path` are the specs of the shares."""
-    # The call is for its error only: it refuses an axis that the mesh lacks. Otherwise `splits_of`
-    # would find no split over the axis, and the shares would count as whole leaves.
+    # This call is made only for its error: it refuses an axis that the mesh lacks. Otherwise
+    # `splits_of` would find no split over the axis, and the shares would count as whole leaves.
     axis.size()
 
     def gather_dim(x, split):
@@ -520,7 +522,8 @@ class ZeRO:
         if self.stage == 3:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
         # In stage 2 the gradients are shares already, which `reduce_scattered` sees by their shape.
-        # It only divides them, and all-reduces the loss and the leaves that stay whole.
+        # So `reduce_scattered` only divides the shares, and all-reduces the loss and the leaves
+        # that stay whole.
         return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
 
     def optimizer(

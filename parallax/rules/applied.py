@@ -104,15 +104,16 @@ def audit(
     # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
     if mesh is not None:
         for wrapper in {
-            # By identity, so that an `fsdp` that is used twice gives one error, and needs no hash.
+            # The key is the identity, so that an `fsdp` that is used twice gives one error, and
+            # needs no hash.
             id(wrapper): wrapper
             for p in placements
             for wrapper in p.wrappers
         }.values():
             refusals += _size_refusals(wrapper, mesh)
-    # `stacked` are the axes, such as that of a pipeline's stages, that split the dim of layers in
-    # every leaf. A spec without such an axis is not advised: each device would run all layers. Only
-    # all leaves together show that an axis splits layers.
+    # `stacked` are the axes that split the dim of layers in every leaf, such as the axis of a
+    # pipeline's stages. A spec without such an axis is not advised: each device would run all
+    # layers. Only all leaves together show that an axis splits layers.
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
         refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
@@ -152,9 +153,9 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     leaf, `keep` patterns that match no leaf, and leaves without a spec.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
-    # One innermost rule (part) after another instead of leaf by leaf, so that a rule that places no
-    # leaf is found. `taken` maps the index of a leaf in `arrays` to its placement. In a tree
-    # without arrays every rule would be idle, so none counts as idle.
+    # The loop goes over the innermost rules (parts), not over the leaves, so that a rule that
+    # places no leaf is found. `taken` maps the index of a leaf in `arrays` to its placement. In a
+    # tree without arrays every rule would be idle, so none counts as idle.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
     unplaced = set()  # the indices of leaves for which a rule gave neither a spec nor None
@@ -168,13 +169,14 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                     given = P()  # so that no later rule takes the leaf
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
         # `SpecsByPath` is a rule made from a dict of specs. For a model without the layers of
-        # `parallax.tensor`, `tensor.rule` returns an empty one. It may be idle, and so may a last
-        # rule for the rest.
+        # `parallax.tensor`, `tensor.rule` returns an empty one. Such a rule may be idle, and so may
+        # a last rule for the rest.
         may_be_idle = part == SpecsByPath() or _keeps_the_rest(part, wrappers, taken)
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
-    # Each `fsdp` once, by identity: every glob in its `keep` must match a leaf.
+    # Every glob in the `keep` of an `fsdp` must match a leaf. Each `fsdp` is checked once, by
+    # identity.
     for wrapper in (
         {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values()
         if arrays
@@ -205,9 +207,9 @@ def _placement(
     first."""
     spec, why = given, []
     for wrapper in wrappers:
-        # An axis that splits the experts may also be the axis of the `fsdp`. A second split over it
-        # would use the axis twice. For the spec of any other rule this is an error, which `refused`
-        # returns.
+        # An axis that splits the experts may also be the axis of the `fsdp`. A second split over
+        # this axis would use the axis twice. If any other rule gave the spec, this is an error,
+        # which `refused` returns.
         used_already = {name for entry in spec for name in entry_axes(entry)} & set(
             entry_axes(wrapper.axis_name)
         )

@@ -93,7 +93,7 @@ class fsdp:
     """
 
     axis_name: str | tuple[str, ...]
-    # Given instead of read from a mesh, so that a rule can be made before the mesh.
+    # The size is given, and not read from a mesh, so that a rule can be made before the mesh.
     size: int = field(kw_only=True)
     min_size: int = field(default=2**10, kw_only=True)
     # A dict has no hash, and a frozen dataclass needs one to be part of a `jax.jit` key.

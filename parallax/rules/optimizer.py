@@ -106,8 +106,9 @@ def optimizer_specs(
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
-        # An array that belongs to no leaf, such as a count, has one number for each layer. It is
-        # split like the layers of the first member, which stands for all members of the group.
+        # An array that belongs to no leaf, such as a count, has one number for each layer. The
+        # array is split like the layers of the first member, which stands for all members of the
+        # group.
         by_layer = P(*spec_of_leaf(members[0])[:lead])
 
         def spec_in_group(path, moment):

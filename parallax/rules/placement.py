@@ -119,8 +119,9 @@ def stacked_axes(placements: Sequence[Placement]) -> set[str]:
     """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
-        # Not `p.spec`: an `fsdp` may split the same dim in many leaves, and it need not be that of
-        # layers. A spec may have more entries than dims, which only `refused` reports.
+        # `p.spec` is not used: an `fsdp` may split the same dim in many leaves, and that dim need
+        # not be the dim of layers. A spec may have more entries than dims, which only `refused`
+        # reports.
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
             for axis in entry_axes(entry):
                 dims_by_axis.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
@@ -239,12 +240,13 @@ def _fitting(
     }
     entries = []
     # Not `strict`: a spec may have fewer entries than the leaf has dims. The other dims are whole.
-    # It may also have more entries, which is one of the errors.
+    # A spec may also have more entries than dims, which is one of the errors.
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         fitting = []
         for axis in entry_axes(entry):
-            # The number of devices along this axis and the axes that the dim has so far. It is 0 if
-            # the mesh lacks the axis. Without a mesh it is 1, so that every dim fits.
+            # The number of devices along this axis and the axes that the dim has so far. The number
+            # is 0 if the mesh lacks the axis. Without a mesh the number is 1, so that every dim
+            # fits.
             size = (
                 1
                 if mesh is None
