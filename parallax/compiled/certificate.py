@@ -45,8 +45,7 @@ class Entry(NamedTuple):
             unconditional.
         conditional: whether the collectives are in a branch that may not be taken. The collectives
             of all branches are counted.
-        unbounded: whether the collectives are in a loop of unknown length, which counts as one
-            trip.
+        unbounded: whether the collectives are in a loop of unknown length, counted as one trip.
     """
 
     kind: str

@@ -10,8 +10,8 @@ each pair (sender, receiver) to the bytes that are sent; devices are numbered in
 mesh. An `alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has the
 alpha and the beta of a link, and `hardware.slow` those of the network. `hardware.reached[1]` is the
 share of their stated rate that links reach. A *server* is the GPUs behind one switch. A `Machine`
-has, for each device, its coordinates (`places`) and the number of its slice of TPUs or of its
-server (`groups`); `sizes` has the sizes of the torus; with a switch, it is empty.
+has, for each device, the coordinates of the device (`places`) and the number of its slice of TPUs
+or of its server (`groups`). `sizes` has the sizes of the torus, and is empty with a switch.
 """
 
 from collections import Counter

@@ -145,7 +145,8 @@ class Computations(NamedTuple):
             where: the name of the computation that contains the loop.
             loop: the loop's instruction.
             body: the name of the computation that is the loop's body.
-            side: the side: a constant, or an element of the loop's state plus a constant.
+            side: this side of the comparison. It is a constant, or an element of the loop's state
+                plus a constant.
         """
         if side.element is None:
             return side.plus, 0  # a constant

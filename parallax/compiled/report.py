@@ -13,9 +13,9 @@ LINES = 5  # the table lists at most so many source lines
 def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
-    """Returns a report of the program as text: its devices, memory and collectives, the mean number
-    of links in a hop on a torus, the bytes over a network if there are any, and the estimate of its
-    time.
+    """Returns a report of the program as text: the devices, the memory, the collectives, and the
+    estimate of the time. On a torus it also has the mean number of links in a hop. If messages go
+    over a network, it has their bytes.
 
     Args:
         program: the result of `targets.compile`.

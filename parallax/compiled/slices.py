@@ -74,7 +74,7 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
 
     Args:
         line: the `recv`.
-        kind: the kind of message, as the text names it: "ONE_TO_ONE" or "ALL_REDUCE".
+        kind: the program's name of the kind of message, "ONE_TO_ONE" or "ALL_REDUCE".
         sends: the name of the `send` of each rendezvous.
         partitions: the number of devices of a slice.
 

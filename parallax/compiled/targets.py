@@ -168,8 +168,8 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
 
     Args:
         train: a function under `jax.jit`, or anything with `lower(*shapes)`.
-        shapes: the shapes of the arguments of `train`: `jax.ShapeDtypeStruct`s with shardings on a
-            mesh of the target's devices.
+        shapes: the shapes of the arguments of `train`, as `jax.ShapeDtypeStruct`s. Their shardings
+            are on a mesh of the target's devices.
         target: the result of `target(name)`.
 
     Raises:

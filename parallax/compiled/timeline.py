@@ -17,10 +17,10 @@ measurement. If pipeline stages run different work at the same time, the replay 
 and leaves out the waits of this stage for slower stages.
 
 The `state` of a replay has the time (`now`), the time from which each link is free (`free`), and
-the arguments of `_Replay.run`. A loop may have a mean number of trips, such as 1/2; `due` has, by
-the loop's name, the fraction of a trip that later runs of the loop still have to make up. A `line`
-is an instruction; `line.called` has the computations that this instruction runs, each with its
-number of runs (0 if unknown).
+the arguments of `_Replay.run`. For some loops only a mean number of trips is known, such as 1/2.
+`due` has, by the loop's name, the fraction of a trip that later runs of the loop still have to make
+up. A `line` is an instruction; `line.called` has the computations that this instruction runs, each
+with its number of runs (0 if unknown).
 """
 
 import math
@@ -89,9 +89,9 @@ def of(
 ) -> Timeline:
     """Returns the estimated times of a program that was compiled for `machine`.
 
-    The program is replayed several times: with the links as they are; with infinitely fast links;
-    once for each set of axes, with messages along these axes that take no time; and at other speeds
-    of the links.
+    The program is replayed several times: with the links as they are, with infinitely fast links,
+    and at other speeds of the links. For each set of axes there is one more replay, in which
+    messages along these axes take no time.
 
     Args:
         compiled: the program, or its text.

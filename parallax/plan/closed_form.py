@@ -434,8 +434,8 @@ def model_flops(config: Config, batch: int) -> Number:
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
     """Returns the floating-point operations of one device in a step of `batch` sequences in all.
 
-    A job counts in each tick in which the device runs it, also in a tick in which the device's
-    stage is idle and runs the job on garbage. Operations that the backward pass runs again count
+    A job counts in each tick in which the device runs it. This includes ticks in which the device's
+    stage is idle, and runs the job on garbage. Operations that the backward pass runs again count
     again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))

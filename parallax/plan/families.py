@@ -20,8 +20,8 @@ class Layer(NamedTuple):
         queries: H K, the width of all queries of a token together.
         keys: G K, the width of all keys of a token together. The values have the same width.
         hidden: the width F of the feed-forward.
-        inputs: how many matrices read the feed-forward's input: 2 if the feed-forward is gated, and
-            1 if it is not.
+        inputs: how many matrices read the feed-forward's input. There are 2 if the feed-forward is
+            gated, and 1 if it is not.
     """
 
     width: int

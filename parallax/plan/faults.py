@@ -78,7 +78,8 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
         between: mean seconds between failures, from `mean_time`.
         save: seconds by which a save delays the steps. If a save runs at the same time as the
             steps, only this delay counts, and not the whole time of the save.
-        restart: seconds from a failure to the next step: notice, start, restore, compile.
+        restart: seconds from a failure to the next step (to notice the failure, start, restore and
+            compile).
 
     Raises:
         ValueError: `between` or `save` is not above 0, or `restart` is below 0, or failures are so

@@ -664,12 +664,12 @@ class Reading:
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
         """Returns the arrays that a backward loop with several layers in its body (unrolled)
-        computes from constants and slices alone, for all of these layers but the first: gathered
-        weights, and values that are computed again.
+        computes from constants and slices alone. These are gathered weights, and values that are
+        computed again. The first of the layers does not count.
 
-        XLA computes these arrays for all layers of a body before the backward pass of the first.
-        The result has a pair for each array: the array's bytes, summed over these layers, and its
-        buffer. `carried` are the buffers of the carries.
+        XLA computes these arrays for all layers of a body before the backward pass of the first
+        layer. The result has a pair for each array: the array's bytes, summed over the other
+        layers, and its buffer. `carried` are the buffers of the carries.
         """
         count = eqn.params.get("unroll", 1) - 1
         if not eqn.params.get("reverse", False) or not count:

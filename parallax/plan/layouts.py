@@ -239,8 +239,7 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 def _groups(replicas: int, stage: int) -> list[int]:
     """Returns the numbers of replicas over which ZeRO may split. One is the number of all replicas.
-    Without a pipeline, each smaller size in `GROUPS` that divides this number is in the list
-    too."""
+    Without a pipeline, the list also has each smaller size in `GROUPS` that divides this number."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 

@@ -105,8 +105,7 @@ def peak(
 ) -> Peak:
     """Returns the temporaries of a frame at the moment when they have the most bytes: these bytes,
     the buffers, and the operation that runs at this moment. Also sets each buffer's `into`, the
-    buffer over which it is written. `Buffer.place` is then the first buffer in a chain of such
-    steps.
+    buffer over which it is written; `Buffer.place` needs this.
 
     Args:
         operations: the operations, in the order in which they run.
@@ -116,8 +115,8 @@ def peak(
         carried: for a loop's body, a pair of buffers for each carry: the carry's buffer at the end
             of an iteration, and its buffer at the beginning of the iteration.
         early: whether the results of loops are in memory from the first operation of the frame on,
-            as in some of XLA's backends. If not, a result takes memory only from the loop that
-            makes it on.
+            as in some of XLA's backends. If not, they are in memory only from the loop that makes
+            them on.
     """
     end = len(operations)
     # The index of the operation that last uses each buffer; `end` for a result. `last.get(x, -1)`

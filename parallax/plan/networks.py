@@ -335,8 +335,8 @@ def choose(
     the fastest first.
 
     Args:
-        times: for each collective its kind, such as "all_reduce", the bytes of the array that it
-            takes, and the number of its calls.
+        times: for each collective a tuple of its kind (such as "all_reduce"), the bytes of the
+            array that it takes, and the number of its calls.
         network: the network of all devices.
         group: how many devices the axis has, and how far apart their numbers are.
     """
@@ -364,8 +364,8 @@ def along(
         axis: the name of the axis.
         sizes: the devices on each axis of the mesh; the last axis runs fastest.
         hardware: the description of one device, such as `hardware.TPU_V5E`.
-        calls: for each collective its kind, such as "all_reduce", the bytes of the array that it
-            takes, and the number of its calls.
+        calls: for each collective a tuple of its kind (such as "all_reduce"), the bytes of the
+            array that it takes, and the number of its calls.
     """
     names = list(sizes)
     stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])

@@ -16,15 +16,15 @@ class Recomputed(NamedTuple):
     """The arrays that a layer keeps, and the operations that its backward pass runs again.
 
     Attributes:
-        keeps: what a layer keeps: everything, only the results of its matmuls with weights
-            ("products"), or only its input ("inputs").
+        keeps: what a layer keeps. It is "everything", or only the results of the layer's matmuls
+            with weights ("products"), or only the layer's input ("inputs").
         keeps_gathered: whether arrays that were gathered over devices are kept whole.
         keeps_scores: whether attention's scores (queries times keys, after the softmax) are kept.
         gathers: how many all-gathers over devices the backward pass of a layer runs again.
         sums: how many sums over devices the backward pass of a layer runs again.
         matmuls: whether the backward pass runs the matmuls with weights again.
-        scores: the share of attention's matmuls that the backward pass runs again: a half if
-            attention's result is kept and its scores are not.
+        scores: the share of attention's matmuls that the backward pass runs again. It is a half if
+            attention's result is kept and the scores are not.
         passes: of the arrays between a layer's matmuls, the share that the backward pass computes
             again. To compute these arrays takes the time of passes over memory.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.

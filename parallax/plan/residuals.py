@@ -42,7 +42,8 @@ class Sizes(NamedTuple):
         split: A / t, the numbers of an activation that is split over the tensor devices.
         scores: S / t, the numbers of attention's scores.
         narrow: bytes of a number in the dtype in which the model computes.
-        stream: numbers of the residual stream: A, or A / t if it is split by tokens.
+        stream: the numbers of the residual stream. There are A, or A / t if the stream is split by
+            tokens.
         gathered: how many numbers are kept of a column-parallel layer's input. There are A numbers,
             or `stream` numbers if the backward pass gathers the input again.
     """

@@ -25,8 +25,8 @@ class Seconds(NamedTuple):
         products: seconds of the matmuls, at the share of the peak rate that large matmuls reach.
         passes: seconds in which memory is read and written.
         messages: for each set of axes, seconds of the messages along these axes, one after another.
-        share: the share of the peak rate that the step reaches: the seconds that its matmuls would
-            take at the peak rate, divided by `total`.
+        share: the share of the peak rate that the step reaches. It is the seconds that the matmuls
+            would take at the peak rate, divided by `total`.
     """
 
     products: float
@@ -118,9 +118,9 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     n - 1 blocks of size / n bytes; each other collective of `jax.lax` costs as much as the same
     collective of `collectives.halving`.
 
-    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, received
-    bytes that the device adds to its own, and `chain`, the longest chain of messages that wait for
-    each other. The messages of an all-to-all do not wait, so its `chain` is 1.
+    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, bytes
+    received and added to the device's own array, and `chain`, the longest chain of messages that
+    wait for each other. The messages of an all-to-all do not wait, so its `chain` is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":

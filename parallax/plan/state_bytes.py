@@ -26,8 +26,8 @@ class Leaf(NamedTuple):
     Attributes:
         path: the array's path in the model, such as "blocks.mlp.up.weight".
         elements: numbers on a device, before ZeRO splits them over replicas.
-        share: numbers on a device after ZeRO has split them: 1/n of `elements`, or all of these if
-            no dim divides by n.
+        share: numbers on a device after ZeRO has split the array. This is 1/n of `elements`, or all
+            of `elements` if no dim is a multiple of n.
         axes: the mesh axes that split the array, without the axes over which ZeRO splits it.
     """
 

@@ -5,13 +5,13 @@ Nothing is compiled, and the devices need not exist.
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
 
 The program is walked once. The operations of products and the bytes of messages equal those of the
-compiled program. The memory is that of a compiler which fuses elementwise operations, and writes a
-result over an operand that is read for the last time (`liveness`). A `Value` is an array of the
-program. The `root` of a value is the value before reshapes, and `root.reads` has the buffers from
-which the root is computed. A `Buffer` is the memory of a `Value`. A `Message` stands for all calls
-of one kind of collective with the same axes, result bytes and source line. A `Reading` walks the
-program: `emit` adds an operation, `hold` gives a value its buffer, and the fields sum up the
-operations and messages so far.
+compiled program. The memory (`liveness`) is that of a compiler which fuses elementwise operations.
+Such a compiler writes a result over an operand that is read for the last time. A `Value` is an
+array of the program. The `root` of a value is the value before reshapes, and `root.reads` has the
+buffers from which the root is computed. A `Buffer` is the memory of a `Value`. A `Message` stands
+for all calls of one kind of collective with the same axes, result bytes and source line. A
+`Reading` walks the program: `emit` adds an operation, `hold` gives a value its buffer, and the
+fields sum up the operations and messages so far.
 """
 
 from collections import Counter
@@ -104,8 +104,8 @@ def trace(
         mesh: the mesh of the step. Its devices need not exist.
         hardware: the kind of device, such as `hardware.TPU_V5E`. From it come the time of the step,
             and the copies that the compiler makes.
-        platform: the platform whose branch of `lax.platform_dependent` counts: "cpu", "tpu" or
-            "cuda". By default this is the platform of `hardware`. Without hardware, the default
+        platform: the platform ("cpu", "tpu" or "cuda") whose branch of `lax.platform_dependent`
+            counts. By default this is the platform of `hardware`. Without hardware, the default
             branch counts.
 
     Raises:

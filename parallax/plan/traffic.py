@@ -441,9 +441,9 @@ class _Step:
 
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass of a
-        stage gathers the leaf, also a pass that runs again. Each backward pass that reads the leaf
-        gathers it too. A backward pass never reads the last bias (`IDLE`). It reads the other
-        biases (`ADDED`) only if the layer does not keep everything."""
+        stage gathers the leaf, and a forward pass that runs again gathers it again. Each backward
+        pass that reads the leaf gathers the leaf too. A backward pass never reads the last bias
+        (`IDLE`). It reads the other biases (`ADDED`) only if the layer does not keep everything."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         # The leaves that a backward pass does not read: more if a layer keeps everything.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
