@@ -109,16 +109,15 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program that computes its result at index `place` from the taps
-    before."""
+    """Returns the part of a program that computes result number `place` from the taps before it."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
 
 
 def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
-    """Returns a jaxpr as a `_Body`. `parent` is the body around it, and `eqn` is the equation of
-    `parent` that runs it. Both are None for the whole program."""
+    """Returns a jaxpr as a `_Body`. `parent` is the body around the jaxpr, and `eqn` is the
+    equation of `parent` that runs the jaxpr. Both are None for the whole program."""
     calls = () if parent is None else (*parent.calls, id(eqn))
     makers = {var: maker for maker in jaxpr.eqns for var in maker.outvars}
     return _Body(jaxpr, parent, eqn, calls, makers)

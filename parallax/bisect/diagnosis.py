@@ -150,8 +150,8 @@ def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
 
 def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the smallest box of indices that contains all wrong numbers, or "" if
-    this box is the whole value. The text calls the box missing if the wrong value is 0 everywhere
-    in it, and wrong otherwise."""
+    this box is the whole value. The text calls the box "missing" if the wrong value is 0 everywhere
+    in the box, else "wrong"."""
     # The index of each wrong number, in an array of shape [wrong numbers, dims].
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
     if not off.size:

@@ -3,7 +3,7 @@
 A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
 JAX's replication types tell which of the three it is. For a cotangent, sums and copies change
 places: if devices have copies of a value that is typed as varying, each device has a term of the
-cotangent; if they have terms of a sum, each device has a copy of the cotangent. A loss is a mean
+cotangent; if devices have terms of a sum, each device has a copy of the cotangent. A loss is a mean
 over equal parts of the batch. A device reports the cotangents of the loss of one part of the batch,
 so this module multiplies these cotangents by 1 / the number of parts.
 
@@ -276,7 +276,7 @@ class _Form(NamedTuple):
     Attributes:
         names: the names of the mesh's axes.
         sizes: the sizes of the axes.
-        dims: for each dim, the axes that split it.
+        dims: for each dim, the axes that split the dim.
         row_dim: the dim of the batch's rows; None if there is none.
         block_axes: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.

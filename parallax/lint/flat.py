@@ -87,7 +87,7 @@ class Flat:
         ours: the function that returns the jaxpr of a collective of this library.
         types: the type of each value; the value's id is the index.
         nodes: the operations.
-        literals: the numbers that are written into the program, each by the id of its value.
+        literals: the numbers that are written into the program, by the ids of their values.
         arguments: the ids of the arguments.
         results: the ids of the results.
         made: the operation that makes each value, by the value's id; no operation makes arguments,
@@ -96,7 +96,8 @@ class Flat:
     """
 
     def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr], scope: Scope):
-        """Lists the operations of a jaxpr; `scope` is their place in the program around it."""
+        """Lists the operations of a jaxpr; `scope` is the place of the jaxpr in the program around
+        it."""
         self.ours = ours
         self.types: list[Any] = []
         self.nodes: list[Node] = []

@@ -37,7 +37,7 @@ class Sum(NamedTuple):
 
     Attributes:
         aval: the type of the sum's operand.
-        axes: the mesh axes over which it sums.
+        axes: the mesh axes over which the sum goes.
         where: the caller's source line.
     """
 
@@ -65,9 +65,9 @@ class Loop:
     def summed(
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
-        """Notes a sum of `value` over devices, and returns the parts of the sum's result: those of
-        `value`, and the new sum. `only_added` decides later whether the sum could stand after the
-        loop.
+        """Notes a sum of `value` over devices, and returns the parts of the sum's result: the parts
+        of `value`, and the new sum. `only_added` decides later whether the sum could stand after
+        the loop.
         """
         # A sum that depends on a carry must stay in the loop, and so must the sums that were added
         # to this carry: each trip needs the carry's value.

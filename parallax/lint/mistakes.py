@@ -272,8 +272,8 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
 
 
 def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for gradients of a device's own rows that are scaled by their own norm
-    before they are summed."""
+    """Returns the finding for gradients of one device's rows that are scaled by the norm of these
+    gradients before they are summed over devices."""
     return Finding(
         "clipped-before-the-sum",
         where,

@@ -1,9 +1,9 @@
 """Tells how arrays are split, dim by dim, before and after operations on one device.
 
-A `Flat` program is a list of operations, its nodes. Its values (arrays) have ids, and functions
-take and return these ids. The `Dims` of a value have, for each dim, the axes that split the dim,
-the outermost first: `((), ("data",))` for a matrix whose second dim is split. `sent` is the
-collective that a node is, or None if the node is no collective.
+A `Flat` program is a list of operations, its nodes. The program's values (arrays) have ids, and
+functions take and return these ids. The `Dims` of a value have, for each dim, the axes that split
+the dim, the outermost first: `((), ("data",))` for a matrix whose second dim is split. `sent` is
+the collective that a node is, or None if the node is no collective.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def _same_elements(
 
     Args:
         node: the operation.
-        dims: for each dim of the given array, the axes that split it.
+        dims: for each dim of the given array, the axes that split the dim.
         before: the shape of the given array.
         after: the shape of the other array.
     """

@@ -87,7 +87,7 @@ class Reading:
 
     def ours(self, eqn: JaxprEqn) -> Jaxpr:
         """Returns the jaxpr of a collective of this library. The first call for an equation traces
-        it, and later calls return the same jaxpr."""
+        the jaxpr, and later calls return the same jaxpr."""
         if id(eqn) not in self._ours:
             mesh, checked = (self.map.mesh, self.map.checked) if self.map else (None, True)
             self._ours[id(eqn)] = types.linear_jaxpr(eqn, mesh, check_vma=checked)
@@ -112,8 +112,8 @@ class Reading:
     def read(
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None] = ()
     ) -> list[Value]:
-        """Returns the facts about a program's results, and notes all mistakes in the program: those
-        that `propagate` notes, and those in updates and in clipped sums.
+        """Returns the facts about a program's results, and notes all mistakes in the program: the
+        mistakes that `propagate` notes, and those in updates and in clipped sums.
 
         `arguments` are the facts about the program's arguments. `results` has, for each result, the
         axes that split each of its dims, or None if these axes are not known.
@@ -127,8 +127,9 @@ class Reading:
         return returned
 
     def propagate(self, program: Flat, arguments: Sequence[Value]) -> list[Value]:
-        """Returns the facts about a program's results, given the facts about its arguments. It goes
-        through the operations in order, and notes those mistakes that a single operation shows.
+        """Returns the facts about a program's results, given the facts about its arguments. The
+        method goes through the operations in order, and notes those mistakes that a single
+        operation shows.
         """
         # While silent, nothing is noted, so a program with the same facts is not read again.
         # `summed` is only for messages.

@@ -66,8 +66,9 @@ class ShardMap:
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
     def note(self, mistake: Callable[..., Finding], node: Node, *details: Any) -> None:
-        """Notes a mistake at `node`, if it is the first one of its kind on its line. `mistake`, a
-        function in the module `mistakes`, makes the finding from `details` and the line."""
+        """Notes a mistake at `node`, if it is the first mistake of its kind on this source line.
+        `mistake`, a function in the module `mistakes`, makes the finding from `details` and the
+        line."""
         finding = mistake(*details, node.where)
         self.findings.setdefault((finding.kind, finding.where), finding)
 

@@ -84,7 +84,7 @@ class _Operation:
         self.shapes = [program.shape(value) for value in node.outputs]
 
     def results(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the operation's results, given those about its operands."""
+        """Returns the facts about the operation's results, given the facts about its operands."""
         name = self.node.name
         if self.node.sent:
             return self._sent(self.node.sent, inputs)
@@ -252,7 +252,7 @@ class _Operation:
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
         # In its shard of a table, a device looks up rows by their indices in the shard: counting
-        # them on the device is no mistake.
+        # these indices on the device is no mistake.
         is_local = table.dims is None or any(dim.split for dim in table.dims)
         dims_of_indices = (
             dim._replace(counted=dim.counted and not is_local)
@@ -314,7 +314,8 @@ class _Operation:
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
         """Notes random numbers or counts along a dim of an operand, if they are the same on all
         devices and this dim of the result is split: each device's part of the dim would get the
-        same numbers. `value` has the facts about the operand, and `dims` those about the result.
+        same numbers. `value` has the facts about the operand, and `dims` the facts about the
+        result's dims.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
         for dim, of_value in zip(dims, value.dims or (), strict=True):

@@ -106,7 +106,7 @@ def _shard_maps(
     """Yields each `shard_map` of a program, with the value of each operand. An operand's value is
     None unless the operand is an argument or a constant that reaches the `shard_map` unchanged.
 
-    A `shard_map` inside a call, such as that of `jit`, is found too.
+    A `shard_map` inside a call, such as a call of `jit`, is found too.
     """
     jaxpr = jaxprs.opened(program)
     # Not strict: a jaxpr that is not closed has the variables of its constants without the values.

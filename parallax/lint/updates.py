@@ -111,8 +111,8 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
     """Returns the values that hold the elements of `result`, each with its dims, and the sums over
     devices that add different shards on the way from these values to `result`.
 
-    Such a sum goes over axes that split its operand. The operand, and the values that it is
-    computed from, are not returned. `dims` are the dims of `result`.
+    A sum that adds different shards goes over axes that split its operand. This operand, and the
+    values that it is computed from, are not returned. `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -164,9 +164,9 @@ def reductions(
     """Yields the reductions of the values in `dims_of` and of elementwise functions of these
     values. Each has the axes over which a collective should complete the reduction.
 
-    For a reduction of all elements to one number, these are the axes `split`. A reduction of some
-    dims counts only if optax made it, since a user may mean to reduce only the rows of one device.
-    Its axes are those that split the reduced dims. Nothing is yielded if the elements are rounded
+    For a reduction of all elements to one number, the axes are `split`. A reduction of some dims
+    counts only if optax made it, since a user may mean to reduce only the rows of one device. Its
+    axes are those that split the reduced dims. Nothing is yielded if the elements are rounded
     somewhere, since a quantiser may have one scale for each shard.
     """
     # The dims of each elementwise function; None if the elements are not in the same places.
@@ -282,8 +282,8 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
     """Returns a set and a list. The set has the value from which casts and scalar factors make
     `value`, and the list is empty.
 
-    If a `select_n` or a conditional (`CHOSEN`) chooses among several such values, the set has all
-    of these values, and the list has the predicates that choose.
+    If a `select_n` or a conditional (`CHOSEN`) chooses among several values, the set has all of
+    them, without their casts and scalar factors, and the list has the predicates that choose.
     """
     unscaled, predicates, seen, waiting = set(), [], set(), [value]
     while waiting:
@@ -338,8 +338,9 @@ def _is_of_optax(node: Node) -> bool:
     """Returns whether optax made the operation: whether the innermost known function outside JAX is
     in a file of optax.
 
-    `scope.at` has the equation and the calls around it. For each of them, `maker` returns the file
-    of the innermost function outside JAX and Python, or "" if this file is not known.
+    `scope.at` has the operation's equation and the equations of the calls around it. For each
+    equation, `maker` returns the file of the innermost function outside JAX and Python, or "" if
+    this file is not known.
     """
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 

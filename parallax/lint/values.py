@@ -108,7 +108,7 @@ class Shard(NamedTuple):
 
     Attributes:
         argument: the index of the argument.
-        dims: for each dim of the value, the axes that split it.
+        dims: for each dim of the value, the axes that split the dim.
     """
 
     argument: int
@@ -191,8 +191,9 @@ class Sent(NamedTuple):
 
     Attributes:
         kind: "sum", "maximum", "gather", "scatter", "exchange" or "permute".
-        axes: the mesh axes along which it sends.
-        permutes: whether it is made of `ppermute`s, which wait for all devices of the program.
+        axes: the mesh axes along which the collective sends.
+        permutes: whether the collective is made of `ppermute`s, which wait for all devices of the
+            program.
     """
 
     kind: str
@@ -325,7 +326,7 @@ def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str)
 
     Args:
         sent: the collective.
-        value: the facts about its operand.
+        value: the facts about the collective's operand.
         axes: the axes of the collective that have several devices.
         where: the source line of the collective, "file.py:12".
     """
