@@ -141,7 +141,7 @@ def check(f: Callable[..., Any], *args: Any, allowed: Collection[str] = PASS) ->
         lint.check(train, state, batch)
 
     Args:
-        f: a function, or a result of `jax.make_jaxpr`, as `program` takes it.
+        f: a function, as `program` takes it.
         args: the arguments of `f`.
         allowed: the kinds of findings that pass; by default those that only cost time, and
             `summed-twice`, which a later division may make right.
