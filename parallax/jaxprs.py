@@ -2,7 +2,7 @@
 
 An atom is an operand of an equation: a variable or a literal. The `aval` of an atom is its type. An
 array differs along a mesh axis if the array's type says that it varies over the devices of that
-axis. `inner(eqn)` are the jaxprs that an equation holds, such as the body of a loop.
+axis. `inner(eqn)` are the jaxprs that the equation `eqn` holds, such as the body of a loop.
 
 A fact about a value is any object. `Following` computes the facts about an equation's results from
 the facts about its operands. If a value may be either of two values, as the result of a `cond` may,

@@ -44,27 +44,27 @@ class Comms(NamedTuple):
         axis: the axis that the layers are split over.
         everywhere: `axis` and the other axes over which the vocabulary is split. `all_tokens` and
             `sum_partials` communicate over the axes of `everywhere`.
-        all_tokens: `(x)`: takes the residual stream, and returns all tokens, [B, T, D]. Each device
-            may then compute something different with these tokens.
-        sum_partials: `(x)`: takes partial sums for all tokens, [B, T, D], and returns the residual
-            stream.
-        column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
-        row: `(x, weight, bias)`: a row-parallel layer, whose result is the residual stream.
-        local_tokens: `(x, dim)`: the part of `x` for this device's tokens of the residual stream;
-            `dim` is the dim of tokens.
-        copy_to: `(weight)`: takes a weight that all devices of `axis` have whole, and returns it.
-            Each device may then compute something different with the weight, and the devices'
+        all_tokens: `all_tokens(x)` takes the residual stream, and returns all tokens, [B, T, D].
+            Each device may then compute something different with these tokens.
+        sum_partials: `sum_partials(x)` takes partial sums for all tokens, [B, T, D], and returns
+            the residual stream.
+        column: `column(x, weight, bias)` is a column-parallel layer of the residual stream.
+        row: `row(x, weight, bias)` is a row-parallel layer, whose result is the residual stream.
+        local_tokens: `local_tokens(x, dim)` is the part of `x` for this device's tokens of the
+            residual stream; `dim` is the dim of tokens.
+        copy_to: `copy_to(weight)` takes a weight that all devices of `axis` have whole, and returns
+            it. Each device may then compute something different with the weight, and the devices'
             gradients of it are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
-        context_tokens: `(x, dim)`: the part of `x` for the tokens that this device's layers
-            process: all tokens, unless there is a context axis.
+        context_tokens: `context_tokens(x, dim)` is the part of `x` for the tokens that this
+            device's layers process, which are all tokens unless there is a context axis.
         wrap_attention: takes the model's attention function and returns a function that attends
             over the context axis.
         context_shards: the number of devices that split the tokens of the layers.
         over_tokens: the axis or axes that split the tokens of the residual stream.
-        gathered: `(x)`: takes one row for each of this device's tokens of the residual stream, and
-            returns the rows of all tokens that the layers process, [B, T, ...]. These rows are the
-            same on all devices of `axis`, and no gradient flows through `gathered`.
+        gathered: `gathered(x)` takes one row for each of this device's tokens of the residual
+            stream, and returns the rows of all tokens that the layers process, [B, T, ...]. These
+            rows are the same on all devices of `axis`, and no gradient flows through `gathered`.
         wrap_experts: takes the function of a mixture of experts and returns a function whose
             experts are split over an axis. `experts.comms` sets this attribute.
     """
