@@ -90,10 +90,11 @@ def jobs(layout: Layout) -> Jobs:
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
     # Each tick of F sends an activation, and each tick of I a cotangent. The `last` ticks are one
-    # loop. XLA unrolls a loop of one tick, and drops its message, which no later tick reads. The
-    # embedding runs before the first tick, and in each tick of F for the next one. XLA embeds a
-    # single microbatch only once.
-    hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks + 1
+    # loop. XLA unrolls a loop of one tick, and drops its message, which no later tick reads.
+    hops = 2 * ticks - (last == 1)
+    # In a pipeline the embedding runs before the first tick, and in each tick of F for the next
+    # one. XLA embeds a single microbatch only once.
+    embeds = ticks + 1 if layout.pipelined and M > 1 else M
     # In lockstep no message between stages waits, so `arrivals` is 0. The fields are forward,
     # backward, heads, last, weights, slots, deferred, arrivals, hops, embeds, leaves.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
