@@ -548,6 +548,8 @@ def _regrouped(
     If the reshape cuts a split dim into several dims, the outermost of them is split, and the
     others are `within` it.
     """
+    if 0 in before:  # an array without elements: products of its sizes do not tell dims apart
+        return (Dim(),) * len(after)
     regrouped: list[Dim] = []
     i = 0  # the dims of `before` that are done
     while len(regrouped) < len(after):
