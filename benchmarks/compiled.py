@@ -26,7 +26,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh, plan, precision, rules, sequence
-from parallax.collectives import ring
+from parallax.collectives import bucketed, ring, two_rings
 from parallax.compiled import targets
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
@@ -40,6 +40,12 @@ MODELS = {
     "small": gpt2.SMALL,
     "wide": gpt2.Config(layers=4, heads=16, width=2048, context=1024, vocabulary=8192),
 }
+# "buckets": a ring; "rings": two rings in opposite directions. Both join small leaves.
+ALGORITHMS = {
+    "ring": ring,
+    "buckets": lambda name: bucketed(ring(name)),
+    "rings": lambda name: bucketed(two_rings(name)),
+}
 # The name of a row, sequences, layout, algorithm ("jit": `jax.jit` with shardings, a rival),
 # and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
 # gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
@@ -51,6 +57,9 @@ ROWS = """
     psum_made       64 data=8                                      lax  kernel,made
     ring_kernel     64 data=8                                      ring kernel
     ring_made       64 data=8                                      ring kernel,made
+    buckets_kernel  64 data=8                                      buckets kernel
+    rings_kernel    64 data=8                                      rings kernel
+    rings_made      64 data=8                                      rings kernel,made
     jit             64 data=8                                      jit  scores
     zero3_kernel    64 data=8,zero=3                               lax  kernel
     zero3_block     64 data=8,zero=3,remat=block                   lax  scores
@@ -115,9 +124,10 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
 
 
 def choices(layout: Layout, algorithm: str, how: str) -> Compute:
-    """A row's choices: a ring along each axis in a row of the ring, and `jax.lax` in the others."""
+    """A row's choices: one algorithm along all axes; with "lax" `jax.lax` sends."""
+    axes = {} if algorithm == "lax" else {name: ALGORITHMS[algorithm](name) for name in layout.axes}
     return Compute(
-        axes={name: ring(name) for name in layout.axes} if algorithm == "ring" else {},
+        axes=axes,
         attention=grouped if "scores" in how else None,
         reduce_in_backward="made" in how,
         comms=sequence.overlapping if "matmul" in how else None,

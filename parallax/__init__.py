@@ -1,4 +1,5 @@
-"""Parallel training from small functions over an Equinox model, its loss, and your own loop.
+"""Small functions for parallel training. You apply these functions to an Equinox model and its
+loss, and call the resulting step in your own loop.
 
     loss : (params, batch) -> scalar
     grad : (params, batch) -> (loss, gradients)

@@ -32,9 +32,9 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` name, and prints its result. By default they are the
-    arguments of the process. Returns the exit status: 0, or 2 if the request is wrong; the error is
-    then printed on stderr.
+    """Runs the command that `arguments` name, and prints its result. By default `arguments` are the
+    arguments of the process. Returns the exit status: 0, or 2 if the request is wrong; in that case
+    the error is printed on stderr.
     """
     options = parser().parse_args(arguments)
     try:
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line. Its result has the command's function as `run`."""
+    """Returns the parser of the command line. The parsed options have an attribute `run`: the
+    function of the command."""
     top = argparse.ArgumentParser(prog="parallax", description=DESCRIPTION, formatter_class=Help)
     top.add_argument("--version", action="version", version=f"parallax {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")

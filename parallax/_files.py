@@ -21,10 +21,11 @@ def sync(path: Path) -> None:
 
 
 def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
-    """Opens the regular file at `path` to be read, with no buffer; `what` describes it in an error.
+    """Opens the regular file at `path` for reading, without a buffer. In an error message, `what`
+    describes the file that was needed.
 
-    Raises `ValueError` for anything else: a read from a pipe may wait forever, and a device may
-    have no end. Raises `OSError` as `open` does.
+    Raises `ValueError` if `path` is no regular file: a read from a pipe may wait forever, and a
+    device may have no end. Raises `OSError` as `open` does.
     """
     try:
         file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115  (the caller closes it)
@@ -46,17 +47,18 @@ def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARG
 
     Raises `ValueError` as `open_file` does, and for a file of more than `most` bytes.
     """
-    # `open_file` has no buffer, and its `read` may return fewer bytes than asked for; a
-    # `BufferedReader` reads on until it has all.
+    # The file of `open_file` has no buffer, and its `read` may return fewer bytes than asked for; a
+    # `BufferedReader` reads on until it has all of them.
     with io.BufferedReader(open_file(path, what)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{path}: needed {what} of {most} bytes at most; the file has {size}.")
-        # Another process may have made the file longer since: then only the first bytes are read.
+        # Another process may make the file longer meanwhile: read the first `most` bytes at most.
         return file.read(most)
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file. If it is a pipe, does not wait for its writer; if it is a terminal, does not
-    make it the controlling terminal of this process."""
+    """Returns the descriptor of the opened file. A pipe is opened without waiting for its writer to
+    open it. A terminal does not become the controlling terminal of this process.
+    """
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

@@ -1,5 +1,5 @@
-"""Types of trees, devices and rules. Tests check them at run time. For type checkers, the types of
-trees and devices are `Any`."""
+"""Types of trees, devices and sharding rules. Tests check these types at run time. For type
+checkers, the types of trees and devices are `Any`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +16,8 @@ else:
 
     Specs = PyTree[PartitionSpec | None]  # a spec for each array, None for each other leaf
 
-# From the path of a leaf and the leaf to its spec; None leaves the leaf to another rule
+# A function of the path of a leaf and the leaf. It returns the leaf's spec, or None to leave the
+# leaf to another rule.
 Rule = Callable[[str, Any], PartitionSpec | None]
 
 __all__ = ["Device", "PyTree", "Rule", "Specs"]

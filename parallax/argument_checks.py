@@ -13,12 +13,13 @@ from parallax._typing import PyTree
 
 
 def whole_numbers(where: str, **numbers: Any) -> tuple[int, ...]:
-    """Returns the `numbers` as Python's integers, in their order; `where` begins the error message.
+    """Returns the values of the keyword arguments `numbers` as Python's integers, in the order
+    given. `where` begins the error message.
 
     NumPy's integers are accepted; 1.0 is not.
 
     Raises:
-        ValueError: one of the numbers is something else; the message has its name.
+        ValueError: one of the values is no integer; the message has the name of the argument.
     """
     integers = []
     for name, value in numbers.items():
@@ -56,14 +57,16 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
     """Raises `ValueError` unless `ids` are windows of tokens: whole numbers, `[batch, window]`.
 
     Ids outside the vocabulary are refused too, if their values are known. Inside a compiled program
-    values are not known: there such ids are accepted, and the embedding gives nan.
+    the values are not known: ids outside the vocabulary are then accepted, and the model's
+    embedding of them is nan.
 
     Args:
         where: the beginning of the error message.
         ids: the tokens.
         vocabulary: the number of tokens that exist.
-        weights: one weight for each token of a window but the first. An id outside the
-            vocabulary is accepted if it and all later tokens of its window have a weight of 0.
+        weights: the weights of the tokens' losses, one for each token of a window but the first. An
+            id outside the vocabulary is accepted if its token and all later tokens of the window
+            have weight 0: a token affects only its own loss and the losses of later tokens.
     """
     if not isinstance(ids, np.ndarray | jax.Array):
         raise ValueError(
@@ -77,12 +80,13 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         )
     if not (_known(ids) and _known(weights)):
         return
-    # NumPy is used, since JAX would compile a program for each shape.
+    # The check uses NumPy: JAX would compile a program for each shape.
     ids = np.asarray(ids)
     outside = (ids < 0) | (ids >= vocabulary)
     if weights is not None and outside.any():
         has_weight = np.asarray(weights) != 0
-        # The first token has no weight of its own, so it gets the weight of the second.
+        # The first token has no loss and so no weight. It affects the losses of all other tokens,
+        # so the weight of the second token stands for the weight of the first.
         has_weight = np.concatenate([has_weight[:, :1], has_weight], axis=1)
         # For each token: whether this token or any later one has a weight other than 0.
         is_needed = np.maximum.accumulate(has_weight[:, ::-1], axis=1)[:, ::-1]

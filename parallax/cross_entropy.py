@@ -1,12 +1,12 @@
 """The cross-entropy of a language model's head, block by block, without all logits at once.
 
-Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, t the
-tokens of a block.
+Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, V_X
+the rows of one device, t the tokens of a block.
 
 The logits `x · table^T` are B T V numbers, often more than all other activations of the model. A
-block of tokens needs only its own logits. Its results are small: a loss, the gradient of its `x`,
-and its term of the table's gradient. All three are computed while the block's logits exist, so the
-backward pass only scales the gradients.
+block of tokens needs only its own logits. The results of a block are small: a loss, the gradient of
+the block's `x`, and the block's term of the table's gradient. All three are computed while the
+block's logits exist, so the backward pass only scales the gradients.
 
 Source: the gradient in the forward pass is from Hsu et al., Liger Kernel (arXiv 2410.10989),
 section 3.2.
@@ -21,6 +21,8 @@ from parallax import precision, tensor
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, match_varying, varying, varying_axes
 
+BLOCK_TOKENS = 512  # the tokens of a block, for each device that splits the rows
+
 
 def mean(
     x: Float[Array, "*batch width"],
@@ -30,41 +32,47 @@ def mean(
     *,
     weights: Float[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
-    block_tokens: int = 512,
+    block_tokens: int | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
-    `x[B, D], W[V_X, D], targets[B] -> scalar`.
+    `x[B, D], table[V_X, D], targets[B] -> scalar`.
 
     It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
     with the same number of matrix products: three for value and gradient, one for only the value.
-    The factors of the products have the dtype of `x`. Their sums, the softmax and the loss are
-    float32 or wider.
+    The factors of the products have the dtype of `x`. The sums of products, the softmax and the
+    loss are float32 or wider.
 
-    It holds the t V_X logits of t = `block_tokens` tokens, and two arrays of the table's size: its
-    gradient, and a block's term of the gradient. Each block reads and writes both once; with blocks
-    of some hundred tokens that takes no noticeable time. A block sends as much as
-    `tensor.cross_entropy` of its tokens.
+    The computation holds the t V_X logits of t = `block_tokens` tokens, and two arrays of the
+    table's size: the table's gradient, and a block's term of it. Each block reads and writes both
+    arrays once; with blocks of a few hundred tokens, this takes no noticeable time. For each block,
+    a device sends as many bytes as `tensor.cross_entropy` does for the tokens of the block.
 
-    The cotangent of `x` is this device's term of a sum: the `tensor.copy_to` before `mean` adds the
-    terms. There is no forward-mode derivative.
+    `x` must be a result of `tensor.copy_to`, which is the identity forward. The cotangent of `x` is
+    this device's term of a sum, and the backward pass of `tensor.copy_to` adds the terms. There is
+    no forward-mode derivative.
 
     Args:
         x: the input of the head, after `tensor.copy_to`.
         table: this device's rows of the vocabulary's table, which is split over `axis`.
-        targets: numbers of rows of the whole table. A target outside the vocabulary makes the loss
+        targets: indices of rows of the whole table. A target outside the vocabulary makes the loss
             nan, unless its weight is 0.
         axis: the axis or axes that the rows are split over; `()` if the table is whole.
         weights: the factors of the tokens' losses. The sum is still divided by the number of
-            tokens: pass `normalized` weights for a weighted mean. They are not differentiated.
+            tokens: pass `normalized` weights for a weighted mean. The weights are not
+            differentiated.
         vocabulary: the number of rows without padding. The logits of padding are minus infinity,
             and the gradients of padding are 0.
-        block_tokens: the most tokens whose logits exist at the same time.
+        block_tokens: the most tokens whose logits exist at the same time. By default 512 for each
+            device of `axis`, so that a block of logits takes the same memory for any number of
+            devices.
 
     Raises:
         ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are
             no targets.
     """
     axis = Axis.of(axis)
+    if block_tokens is None:
+        block_tokens = BLOCK_TOKENS * axis.size()
     _check_mean(x, targets, axis, block_tokens)
     # In the `custom_vjp` below, `x` and `table` vary along the axes of all arguments, as their
     # gradients do. The transpose of `varying` sums a gradient over the axes along which its
@@ -81,6 +89,7 @@ def mean(
         return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
 
     def make_logits(x, table):
+        """Returns the logits of a block of tokens: [t, V_X]."""
         return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
 
     def losses_of(logits, targets, weights=None):
@@ -94,9 +103,9 @@ def mean(
             """Returns the losses of one block: `parts` are its x, targets and weights."""
             return None, losses_of(make_logits(parts[0], table), *parts[1:])
 
-        # `x` has one dim, its last, that is not of tokens; targets and weights have none.
+        # The last dim of `x` is not a dim of tokens; all dims of targets and weights are.
         _, losses = lax.scan(block, None, (in_blocks(x, 1), *map(in_blocks, others)))
-        # The rows after the `count` tokens only fill up the last block.
+        # The losses after the first `count` are of the zeros that fill up the last block.
         return jnp.mean(losses.reshape(-1)[:count])
 
     def forward(x, table, *others):
@@ -122,7 +131,7 @@ def mean(
         zeros = match_varying(jnp.zeros(table.shape, wide), table)
         parts = in_blocks(x, 1), *map(in_blocks, others)
         d_table, (losses, d_x_blocks) = lax.scan(block, zeros, parts)
-        # The rows after the `count` tokens only fill up the last block.
+        # The losses after the first `count` are of the zeros that fill up the last block.
         mean_loss = jnp.mean(losses.reshape(-1)[:count])
         d_x = d_x_blocks.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
         return mean_loss, (d_x, d_table)
@@ -172,11 +181,11 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     """Returns `weights` divided by their mean over the global batch.
 
     With these weights the mean of weight · loss over tokens is Σ weight · loss / Σ weight. The
-    weighted mean of the batch is not the mean of its parts' weighted means, since devices and
-    microbatches have different sums of weights. So the weights are divided by their global mean
-    once, before the gradient function. Then the plain means over equal parts give the right result,
-    as `mean`, `grads.accumulated`, `grads.averaged`, `zero.reduce_scattered` and a pipeline take
-    them. One scalar is sent.
+    weighted mean of the batch is not the mean of the weighted means of its parts, since devices and
+    microbatches have different sums of weights. So the weights are divided once, before the
+    gradient function, by the mean of all weights of the global batch. Then plain means over equal
+    parts give the right result. `mean`, `grads.accumulated`, `grads.averaged`,
+    `zero.reduce_scattered` and pipelines take such means. The devices send one scalar.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

@@ -2,29 +2,31 @@
 
     hardware.A100                                  # a record: the figures of one device
 
-Figures are for one device (a TPU chip) and for one direction of a link. GB are 10^9 bytes, but 2^30
-for the memory of a TPU. The figures were written down before the first estimate, and were not tuned
-afterwards. Sources:
+Figures are for one device (a TPU chip) and for one direction of a link. A GB is 10^9 bytes, but
+2^30 bytes for the memory of a TPU. The figures were written down before any time was estimated with
+them, and were not changed afterwards to fit measurements. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
   nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. The rate of
-  NVLink is for one direction. The network between machines is the network of a DGX; each of its
-  eight devices has an eighth of the rate. The latencies of a hop, 3.4 and 14 us, are the base
-  latencies in NCCL's model of rings (src/graph/tuning.cc).
+  NVLink is for one direction. The network between machines is the network of a DGX; each of the
+  eight devices of a DGX has an eighth of the network's rate. The latencies of a hop, 3.4 and 14 us,
+  are the base latencies in NCCL's model of rings (src/graph/tuning.cc).
 * TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x. The rates of links, and 1 us for a hop,
   are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. For
   two chips the rate of the network between slices is not stated: the table has the rate of a v5p
   for a v4, and the rate of a v6e for a TPU7x. The latency of that network is assumed to be 10 us.
   Google's pages state the sum over all links of a chip and both directions: 1,200 GB/s for a v5p
   and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the book's
-  90 GB/s for all three.
-* A TPU's clock turns the cycles of its compiler into seconds. Up to v5p, the clock is the rate of
-  products, divided by the operations per cycle: 2 x 128 x 128 for each of the 4 matrix units of a
-  core. From v6e on, the number of units is not stated, and the table has the 1.75 GHz of a v5p.
-* Assumed shares of the stated figures: large products reach 0.75 of the rate. In the replay of a
-  compiled program, passes over a GPU's memory reach 0.9, and NVLink 0.8. A TPU's program needs no
-  such shares, since the compiler states the cycles of products and passes.
+  90 GB/s for these three chips.
+* The compiler for a TPU states times in cycles; the clock turns cycles into seconds. Up to v5p, the
+  clock is the rate of products, divided by the operations per cycle: 2 x 128 x 128 for each of the
+  4 matrix units of a core. From v6e on, the number of units is not stated, and the table has the
+  1.75 GHz of a v5p.
+* Some shares of the stated figures are assumed: large products reach 0.75 of the rate. In the
+  replay of a compiled program, operations that only read and write a GPU's memory reach 0.9 of its
+  bandwidth, and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares, since the
+  compiler states the cycles of products and of other operations.
 """
 
 import dataclasses
@@ -49,14 +51,15 @@ class Hardware:
         full_rate: the operations per second of matrix products of float32 arrays, the dtype of the
             parameters, as JAX computes them by default.
         bandwidth: the bytes per second from and to memory.
-        domain: the number of devices that fast links join: those of a machine or a slice.
+        domain: the number of devices that fast links join, which are the devices of a machine or a
+            slice.
         fast: the time of a hop over one fast link (TPU), or over all links of a GPU to its switch.
         slow: the time of a hop between domains.
         efficiency: the share of the rates that large products reach.
         reached: the shares of the bandwidth and of the links that a replayed program reaches.
         clock: the cycles per second; 0 if the compiler states no cycles.
-        fresh: the seconds per byte of temporaries that a step spends to get new memory from the
-            system; 0 if the steps keep their memory.
+        fresh: the time to get new memory from the system, in seconds per byte of a step's
+            temporaries; 0 if the steps keep their memory.
         short: the bytes of a number in `bfloat16` or `float16`: 2, or 4 if the compiler widens such
             numbers.
         torus: the chips along each dim of the slice that the mesh uses, such as (2, 4). With () a
@@ -80,14 +83,16 @@ class Hardware:
     torus: tuple[int, ...] = ()
 
     def link(self, span: int, links: float = 1.0) -> Link:
-        """Returns the time of a hop in a group of devices: over fast links if the group fits into a
-        domain, else over the network.
+        """Returns the times of a hop in a group of devices: the seconds per hop (`alpha`), per byte
+        sent (`beta`) and per received byte that is added (`gamma`). The hop is over fast links if
+        these join all devices of the group (a domain), else over the network.
 
         Args:
-            span: the number of devices from the group's first to its last, in the order of their
-                numbers.
-            links: the fast links that the hop crosses. The time of a hop over fast links is
-                multiplied by their number, since its bytes cross each of them.
+            span: the number of devices from the first device of the group to the last, in the order
+                of the devices' numbers.
+            links: the number of fast links that the hop crosses. It multiplies `alpha` and `beta`
+                of fast links, since the bytes cross each link, but not `gamma`: each byte is added
+                once.
         """
         if span > self.domain:
             return self.slow
@@ -102,13 +107,13 @@ class Hardware:
                 number of its cores.
         """
         # A chip has one device, or two if each of its two cores is a device.
-        # Without a torus, the product of its dims is 1, and nothing is refused.
+        # Without a torus, the product of the dims in `()` is 1, and nothing is refused.
         cores, remainder = divmod(math.prod(axes.values()), math.prod(self.torus))
         if remainder or (self.torus and cores not in (1, 2)):
             raise ValueError(
                 f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} "
                 f"chips, and the layout has {math.prod(axes.values())} devices. Use a layout "
-                "with a device for each chip, or for each core, or another torus."
+                "with one device per chip or one per core, or give another torus."
             )
         if not self.torus:
             return dict.fromkeys(axes, 1.0)
@@ -123,9 +128,10 @@ class Hardware:
 def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     """Returns the record of a GPU.
 
-    `memory` is in GB, `rate` and `full_rate` are in 10^12 operations per second, and `bandwidth`,
-    `nvlink` and `network` are in GB per second. `nvlink` is the rate of all links of a device
-    inside a machine, and `network` is its rate between machines.
+    `memory` is in GB. `rate` is the rate of products in 16 bits, and `full_rate` the rate of
+    products of float32 arrays, both in 10^12 operations per second. `bandwidth`, `nvlink` and
+    `network` are in GB per second. `nvlink` is the rate of all links of a device inside a machine,
+    and `network` is the rate of a device between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). The head of this file has the sources of the latencies and of the shares reached.

@@ -1,15 +1,18 @@
-"""Reads traced programs (jaxprs), and follows facts about their values from equation to equation.
+"""Reads traced programs (jaxprs), and follows facts about values from equation to equation.
 
-An atom is an operand of an equation: a variable or a literal. Its `aval` is its type. An array
-differs along a mesh axis if its type says that it varies over the devices of that axis.
-`inner(eqn)` are the jaxprs that an equation holds, such as the body of a loop.
+An atom is an operand of an equation: a variable or a literal. The `aval` of an atom is its type. An
+array differs along a mesh axis if the array's type says that it varies over the devices of that
+axis. `inner(eqn)` are the jaxprs that the equation `eqn` holds, such as the body of a loop.
 
 A fact about a value is any object. `Following` computes the facts about an equation's results from
-those about its operands. A value that is one of two has the facts `first | second`; a value that is
-computed from several operands has the facts `met(operands)`. One kind of fact is a `Reach`: the
-arguments of the program that a value depends on. It is three masks with a bit for each argument:
-`at_all` (in any way), `alone` (in a way without a collective), and `met` (combined with data before
-any collective).
+the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
+the facts about it are `first | second`, the facts about the two. A value that is computed from
+several operands has the facts `met(operands)`.
+
+One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three
+masks with a bit for each argument. `at_all` has the arguments on which the value depends at all,
+and `alone` those on which it depends through a chain of operations without a collective. `met` has
+the arguments that were combined with data in such a chain.
 """
 
 import functools
@@ -26,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from parallax.collectives import types as collective_types
 
-# The folders of JAX and of Python, whose lines `origin` skips
+# JAX's folder, and that of Python's library, where installed packages lie too: `origin` skips them
 _BELOW = (os.path.dirname(str(jax.__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 
 # Primitives that compute each element of their result from the same element of their operands
@@ -57,7 +60,8 @@ UNCHANGED = frozenset(  # the result has the same numbers, perhaps in another dt
 )
 # fmt: on
 ELEMENTWISE = CHEAP | DEAR | UNCHANGED
-# Primitives that only move numbers: if all numbers of the operand are equal, so are the result's.
+# Primitives that only move numbers: if all numbers of the operand are equal, all numbers of the
+# result are equal too.
 LAID_OUT = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 
 # The name of a loop in a `counted_scope`, in a compiled program
@@ -65,9 +69,11 @@ COUNTED = re.compile(r"/(\w+)\.(\d+)_of_(\d+)/while\"")
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """Returns a jaxpr without the values of its constants.
+    """Returns the jaxpr inside a closed jaxpr, without the values of its constants; returns any
+    other jaxpr unchanged.
 
-    JAX 0.12 does not tell closed jaxprs from others; there the jaxpr is returned unchanged.
+    JAX 0.12 has only one class of jaxprs, whose attribute `jaxpr` is the jaxpr itself. With JAX
+    0.12 the jaxpr is returned with its constants.
     """
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
@@ -78,9 +84,10 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
-    """Returns all jaxprs among the parameters of an equation, with the values of their constants.
+    """Returns all jaxprs among the parameters of an equation, with the values of the jaxprs'
+    constants.
 
-    The order is as in `inner`.
+    The jaxprs are in the order in which `inner` returns them.
     """
     values = [  # a parameter may be a tuple of jaxprs, as the branches of a `cond` are
         item
@@ -91,12 +98,12 @@ def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:
-    """Returns the jaxpr that an equation calls, as those of `jit` and `checkpoint` do; None if it
-    calls none.
+    """Returns the jaxpr that an equation calls, as the equations of `jit` and `checkpoint` do; None
+    if it calls none.
 
-    It is the equation's only jaxpr, with as many arguments and results as the equation has operands
-    and results. Only their numbers are compared, so the body of a `scan` is returned too. Callers
-    that must exclude it test the primitive's name first.
+    The jaxpr is the equation's only one, and has as many arguments and results as the equation has
+    operands and results. Only these counts are compared, not the types, so the body of a `scan` is
+    returned too. Callers that must exclude a `scan` test the primitive's name first.
     """
     bodies = inner(eqn)
     fits = (
@@ -142,8 +149,9 @@ COLLECTIVES = frozenset(
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
-    A collective of this library holds Python functions instead of a jaxpr, so it is traced here,
-    outside of any mesh (None).
+    An equation of `linear`, as the collectives of this library make them, holds Python functions
+    instead of a jaxpr, so these are traced here. No mesh is needed for this: the code around the
+    call runs inside a map over the axes already.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -161,10 +169,12 @@ class Reach(NamedTuple):
     """The arguments of a program that a value depends on, as masks with one bit per argument.
 
     Attributes:
-        at_all: the arguments that the value depends on in any way.
-        alone: the arguments that the value depends on in a way without a collective.
-        met: the arguments that were combined with data before any collective, as a weight is in a
-            matmul.
+        at_all: the arguments that the value depends on at all.
+        alone: the arguments that the value depends on through a chain of operations without a
+            collective.
+        met: the arguments that were combined with data in such a chain, as a weight is in a matmul.
+            The arguments in `met` are a part of those in `alone`. A later collective, such as a sum
+            of partial products over devices, ends the chain.
     """
 
     at_all: int = 0
@@ -172,7 +182,7 @@ class Reach(NamedTuple):
     met: int = 0
 
     def __or__(self, second: tuple[int, ...]) -> "Reach":
-        """Returns the arguments that at least one of two values depends on."""
+        """Returns the `Reach` with the arguments that are in at least one of the two."""
         return Reach(*map(operator.or_, self, second))
 
 
@@ -181,8 +191,9 @@ class Uses(NamedTuple):
 
     Attributes:
         reached: whether the result depends on the argument.
-        unsent: whether the argument is combined with data before any collective, on some way to the
-            result: there, the shards of other devices are not used.
+        unsent: whether a chain of operations without a collective leads from the argument to the
+            result, and combines the argument with data. Such a chain does not use the shards of
+            other devices.
     """
 
     reached: list[bool]
@@ -190,10 +201,11 @@ class Uses(NamedTuple):
 
 
 def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
-    """Returns, for each result of a program, its dependence on the arguments.
+    """Returns, for each result of a program, the dependence of the result on the arguments.
 
-    A `Uses` has two bools for each argument: whether the result depends on it (`reached`), and
-    whether it is combined with data before any collective (`unsent`).
+    A `Uses` has two bools for each argument. `reached` says whether the result depends on the
+    argument. `unsent` says whether the argument is combined with data in a chain of operations that
+    leads to the result without a collective.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
     may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: in
@@ -206,7 +218,8 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     """
     count = len(opened(closed).invars)
     # Bit i of a mask stands for argument i. The bit after the last argument stands for the
-    # constants that differ between devices.
+    # constants that differ between devices. `_Ways` counts these constants as data too: an argument
+    # that is combined with them is `met`. `bits` drops the constants' bit from the result.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     ways = _Ways(axis, of_data, of_constants=1 << count)
     # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
@@ -216,31 +229,34 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
         """Returns a mask as a bool for each argument."""
         return [bool(mask >> i & 1) for i in range(count)]
 
+    # `ways.run` has collected in `passed_on` the arguments that go into a `ppermute`.
     return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in reaches]
 
 
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses choose the type of a fact, and define `plain`. A value that is one of two, such as
-    the result of a `cond`, has the facts `first | second`.
+    Subclasses choose the type of a fact, and define `plain`. If a value may be either of two
+    values, as the result of a `cond` may, the facts about it are `first | second`.
 
     Attributes:
-        unknown: the fact about a value of which nothing is known.
+        unknown: the fact about a value of which nothing is known. It adds nothing to another fact
+            by `|`: if facts are sets, it is the empty set.
     """
 
     unknown: Any
 
     def constant(self, aval: Any, value: Any) -> Any:
-        """Returns the facts about a constant of the program, of the type `aval`.
+        """Returns the facts about a constant of the program: by default `unknown`.
 
-        `value` is None if only the type is known.
+        Subclasses may override this method, and use `aval`, the constant's type, and `value`, the
+        constant's value, which is None if only the type is known.
         """
         return self.unknown
 
     def plain(self, eqn: JaxprEqn, operands: list[Any], aval: Any) -> Any:
-        """Returns the facts about a result, of the type `aval`, of an equation without inner
-        programs.
+        """Returns the facts about one result of an equation without inner programs; `aval` is the
+        type of the result.
 
         `operands` are the facts about the equation's operands.
         """
@@ -268,8 +284,9 @@ class Following:
         return list(map(read, jaxpr.outvars))
 
     def results(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Returns the facts about an equation's results, given the facts about its operands. Inner
-        programs are followed by `branches`, `loop` and `run`, and other equations by `plain`."""
+        """Returns the facts about an equation's results, given the facts about its operands.
+        `branches`, `loop` and `run` follow inner programs; `plain` gives the facts for other
+        equations."""
         name = eqn.primitive.name
         if name == "cond":
             return self.branches(eqn, operands)
@@ -289,7 +306,8 @@ class Following:
             of_condition, rest = _cut(operands, n_condition)
             of_body, carries_before = _cut(rest, n_body)
             carries = self.loop(opened(eqn.params["body_jaxpr"]), of_body, carries_before, [])
-            # The condition decides the number of trips, so each carry depends on it too.
+            # The condition decides the number of iterations, so each carry depends on the condition
+            # too.
             trips = self.run(opened(eqn.params["cond_jaxpr"]), [*of_condition, *carries])
             return [self.met([*trips, carry]) for carry in carries]
         if called(eqn) is not None:
@@ -307,7 +325,7 @@ class Following:
     def branches(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Returns the facts about a conditional's results, joined over its branches.
 
-        The first operand chooses the branch, so the results depend on it too.
+        The first operand chooses the branch, so the results depend on this operand too.
         """
         every_branch = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
         # For each result, the facts that the branches give about it.
@@ -319,13 +337,13 @@ class Following:
     def loop(
         self, body: Jaxpr, constants: list[Any], carry: list[Any], sliced: list[Any]
     ) -> list[Any]:
-        """Returns the facts about a loop's results: carries, then stacked results.
+        """Returns the facts about a loop's results: first the carries, then the stacked results.
 
-        `constants`, `carry` and `sliced` are the facts about the operands of the three kinds; a
-        slice has the facts of its array.
+        `constants`, `carry` and `sliced` are the facts about the loop's constants, carries and
+        sliced arrays; a slice has the facts of the array from which it is cut.
         """
         # The body is read again until the facts about the carries no longer change. This ends,
-        # since each pass adds to them, and there are finitely many facts.
+        # since each pass adds facts, and there are finitely many facts.
         while True:
             carried, stacked = _cut(self.run(body, [*constants, *carry, *sliced]), len(carry))
             joined = list(map(operator.or_, carry, carried))
@@ -341,7 +359,7 @@ class FollowingAlong(Following):
         """Begins with an empty cache of the axes over which equations communicate."""
         self.axis = axis
         # A cache by the equation's id, since a loop's body is read several times. The equation is
-        # stored too: while it lives, no other can have its id.
+        # stored too: while it lives, no other equation can have its id.
         self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
@@ -352,7 +370,7 @@ class FollowingAlong(Following):
 
 
 class _Ways(FollowingAlong):
-    """Propagates the dependence on arguments, for `uses`: a fact is a `Reach`.
+    """Propagates the dependence on arguments, for `uses`. The fact about a value is its `Reach`.
 
     Attributes:
         data: a mask of the arguments that are data, and of the constants that differ between
@@ -364,9 +382,9 @@ class _Ways(FollowingAlong):
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int):
-        """Begins with no argument passed on. `data` is the mask of the arguments that are data.
-        `of_constants` is the mask with the bit for constants that differ between devices; they
-        count as data too."""
+        """At the start, no argument is known to go into a `ppermute`. `data` is the mask of the
+        arguments that are data. `of_constants` is the mask with the bit for constants that differ
+        between devices; these constants count as data too."""
         super().__init__(axis)
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.passed_on = 0
@@ -379,17 +397,19 @@ class _Ways(FollowingAlong):
         """Returns the `Reach` of an equation's result, given the `Reach` of each operand."""
         name, differs = eqn.primitive.name, self.axis in collective_types.axes_of_type(aval)
         joined = functools.reduce(operator.or_, operands, Reach())  # the arguments of any operand
-        # A collective joins the value with the parts of other devices. Its result depends on no
-        # argument without a collective, so `alone` and `met` are empty.
+        # A collective joins the value with the parts of other devices. The collective ends all
+        # chains without a collective, so `alone` and `met` become empty. If `alone` is empty, `met`
+        # is empty too.
         if joined.alone and self.is_sent(eqn):
+            # In a ring written by hand, a device uses its own block and then sends it on.
             if name == "ppermute":
                 self.passed_on |= joined.alone
             joined = Reach(joined.at_all)
-        # Only arrays count as combined with each other, not scalars.
+        # An operation on scalars alone, such as the sum of a loss and a penalty, does not count as
+        # a use of a weight with data.
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
-        # A value that is the same on all devices, such as the condition of `cpu.sequence_after`,
-        # cannot depend on one device's share alone.
+        # A value that is the same on all devices cannot depend on one device's share alone.
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
@@ -411,14 +431,14 @@ def _cut(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and the number of carries among a scan's operands.
 
-    The remaining operands are sliced along their first dim, one slice for each iteration. JAX 0.10
-    and 0.12 have different names for these numbers, so they are computed from ranks: a slice has
-    one dim fewer than the array that it is cut from or stacked into.
+    The remaining operands are arrays, of which each iteration gets one slice along the first dim.
+    JAX 0.10 and 0.12 have different names for these numbers, so this function computes the numbers
+    from ranks: a slice has one dim fewer than the array that it is cut from or stacked into.
     """
     body = inner(eqn)[0]
 
     def count_with_other_rank(outside, inside):
-        """Returns the number of pairs of atoms whose ranks differ."""
+        """Returns how many arrays have another number of dims outside the body than inside."""
         pairs = zip(types(outside), types(inside), strict=True)
         return sum(a.ndim != b.ndim for a, b in pairs)
 
@@ -440,15 +460,17 @@ def is_literal(atom: Any) -> bool:
 
 
 def frames(eqn: JaxprEqn) -> Sequence[Any]:
-    """Returns the calls that made an equation, the innermost first."""
+    """Returns the stack frames of the Python calls that made an equation, the innermost first."""
     traceback = eqn.source_info.traceback
     return traceback.frames if traceback else ()
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """Returns the innermost line outside JAX that made an equation, "clipping.py:77", or ""."""
+    """Returns the innermost line outside `_BELOW` that made an equation, such as "clipping.py:77";
+    "" if there is no such line."""
     for frame in frames(eqn):
         name = frame.file_name
+        # Names without ".py", such as "<frozen ...>" or "<stdin>", are no files.
         if name.endswith(".py") and not name.startswith(_BELOW):
             return f"{os.path.basename(name)}:{frame.line_num}"
     return ""
@@ -464,7 +486,7 @@ def counted_scope(name: str, *, runs: int, rounds: int) -> str:
     not at all in each iteration of an enclosing loop.
 
     The loop runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in
-    which iterations it runs, so the compiled program does not show the number `runs`. Code that
-    reads compiled programs finds the number in this name, by the pattern `COUNTED`.
+    which iterations the loop runs, so the compiled program does not show the number `runs`. Code
+    that reads compiled programs finds `runs` in this name, by the pattern `COUNTED`.
     """
     return f"{name}.{runs}_of_{rounds}"

@@ -1,11 +1,12 @@
-"""The number of devices on each mesh axis, and the parts of a batch: a frozen record.
+"""A frozen record of the number of devices on each mesh axis, the number of microbatches, and the
+other choices of a parallel run.
 
     layout = Layout(data=2, tensor=4, zero=1)
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
-This file imports nothing of the core. `models.recipe` builds a run from a layout, and `validate`
-refuses sizes that do not fit: a *fault* is one thing that is wrong. `DEFAULTS` has the default of
-each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in
+This file does not import the modules that use JAX. `models.recipe` builds a run from a layout, and
+`validate` refuses sizes that do not fit. Each thing that is wrong is a *fault*. `DEFAULTS` has the
+default of each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in
 `BATCH_AXES` split the batch by sequences. `validate.refusal` returns the error's text, or None if
 there is no fault.
 """
@@ -38,7 +39,7 @@ class Layout:
     """The sizes of a parallel run.
 
     The recipe of `models.decoder` makes the following choices by the kind of the mesh's devices;
-    `Compute` overrides them:
+    `Compute` overrides these choices:
 
     | | CPU | GPU | TPU |
     |---|---|---|---|
@@ -47,41 +48,44 @@ class Layout:
     | `jax.checkpoint`'s barrier for `remat` | yes | yes | no: stored arrays would be copied |
     | a pipeline's slots before the first write | zeros | not initialised | not initialised |
 
-    The two kernels of attention keep no scores.
+    The kernels `cudnn_attention` and `attention` do not store the scores.
 
     Args:
-        data: replicas, among which the batch is split.
-        stage: pipeline stages, among which the layers are split.
-        tensor: devices that share each layer's heads and hidden units.
-        replica: groups of `data` replicas each, with a slower network between the groups (HSDP).
-            Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced inside
-            a group, and then each device's share of them (1/n, for n devices in a group) is reduced
-            between groups.
-        expert: devices among which each layer's experts are split; tokens travel to their experts.
-            Otherwise the axis behaves like `data`: its devices take different sequences. ZeRO
-            splits its state only over `data` and `context`. See `parallax.experts`.
-        context: devices among which the tokens of each sequence are split; attention passes the
-            keys and values around these devices. See `parallax.context`.
+        data: the number of replicas, among which the batch is split.
+        stage: the number of pipeline stages, among which the layers are split.
+        tensor: the number of devices that share each layer's heads and hidden units.
+        replica: the number of groups of `data` replicas, with a slower network between the groups
+            (HSDP). Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced
+            inside a group, and then each device's share of the gradients (1/n, for n devices in a
+            group) is reduced between groups.
+        expert: the number of devices among which each layer's experts are split; tokens travel to
+            their experts. In all else the axis behaves like `data`: its devices take different
+            sequences. But ZeRO splits nothing over this axis, only over `data` and `context`. See
+            `parallax.experts`.
+        context: the number of devices among which the tokens of each sequence are split; attention
+            passes the keys and values around these devices. See `parallax.context`.
         microbatches: the number of parts of a replica's batch. The parts run one after another, or,
-            with stages, follow each other through the stages; their gradients are accumulated.
-        chunks: chunks of layers on each stage; with more than 1, the pipeline is interleaved, and
-            its bubble is smaller.
+            with stages, follow each other through the stages; the gradients of all parts are
+            accumulated.
+        chunks: the number of chunks of layers on each stage; with more than 1, the pipeline is
+            interleaved, and the idle time of the stages is smaller.
         zero: the stage of ZeRO; 0 means no ZeRO. From 1 on, the replicas split the optimizer's
-            state among them, instead of holding copies of it; from 2 on, also the sums of
-            gradients; at 3, also the parameters.
+            state, instead of each holding a copy; from 2 on, they also split the sums of gradients;
+            at 3, also the parameters.
         sequence: whether the residual stream is split by tokens over the tensor axis.
         precision: the type that the model computes in. With `full` it is the type of the
             parameters; with `bfloat16` or `float16` the model computes with copies of the
             parameters in that type.
-        remat: the values that the backward pass recomputes: `none`; `gathers`, those that were
-            gathered over devices; `attention`; or all values except the results of matmuls with
-            weights (`products`), a `block`'s input, or a `stage`'s input. See `parallax.remat`.
+        remat: the values that the backward pass recomputes. `none`: nothing. `gathers`: the values
+            that were gathered over devices. `attention`: the attention. `products`: all values but
+            the results of matmuls with weights. `block`: all but each block's input. `stage`: all
+            but each stage's input. See `parallax.remat`.
         schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (interleaved, if there are
             chunks), `gpipe`, `zero_bubble_lockstep`, `one_f_one_b` or `zero_bubble`. The last two
-            hold fewer microbatches in flight, and allow no ring inside a stage. The default allows
-            chunks, and any collectives and recomputation in a stage. Other schedules refuse some of
-            these, or are slower with them. docs/pipeline.md has the measured times of all
-            schedules.
+            hold fewer microbatches in flight than the others, and allow no collectives by `ring`
+            inside a stage. The default allows chunks, and any collectives and recomputation in a
+            stage. Other schedules refuse some of these choices, or are slower with them.
+            docs/pipeline.md has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
             stage gathers the parts. It is for stages on different machines. See
@@ -141,7 +145,7 @@ class Layout:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch by sequences, for its `PartitionSpec`:
+        """The axes that split the batch by sequences, for the batch's `PartitionSpec`:
         `P(layout.batch_axes)`."""
         return tuple(name for name in BATCH_AXES if name in self.axes)
 
@@ -165,7 +169,7 @@ class Layout:
 
     def group(self, device: int, *axis_names: str) -> list[int]:
         """Returns the devices with which `device` communicates along these axes, `device` included.
-        They are in ascending order, the order of their ring.
+        The devices are in ascending order, which is also their order in a ring.
 
         Raises:
             ValueError: there is no such axis, or no such device.
@@ -239,8 +243,8 @@ class Layout:
             layout.check(config.sizes | {"batch": 64, "devices": 8})
 
         Args:
-            sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens and batch; and
-                experts, devices and processes, if these are known.
+            sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens (of a sequence)
+                and batch; and experts, devices and processes, if these three are known.
 
         Raises:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
@@ -278,18 +282,19 @@ class Layout:
         """Returns the layout that a command line writes as `data=2,tensor=4,sequence=True`.
 
         Args:
-            text: parts separated by commas.
+            text: the parts `name=value`, separated by commas.
             sizes: any of the sizes of `check`, which the layout must fit.
-            wording: how an error writes its proposal; by default as the whole corrected text.
+            wording: the form of the proposal in an error; by default it is the whole corrected
+                text.
 
         Raises:
-            ValueError: a part that is not `name=value`, an unknown name or value, a name twice; or
-                as `Layout` does.
+            ValueError: a part is not `name=value`, a name or a value is not known, or a name is
+                given twice; or the fields do not make a valid layout.
         """
         # All parts are read before the first fault is raised, so that the proposal has all fields.
-        # `misread` are the sentences for parts that could not be read as they are. `_known_name`
-        # adds one for an unknown name, for which it returns the name of closest spelling. A part
-        # without a value gets one, too, but only for the proposal.
+        # `misread` are the sentences for parts that could not be read as they are. For an unknown
+        # name `_known_name` adds a sentence, and returns the name of closest spelling. A part
+        # without a value gets a value, too, but only for the proposal.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -336,11 +341,14 @@ class Layout:
     ) -> "Layout":
         """Returns the layout of these fields, or raises `ValueError` with the first fault.
 
-        `misread` are the sentences for faults of the text. In `written`, names and values are
-        already corrected for the proposal. The layout must fit `sizes`, those of a model and a
-        batch. `wording` is the form of the proposal in the message.
+        `misread` has a sentence for each mistake in the text. `written` has the fields, with names
+        and values already corrected as the message will propose them. The layout must fit `sizes`,
+        the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
+        `wording` is the form of the proposal in the message.
         """
-        # The first fault of the text, if there is one, begins the message.
+        # If the text has a mistake, there is always an error message, which begins with the first
+        # mistake. The proposal has the fields in `written` and the fields that it changes, but no
+        # others.
         message = validate.refusal(
             DEFAULTS | written, sizes, wording, written=written, misread="".join(misread[:1])
         )
@@ -367,20 +375,22 @@ def _typed(name: str, text: str) -> Any:
     kind = type(DEFAULTS[name])
     if kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    # At most 19 characters: Python raises an error of its own for a number of thousands of digits.
+    # No field has 20 digits: such a text is refused later. (`int` would raise an error of its own
+    # for thousands of digits.)
     is_number = text.removeprefix("-").isdecimal() and len(text) < 20
     return int(text) if kind is int and is_number else text
 
 
 def _value_of_bare(name: str) -> Any:
-    """Returns the value to propose for a field that is written without one: True for a boolean
+    """Returns the value to propose for a field that is written without a value: True for a boolean
     field, such as `sequence`, else the field's default."""
     return True if isinstance(DEFAULTS[name], bool) else DEFAULTS[name]
 
 
 def _known_name(name: str, misread: list[str]) -> str:
     """Returns `name` if there is such a field. Otherwise returns the field with the closest
-    spelling, and adds a sentence to `misread`."""
+    spelling, and adds a sentence about the mistake to the list `misread`. The caller raises an
+    error that begins with the first of these sentences, and proposes the corrected fields."""
     if name in DEFAULTS:
         return name
     misread.append(f"Layout has the fields {', '.join(DEFAULTS)}; got {name!r}.")

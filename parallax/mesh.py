@@ -1,8 +1,8 @@
 """A mesh of named axes, trees placed on the mesh, and the only wrapper of `jax.shard_map`.
 
 All axes are Auto outside `spmd` and manual inside. `spmd` gives a function the local block of every
-array, and the function names the axes along which it communicates. The check of replication types
-is always on. A mesh of `jax.make_mesh`, whose axes are Explicit, may be used too.
+array, and the function names the axes along which it sends data. The check of replication types is
+always on. A mesh of `jax.make_mesh`, whose axes are Explicit, may be used too.
 """
 
 import math
@@ -38,7 +38,7 @@ def make(**sizes: int) -> Mesh: ...
 def make(  # pyright: ignore[reportInconsistentOverload]
     *, devices: Sequence[Device] | None = None, **sizes: int
 ) -> Mesh:
-    """Returns a mesh over all devices, with the axes in the order given: `make(data=4, tensor=2)`.
+    """Returns a mesh over `devices`, with the axes in the order given: `make(data=4, tensor=2)`.
 
     TPUs are arranged so that, if possible, each hop of a ring along an axis crosses one link of the
     torus. Devices of several slices are taken slice by slice, so that the first axes cross the
@@ -50,7 +50,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices; there is no axis, or a size
-            is below 1; or the devices are CPUs, and JAX keeps compiled programs in a folder.
+            is below 1; or there are several CPU devices, and JAX's compilation cache is on: a
+            program for several CPU devices that is loaded from the cache can return wrong numbers.
     """
     devices = jax.devices() if devices is None else list(devices)
     asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -64,8 +65,8 @@ def make(  # pyright: ignore[reportInconsistentOverload]
     types = (AxisType.Auto,) * len(sizes)
     from parallax import torus  # only a mesh of real devices needs it
 
-    # The axes are Auto: with Explicit axes, `shard_map` refuses inputs that are laid out
-    # differently.
+    # The axes are Auto: with Explicit axes, `shard_map` refuses inputs that are not yet laid out as
+    # its `in_specs` say.
     return Mesh(torus.device_array(devices, tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
@@ -111,7 +112,7 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     `asked` are the sizes as text, such as "data=4 x tensor=2".
     """
     product = math.prod(sizes.values())
-    # New sizes of one axis with which the product is the number of devices.
+    # Each entry is a new size of one axis with which the product is the number of devices.
     fitting = [
         f"{name}={devices // (product // size)}"
         for name, size in sizes.items()
@@ -137,13 +138,14 @@ def spmd(
 
     It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
     (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
-    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too; it turns Python numbers
-    into arrays. The returned function may also be called inside a jitted program. Each argument is
-    first laid out as its spec says, wherever it was. Results lie on `mesh`; under `jax.set_mesh`,
-    their axes have the types (Auto or Explicit) of that mesh.
+    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (`jax.jit` would turn
+    Python numbers into arrays.) The returned function may also be called inside a jitted program.
+    Each argument is first laid out as its spec says, whatever its layout was. Results lie on
+    `mesh`; under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of
+    the mesh that was set.
 
     Args:
-        f: a function of local blocks; it names the axes along which it communicates.
+        f: a function of local blocks; `f` names the axes along which it communicates.
         mesh: the mesh.
         in_specs: a tuple with a tree prefix of `PartitionSpec`s for each argument, such as
             `rules.specs` returns.
@@ -163,7 +165,7 @@ def spmd(
         arrays, static_in = eqx.partition(arguments, is_array)
         check_specs(arrays, in_specs, typed_mesh)
         arrays = _laid_out(arrays, in_specs, typed_mesh)
-        # A function or a number cannot be a result of `shard_map`, so `body` puts it here.
+        # A function or a number cannot be a result of `shard_map`, so `body` puts such leaves here.
         static_out = []
 
         def body(*arrays):
@@ -172,7 +174,9 @@ def spmd(
             static_out.append(static)
             return result
 
-        # While `f` is traced, `grads` reads these axes, and refuses a batch that is split over one.
+        # While `f` is traced, `grads` reads these axes. `grads` refuses a batch in which one spec
+        # splits several leaves over such an axis, although the leaves have different numbers of
+        # rows: one leaf may be a table, which is not to be split.
         with UNEVEN_AXES(_uneven_axes(arrays, in_specs)):
             result = jax.shard_map(
                 body, mesh=typed_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
@@ -184,10 +188,13 @@ def spmd(
 
 
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
-    """Returns the axes by which one spec splits several arrays with different numbers of rows.
+    """Returns the mesh axes over which one spec splits the rows of several arrays, although the
+    arrays have different numbers of rows.
 
     `specs` is a tree prefix, so one spec may hold for several leaves. The rows of an array are its
-    first dim. `grads` refuses a batch of such arrays.
+    first dim. In a batch, one of such arrays may be a table, such as a weight for each class, which
+    is split by mistake: `grads` refuses the batch. Arrays that each have a spec of their own may
+    have different numbers of rows.
     """
 
     def axes(spec, leaves):
@@ -235,8 +242,9 @@ def _in_context(mesh: AnyMesh) -> AnyMesh:
 def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """Returns `arrays`; those that `shard_map` may refuse are first laid out as `specs` say.
 
-    On a mesh of Auto axes, `shard_map` lays out the arrays itself. On Explicit axes it refuses
-    arrays with another layout. JAX 0.12 cannot lower an array of an Explicit mesh on an Auto mesh.
+    On a mesh of Auto axes, `shard_map` lays out the arrays itself. On Explicit axes `shard_map`
+    refuses arrays with another layout. With JAX 0.12, a program on an Auto mesh that gets an array
+    of an Explicit mesh cannot be lowered, so such arrays are laid out first too.
     """
 
     def leaf(array, spec):
@@ -269,7 +277,7 @@ class Moved(NamedTuple):
 
     Attributes:
         tree: the tree on the new devices.
-        bytes: the bytes that the new devices did not have before, summed over devices.
+        bytes: the number of bytes that the new devices did not have before, summed over devices.
     """
 
     tree: Any
@@ -277,13 +285,15 @@ class Moved(NamedTuple):
 
 
 def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
-    """Returns `tree` on the devices of `mesh`, split as `specs` (a tree prefix) says.
+    """Returns `(tree, bytes)`: `tree` on the devices of `mesh`, split as `specs` (a tree prefix)
+    says, and the number of bytes that had to be moved, summed over devices.
 
     The arrays may be on any devices of this process. `move` changes the layout of a model without a
     disk, for example from training to generation: the axes and the number of devices may differ.
     All values stay the same, to the bit, and the given arrays remain valid. The part that a device
     has already is not counted among the moved bytes. A NumPy array is on no device, so all its
-    bytes count.
+    bytes count. For a model that was trained under `layout` and is to generate on the mesh `wide`
+    (`joined` joins the layers of the pipeline stages):
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
@@ -300,9 +310,10 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
-    """Returns the bytes of `leaf` that must be moved, summed over devices.
+    """Returns the number of bytes of `leaf` that must be moved, summed over devices.
 
-    A device needs its part by `sharding`; the part of `leaf` that it has already is not moved.
+    A device needs the part of `leaf` that `sharding` gives it. What the device already has of this
+    part is not moved.
     """
     argument_checks.check_not_deleted(f"mesh.move: {dotted(path)}", leaf)
     if isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True):
@@ -338,7 +349,8 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
 
 
 def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns (start, stop) for each dim, from a slice for each dim of an array of this shape."""
+    """Returns (start, stop) for each dim of an array of this shape; `place` has a slice for each
+    dim."""
     return [part.indices(size)[:2] for part, size in zip(place, shape, strict=True)]
 
 
@@ -365,8 +377,8 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
 
 
 def _check_none(specs: PyTree, tree: PyTree) -> None:
-    """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays have this
-    spec."""
+    """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays may have
+    this spec, and such leaves have been removed from `tree`."""
     # `specs` is a tree prefix: an array below the path of a None has the spec None.
     specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
@@ -384,11 +396,11 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
 def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: str = "") -> None:
     """Raises `ValueError` if `spec` does not fit the array `leaf`.
 
-    The message names `path`, and the `rule` that gave the spec, if that is given.
+    The message names `path`, and also the rule that gave the spec, if it is given as `rule`.
     """
     where = f"{path}: {spec}" + (f" from rule {rule}" if rule else "")
-    # JAX refuses these too, but its message does not name the leaf. An entry of a spec, for one
-    # dim, names no axis, one, or several.
+    # JAX refuses such specs too, but its message does not name the leaf. An entry of a spec, for
+    # one dim, names no axis, one, or several.
     names = [name for entry in spec for name in entry_axes(entry)]
     for name in names:
         if name not in mesh.shape:

@@ -5,10 +5,10 @@ float16. Sums (gradients over microbatches and devices, norms, softmax, the loss
 wide types: float32 or wider.
 
 float16 has no number above 65,504 and rounds numbers below 6e-8 to zero. So with float16 the loss
-is multiplied by a number, the loss scale, before it is differentiated. `Scale` holds this number
-and its history, as a part of a step's state. The scale falls when a gradient overflows, and that
-step is skipped; it rises when no gradient has overflowed for a while. A loss function returns the
-loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
+is multiplied by a number, the loss scale, before the loss is differentiated. `Scale` holds this
+number and its history, as a part of a step's state. The scale falls when a gradient overflows, and
+that step is skipped; the scale rises when no gradient has overflowed for a while. A loss function
+returns the loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
 
     def grad_of(scale):  # a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
@@ -46,14 +46,16 @@ def cast(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """Returns `grad` computed on parameters in `dtype`, with gradients in the parameters' dtypes.
+    """Returns a function like `grad` that computes with the parameters cast to `dtype`, and returns
+    gradients in the parameters' own dtypes.
 
     Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
-    cast once per step, and the sums over microbatches stay wide. Put it inside `grads.averaged`,
-    which then reduces wide gradients. The loss is wide too; auxiliary values stay as they are.
+    cast once per step, and the sums over microbatches stay wide. Put `mixed` inside
+    `grads.averaged`, which then reduces wide gradients. The loss is wide too; auxiliary values stay
+    as they are.
 
-    The batch is not cast. A float32 input would promote the products to float32, so cast such an
-    input where the model reads it, as in `x.astype(weight.dtype)`.
+    The batch is not cast. A float32 input would make the products float32, so cast such an input
+    where the model reads it, as in `x.astype(weight.dtype)`.
     """
 
     def wrapped(params, batch):
@@ -62,7 +64,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
         value = map_loss_and_aux(
             value, lambda loss: loss.astype(accumulation_dtype(loss.dtype)), lambda aux: aux
         )
-        # `matching_parameters` gives each gradient's parameter.
+        # A parameter that is not trained has the gradient None; `matching_parameters` leaves such
+        # parameters out, so that both trees fit together.
         return value, jax.tree.map(
             lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params)
         )
@@ -71,7 +74,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns a loss function, or the head of a pipeline, whose loss is multiplied by `scale`.
+    """Returns `loss`, a loss function or the head of a pipeline, with its loss multiplied by
+    `scale`.
 
     Auxiliary values stay as they are.
     """
@@ -89,13 +93,14 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `grad` of a `scaled` loss, with its loss and its gradients divided by `scale`.
+    """Returns `grad`, made from a `scaled` loss, with the loss and the gradients divided by
+    `scale`.
 
-    Both are float32 or wider. Use `unscaled` inside a function that compares the size of gradients
-    with a bound, such as `grads.clipped`.
+    The loss and the gradients are float32 or wider. Use `unscaled` inside a function that compares
+    the size of gradients with a bound, such as `grads.clipped`.
 
     Raises:
-        ValueError: `grad` was made by `grads.clipped`.
+        ValueError: in a call of the returned function, if `grad` was made by `grads.clipped`.
     """
 
     def divided(leaf):
@@ -106,8 +111,8 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
 
     def wrapped(params, batch):
         """Returns the unscaled loss (and aux), and the unscaled gradients."""
-        # `grads.clipped` inside would compare the scaled gradients with its bound, so it is
-        # refused.
+        # `grads.clipped` inside would compare the scaled gradients with its bound, so such a `grad`
+        # is refused. The last argument is the error's phrase for these gradients.
         refuse_clipped(grad, "precision.unscaled", "the gradients of the scaled loss")
         value, gradients = grad(params, batch)
         value = map_loss_and_aux(value, divided, lambda aux: aux)
@@ -125,8 +130,8 @@ class Scale(eqx.Module):
 
     Attributes:
         value: the number by which the loss is multiplied, in float32.
-        good: the steps without an overflow since the value last changed, in int32.
-        skipped: the steps with an overflow, since the beginning, in int32.
+        good: the number of steps without an overflow since the value last changed, in int32.
+        skipped: the number of steps with an overflow since the beginning, in int32.
     """
 
     value: Float[Array, ""]
@@ -143,8 +148,9 @@ class ScaledGrad:
     """A gradient function for `step.make` that depends on the loss scale, as float16 needs.
 
     Args:
-        grad_of: takes the scale, a scalar, and returns the gradient function, whose gradients are
-            `unscaled`. If the state of the step has no scale, `grad_of` is called with None.
+        grad_of: a function that takes the scale, a scalar, and returns the gradient function, whose
+            gradients are `unscaled`. If the state of the step has no scale, `grad_of` is called
+            with None.
     """
 
     grad_of: Callable[[Any], Callable[..., Any]]
@@ -156,15 +162,16 @@ def adjusted(
     """Returns the `Scale` of the next step.
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
-    it is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so it is
-    always finite. Gradients that need a greater scale are lost in float32 sums anyway.
+    the scale is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so
+    it is always finite. Gradients so small that they need a greater scale would vanish in float32
+    sums anyway.
 
     Args:
         scale: the `Scale` of this step.
-        finite: whether all gradients of this step were finite. It must be the same on all devices,
-            as `jnp.isfinite(grads.norm(gradients))` is.
-        interval: the steps without an overflow before the scale is raised.
-        factor: a power of two: it changes only the exponent of a number, so that scaling and
+        finite: whether all gradients of this step were finite. `finite` must be the same on all
+            devices, as `jnp.isfinite(grads.norm(gradients))` is.
+        interval: the number of steps without an overflow before the scale is raised.
+        factor: a power of two, so that it changes only the exponent of a number, and scaling and
             unscaling round nothing.
     """
     good = jnp.where(finite, scale.good + 1, 0)
@@ -173,7 +180,7 @@ def adjusted(
     value = jnp.where(finite, value_if_finite, scale.value / factor)
     new_fields = (
         jnp.clip(value, LEAST, 2.0**24),
-        jnp.where(rises, 0, good),  # counted anew after each change of the value
+        jnp.where(rises, 0, good),  # counted from 0 after each change of the value
         scale.skipped + (~finite).astype(jnp.int32),
     )
     return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), scale, new_fields)

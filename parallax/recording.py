@@ -1,8 +1,9 @@
 """Whether a record of a model's values is made, and the layer and microbatch that are traced now.
 
-The module `taps` makes the record; a *tap* is a place in the model that reports a value. A loop
-over layers or microbatches sets the number of the layer or microbatch, by `at`, while it traces the
-model. The loop needs only this file. While no record is made, this file adds nothing to a program.
+The module `taps` makes the record; a *tap* is a place in the model that reports a value. While a
+loop over layers or microbatches traces the model, it sets the number of the layer or microbatch by
+`at`. The code of the loop imports only this file, not `taps`. While no record is made, this file
+adds nothing to a program.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Sets the `layer` or the `microbatch` that taps in the `with` block report with their values.
+    """Sets the `layer` or the `microbatch` that a tap in the `with` block reports with a value.
 
     The numbers are integers or arrays. None keeps the number that an enclosing `at` has set.
     Nothing is set while no record is made.

@@ -33,11 +33,11 @@ GATHERED = "gathered"
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `remat`, a function of this module, without its barrier, for a block in a loop.
 
-    `jax.checkpoint` puts a barrier around the kept results. Without the barrier, XLA would reuse
-    results of the forward pass instead of recomputing them. If the forward and the backward pass
-    are separate loops, XLA cannot do that, so no barrier is needed. A barrier would cost time: an
-    accelerator would copy the kept results out of the loop's stacks before their use. Another
-    `remat`, from outside this module, is returned unchanged.
+    `jax.checkpoint` puts a barrier around the kept results. Without the barrier, XLA would not
+    recompute results, but reuse those of the forward pass. If the forward and the backward pass are
+    separate loops, XLA cannot do that, so no barrier is needed. A barrier would cost time: an
+    accelerator would copy the kept results out of the loop's stacked arrays before using them. A
+    function from outside this module is returned unchanged.
     """
     return (
         functools.partial(remat, prevent_cse=False)
@@ -54,7 +54,7 @@ def none(block: Callable[..., Any]) -> Callable[..., Any]:
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """Returns `block` with a backward pass that recomputes only the results gathered over devices.
 
-    These are weights (ZeRO-3) or tokens (sequence parallelism), which are gathered again.
+    Such results are weights (ZeRO-3) or tokens (sequence parallelism), which are gathered again.
     """
 
     def is_saveable(primitive, *_, **params):
@@ -82,16 +82,20 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `f` with a backward pass that keeps only the arguments of `f`, and computes the rest
     again.
 
-    For the backward pass of a GELU, JAX keeps five or six arrays; here it keeps one, the argument.
-    This also works inside a `jax.checkpoint` whose policy keeps results, such as that of `gathers`;
-    a `jax.checkpoint` of `f` would not. The result has reverse-mode derivatives only.
+    For the backward pass of a GELU, JAX keeps five or six arrays; with `of_arguments` it keeps one,
+    the argument. `of_arguments` also works inside a `jax.checkpoint` whose policy keeps results,
+    such as that of `gathers`. A `jax.checkpoint` of `f` would not work there: the outer policy
+    would decide about the results inside `f` too, and would keep them. The returned function has
+    reverse-mode derivatives only.
 
     Args:
-        f: a function of arrays, or of trees of arrays.
+        f: a function of positional arguments, arrays or trees of arrays. It must not read by
+            closure an array with respect to which one differentiates.
     """
 
+    # A backward pass of its own needs no result of `f`, so a policy has nothing to keep.
     @jax.custom_vjp
-    def kept(*arguments):
+    def f_with_vjp(*arguments):
         """Returns `f(*arguments)`."""
         return f(*arguments)
 
@@ -103,5 +107,5 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the cotangents of the arguments."""
         return jax.vjp(f, *arguments)[1](cotangent)
 
-    kept.defvjp(forward, backward)
-    return kept
+    f_with_vjp.defvjp(forward, backward)
+    return f_with_vjp

@@ -2,16 +2,18 @@
 stream.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, X the tensor axis, t devices
-on it. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
+on X. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
 
 An all-reduce is a reduce-scatter and then an all-gather. Here the two are separate operations. The
 computation between them (residual stream, norms, dropout) is done for T/t tokens on each device,
 instead of for all T tokens on every device. `gather_from` gathers the tokens before a
-column-parallel layer. `reduce_scatter_to` sums and scatters them after a row-parallel layer. Each
-is the other's transpose, and together they send as many bytes as Megatron's pair.
+column-parallel layer. `reduce_scatter_to` sums the partial results after a row-parallel layer, and
+scatters the tokens. Each of the two is the other's transpose, and together they send as many bytes
+as Megatron's pair of operations, the all-reduces of the forward and the backward pass.
 
-Parameters that are the same on all devices (norms, biases, positions) are now used for some tokens
-on each device. So their gradients are terms of a sum: wrap the gradient function in `grads.summed`.
+Each device uses the parameters that are the same on all devices (norms, biases, positions) only for
+its own tokens. So the gradients of these parameters are terms of a sum: wrap the gradient function
+in `grads.summed`.
 
 Source: Korthikanti et al., Reducing activation recomputation in large transformer models (arXiv
 2205.05198), section 4.2.
@@ -38,7 +40,7 @@ def gather_from(
 
     A device sends (t - 1)/t of the result's bytes. The transpose is `reduce_scatter_to`. The result
     has the name that `remat.gathers` looks for, so that the backward pass can gather the tokens
-    again instead of keeping them.
+    again, and they need not be kept.
     """
     axis = Axis.of(axis)
 
@@ -48,6 +50,9 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
+    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` takes
+    # `scatter` as the backward pass, so that it uses this algorithm too. `name` is the result's
+    # name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 
@@ -77,12 +82,12 @@ def column(
     """Returns the result of a column-parallel layer, which gathers the tokens first:
     `A[B, T_X, I] -> A[B, T, I] · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
-    `weight` and `bias` have this device's outputs. `all_gather_matmul` may be
-    `collectives.matmul.all_gather_matmul`, with which a device multiplies some tokens while other
-    tokens travel.
+    `weight` and `bias` are this device's parts, split along the outputs. `all_gather_matmul` may be
+    `collectives.matmul.all_gather_matmul`, with which a device multiplies some tokens while it
+    receives others.
 
     Raises:
-        ValueError: the weight does not take all inputs.
+        ValueError: the number of the weight's rows is not the number of inputs of `x`.
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
     # Without the function, all tokens are gathered before the product.
@@ -105,8 +110,8 @@ def row(
     `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
     `x` and `weight` have this device's inputs, and `bias` has all outputs. `matmul_reduce_scatter`
-    may be `collectives.matmul.matmul_reduce_scatter`, with which a device multiplies while the
-    partial sums travel.
+    may be `collectives.matmul.matmul_reduce_scatter`, with which a device multiplies while it sends
+    and receives partial sums.
 
     Raises:
         ValueError: the tokens are not a multiple of the devices, or the weight does not take the
@@ -145,30 +150,32 @@ def comms(
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
 ) -> Comms:
-    """Returns the communication of layers whose residual stream has its tokens split over `axis`.
+    """Returns the communication of layers that split the tokens of the residual stream over `axis`:
+    a `tensor.Comms`, the record of the functions by which a model's layers send data.
 
     The axes `shared` split the vocabulary too, such as the stages of a pipeline. `all_tokens` and
-    `sum_partials` communicate over them by Megatron's pair, `tensor.copy_to` and
+    `sum_partials` communicate over these axes by Megatron's pair, `tensor.copy_to` and
     `tensor.reduce_from`.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
-    The functions of the result raise `ValueError` for tokens that are not a multiple of the
-    devices.
+    The functions in the returned `Comms` raise `ValueError` if the number of tokens is not a
+    multiple of the number of devices.
     """
     axis = Axis.of(axis)
 
     def all_tokens(x):
-        # `copy_to` is before the gather, so that its all-reduce in the backward pass has only T/t
-        # tokens.
+        # `copy_to` is before the gather, so that the all-reduce of `copy_to` in the backward pass
+        # has only T/t tokens.
         return gather_from(tensor.copy_to(x, shared), axis)
 
     def sum_partials(x):
         return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
 
     def all_tokens_alike(x):
-        """Returns the rows `x` of all tokens, declared the same on all devices, without
-        gradient."""
+        """Gathers the rows `x` of all devices. The result is typed as the same on all devices, and
+        no gradient flows through it. A mixture of experts gathers the experts' ids with this
+        function."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 
@@ -190,10 +197,15 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Returns `comms` whose layers multiply while the tokens travel, by `collectives.matmul`.
+    """Returns the communication of sequence parallelism, as `comms` does, with layers that use
+    `collectives.matmul` to multiply some tokens while others are being sent.
 
-    These products send to both neighbours at the same time. The algorithm of `axis` is used only
-    outside the layers.
+    These collective matmuls send to both neighbours at the same time, whatever the algorithm that
+    `axis` names. That algorithm is used only outside the layers, such as for the vocabulary.
+
+    Args:
+        axis: the axis over which tokens and layers are split.
+        shared: axes that split the vocabulary too, such as the stages of a pipeline.
     """
     return comms(
         axis,

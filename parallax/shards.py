@@ -18,33 +18,34 @@ from parallax.collectives.axis import Axis
 
 
 class Split(NamedTuple):
-    """A dim of a leaf, and the axes that split it."""
+    """A dim of a leaf, and the axes that split this dim."""
 
     dim: int
     axis: Axis
 
 
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
-    """Returns the dims of the leaf at `path` that `axis` splits, each with the axes that split it.
+    """Returns the split dims of the leaf at `path`, each with those axes of `axis` that split it.
 
-    `axis` may be several axes. `specs` maps the dotted path of a leaf to its spec; a leaf that it
-    lacks is whole, and has no splits.
+    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf. The error
+    names ZeRO, which makes such shards. `specs` maps the dotted path of a leaf to its spec; a leaf
+    that `specs` lacks is whole, and has no splits.
 
     Raises:
-        ValueError: a dim is split over `axis` and, inside that, over another axis.
+        ValueError: a dim is split over `axis` first, and each part again over another axis.
     """
     splits = []
     for dim, entry in enumerate(specs.get(trees.dotted(path), ())):
         names = trees.entry_axes(entry)
         inside = tuple(name for name in names if name in types.axes(axis.names))
-        # In a tuple of names the last is innermost. If only an outer axis were gathered, its blocks
-        # would be joined in another order than in the array.
+        # In a tuple of names the last axis is innermost. If only an outer axis were gathered, the
+        # gathered blocks would be in another order than in the array.
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
                 f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, "
-                f"the last of them innermost, and gathered or scattered over {inside!r}. A "
-                "device's blocks would not lie one after another. Name those axes last, "
+                f"the last of them innermost, and gathered or scattered over {inside!r}. The "
+                "gathered blocks would not be neighbours in the whole leaf. Name those axes last, "
                 f"{(*outside, *inside)!r}, or split another dim over them."
             )
         if inside:
@@ -59,7 +60,8 @@ def names_of(splits: Sequence[Split]) -> set[str]:
 
 
 def take(x: Array, splits: Sequence[Split]) -> Array:
-    """Returns this device's shard of `x`, which all devices have whole: `A[I] -> A[I_X]`."""
+    """Returns this device's shard of `x`: `A[I] -> A[I_X]`. Each device has all of `x`, so nothing
+    is sent."""
     for dim, axis in splits:
         size = x.shape[dim] // axis.size()
         x = lax.dynamic_slice_in_dim(x, axis.index() * size, size, dim)
@@ -67,7 +69,7 @@ def take(x: Array, splits: Sequence[Split]) -> Array:
 
 
 def gather(x: Array, splits: Sequence[Split]) -> Array:
-    """Returns the whole leaf, typed as equal on all devices, from its shards: `A[I_X] -> A[I]`."""
+    """Returns the whole leaf from the shards, typed as equal on all devices: `A[I_X] -> A[I]`."""
     for dim, axis in splits:
         # Each device gathers the same blocks in the same order, so the results are equal bit for
         # bit.

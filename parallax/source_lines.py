@@ -1,6 +1,6 @@
 """Finds the line, or the file, of the function from which an equation of a program was traced.
 
-`frames(eqn)` are the calls that made an equation, the innermost first.
+`frames(eqn)` are the stack frames of the Python calls that made an equation, the innermost first.
 """
 
 import functools
@@ -31,8 +31,9 @@ UNKNOWN = "unknown line"
 def source(eqn: JaxprEqn) -> str:
     """Returns the line that made an equation, as "folder/file.py:12", with the whole path.
 
-    It is the innermost line of the user's code. Without such a line, it is the innermost line of
-    this library outside `lint` and `collectives`; without that too, it is `UNKNOWN`.
+    It is the innermost line of the user's code. If there is none, it is the innermost line of this
+    library outside `lint` and `collectives`, since the function that calls a collective says more
+    than the collective's own lines. If there is no such line either, it is `UNKNOWN`.
     """
     library_line = UNKNOWN
     for frame in frames(eqn):
@@ -41,21 +42,22 @@ def source(eqn: JaxprEqn) -> str:
         if name.startswith(_LINT):
             break
         line = f"{name}:{frame.line_num}"
-        if _is_callers(name):
+        if _is_users_file(name):
             return line
-        is_ours = name.startswith(_PACKAGE) and not name.startswith((_LINT, _COLLECTIVES))
+        is_ours = name.startswith(_PACKAGE) and not name.startswith(_COLLECTIVES)
         if library_line == UNKNOWN and is_ours:
             library_line = line
     return library_line
 
 
 def maker(eqn: JaxprEqn) -> str:
-    """Returns the file of the innermost function that made an equation and that belongs neither to
-    JAX nor to Python's standard library. Returns "" if there is no such file.
+    """Returns the ".py" file of the innermost function that made an equation and that belongs
+    neither to JAX nor to Python's standard library. Returns "" if there is no such file.
     """
     for frame in frames(eqn):
         name = frame.file_name
-        # Installed packages lie inside the folder of the standard library. `_LIBRARIES[0]` is JAX.
+        # Installed packages lie inside the folder of the standard library. `_LIBRARIES[0]` is JAX's
+        # folder. Names such as "<frozen ...>" or "<stdin>", without ".py", are no files.
         is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
         if name.endswith(".py") and not is_standard and not name.startswith(_LIBRARIES[0]):
             return name
@@ -71,19 +73,21 @@ def is_of_optax(file_name: str) -> bool:
 def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
 
-    JAX keeps such traces for later calls, so their lines may belong to an earlier call. The trace
-    of `eqx.filter_jit`, whose file is Equinox's, belongs to the caller.
+    JAX keeps such traces for later calls, so the lines in a trace may belong to an earlier call.
+    Equinox does not count: a jaxpr of `eqx.filter_jit` has Equinox's file, but the user's lines.
     """
+    # The first folder of `_LIBRARIES` is JAX's.
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])
 
 
 @functools.cache
-def _is_callers(file_name: str) -> bool:
-    """Returns whether a file is the user's: part neither of a library (this one included) nor of
-    Python."""
+def _is_users_file(file_name: str) -> bool:
+    """Returns whether a file is the user's: it is not in this package, in `_LIBRARIES` or in
+    Python's standard library. Files of any other installed package count as the user's."""
     # Frozen modules and functions made by beartype have names such as "<frozen ...>". Lines typed
     # into a prompt ("<stdin>", "<ipython...") are the user's.
     if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):
         return False
+    # Installed packages lie inside the folder of the standard library.
     standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)
     return bool(file_name) and not standard and not file_name.startswith((_PACKAGE, *_LIBRARIES))

@@ -1,10 +1,10 @@
 """Makes a train step, `(state, batch) -> (state, info)`, from a gradient function, for any model.
 
-An array varies along a mesh axis if its type says that it may differ between the devices of the
-axis; otherwise it is the same there. A parameter that varies is a shard. `checked` refuses an
-optimizer that is wrong on shards. Auxiliary values, `aux`, are a tree of values to log or to use in
-`after_update`. The loss scale (`precision.Scale`) is a factor that keeps gradients of 16 bits in
-range.
+An array varies along a mesh axis if the array's type says that it may differ between the devices of
+the axis; otherwise the array is the same on all devices of the axis. A parameter that varies is a
+shard. `checked` refuses an optimizer whose updates would be wrong on shards. Auxiliary values,
+`aux`, are a tree of values to log or to use in `after_update`. The loss scale (`precision.Scale`)
+is a factor that keeps gradients of 16 bits in range.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from parallax.optimizers.elementwise import checked, with_extra
 
 
 class State(eqx.Module):
-    """The state that a step changes, from which a run can continue. Its specs are a `State` too,
-    with a spec in place of each array.
+    """The state that a step changes, from which a run can continue. The specs of a state are
+    another `State`, which has a spec in place of each array.
 
     Attributes:
-        model: the parameters, in a tree that may have leaves of other kinds.
+        model: a tree with the parameters, and perhaps with leaves of other kinds.
         optimizer: the state of the optimizer.
-        step: the number of steps, skipped ones included: an int32 scalar.
+        step: the number of steps, skipped ones included, as an int32 scalar.
         scale: a `precision.Scale` if the loss is scaled, else None.
     """
 
@@ -52,11 +52,12 @@ class Info(NamedTuple):
     """The measurements of a step.
 
     Attributes:
-        loss: the loss of the global batch, as the gradient function returned it: a scalar.
-        gradient_norm: the norm of all gradients together, before `make` clips them: a scalar.
-        skipped: whether the step left the model and the optimizer's state as they were: a scalar. A
-            step is skipped if the loss or the norm was not finite, if the update would have made a
-            number infinite or NaN, or if the loss was above the limit.
+        loss: the loss of the global batch, as the gradient function returned it. It is a scalar.
+        gradient_norm: the norm of all gradients together, before `make` clips the gradients. It is
+            a scalar.
+        skipped: whether the step left the model and the optimizer's state unchanged. It is a
+            scalar. A step is skipped if the loss or the norm was not finite, if the update would
+            have made a number infinite or NaN, or if the loss was above the limit.
         aux: the auxiliary values of the gradient function, if it has any.
     """
 
@@ -92,34 +93,37 @@ def make(
     extra_args: Callable[[Any], dict[str, Any]] = value_of,
     specs: Specs | None = None,
 ) -> Step:
-    """Returns the train step of `grad` and `optimizer`. Inside `mesh.spmd` it runs on each device's
-    blocks of the arrays; on one device it runs without `mesh.spmd`.
+    """Returns the train step of `grad` and `optimizer`. Inside `mesh.spmd` the step runs on each
+    device's blocks of the arrays; on one device the step runs without `mesh.spmd`.
 
     A step is skipped if the loss or the gradient norm is infinite or NaN. It is also skipped if the
     update would make a finite number of the model or of the optimizer's state infinite or NaN. A
-    skipped step changes only the number of the step (and the loss scale), and its `Info` says so.
-    `step(state, batch, limit)`, with a scalar, also skips a step whose loss is above `limit`
-    (`run.spikes` gives one). A leaf without a gradient stays as it is.
+    skipped step changes only the number of the step (and the loss scale), and the `Info` of the
+    step says so. `step(state, batch, limit)` also skips a step whose loss is above `limit`, a
+    scalar (`run.spikes` computes such a limit). A leaf without a gradient stays unchanged.
 
     Args:
         grad: a gradient function whose gradients are already reduced. For a scaled loss it is a
             `precision.ScaledGrad`, and the step adjusts the state's `scale`.
-        optimizer: an optimizer that acts element by element, since each device updates its own
-            shards, or one of `parallax.optimizers`.
-        max_norm: the largest global norm, over all shards: larger gradients are scaled down to it.
-        reduce_norm_over: the axes, with their algorithms, over which the shards' sums of squares
-            are added; by default `jax.lax` adds them.
+        optimizer: an optimizer of `parallax.optimizers`, or one that acts element by element, since
+            each device updates only its shards.
+        max_norm: the largest global norm of the gradients, over all shards; larger gradients are
+            scaled down to this norm.
+        reduce_norm_over: axes, such as `ring("data")`, whose own algorithms add the shards' sums of
+            squares for the norm; over all other axes `lax.psum` adds these sums.
         after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
             changes, such as batch statistics.
-        extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`.
-        specs: the specs of the model. They say which dim of a leaf is split; the choices of an
-            optimizer may depend on this.
+        extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`. By
+            default the extra argument `value` is the loss; an optimizer without extra arguments
+            ignores it.
+        specs: the specs of the model, which say which dim of a leaf is split. An optimizer may be
+            right on shards of one dim and wrong on shards of another.
 
     Raises:
         ValueError: the loss or a gradient varies along an axis along which the model is the same,
             so it was not reduced; a gradient was already reduced over an axis that shards its
-            parameter; a gradient is that of a Python number; the auxiliary values differ between
-            devices; the optimizer is not right on these shards, or does not fit the gradients
+            parameter; a Python number has a gradient; the auxiliary values differ between devices;
+            the optimizer would be wrong on these shards, or does not fit the gradients
             (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
             model, or a leaf that is not an array.
     """
@@ -129,24 +133,29 @@ def make(
     update = checked(with_extra(optimizer).update, by_path, at="step.make")
 
     def step(state, batch, limit=None):
-        """Returns the state after one step on this device's rows of the batch, and its `Info`."""
+        """Returns the state after one step on this device's rows of the batch, and the step's
+        `Info`."""
         grad_at_scale = _at_scale(grad, state.scale)
+        # `value` is the loss, or `(loss, aux)`.
         value, gradients = loss_and_gradients(grad_at_scale, state.model, batch)
         loss, aux = value if isinstance(value, tuple) else (value, None)
+        # The parameters that have a gradient.
         weights = matching_parameters(gradients, state.model)
         _check_reduced(gradients, weights)
-        _check_own(loss, state)
+        _check_own(loss, state)  # refuses a loss of only this device's rows
         _check_joined(aux)
-        # The norm has three uses: it is reported, it clips, and it is finite only if all gradients
-        # are.
+        # The norm has three uses: it is reported, it clips, and it shows whether all gradients are
+        # finite.
         norm = grads.norm(gradients, axes=reduce_norm_over)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if max_norm is not None:
             gradients = grads.scaled(gradients, norm, max_norm)
-        # Up to here, gradients that are sums are float32 or wider. The optimizer's state has
-        # the dtypes of the parameters, so the gradients get these too.
+        # Gradients may have a wider dtype than their parameters, since they are summed in float32
+        # or wider. The optimizer's state has the dtypes of the parameters, so the gradients are
+        # cast to these.
         gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, weights)
-        extra = extra_args(Info(loss, norm, ~finite, aux))
+        # This `skipped` is not final: the update may overflow, or the loss be above the limit.
+        extra = extra_args(Info(loss, norm, skipped=~finite, aux=aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
         model = eqx.apply_updates(state.model, updates)
         # The default, `unchanged`, needs no check.
@@ -169,8 +178,8 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """Returns the gradient function of a step whose state has this loss scale; the scale is used
-    only by a `precision.ScaledGrad`."""
+    """Returns the gradient function for a step; `scale` is the loss scale in the step's state. Only
+    a `precision.ScaledGrad` uses the scale; any other `grad` is returned as it is."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)
@@ -183,7 +192,9 @@ def _lost(
     the same on all devices.
 
     A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    gives only the dtype of the count, and `axes` are those of `grads.norm`.
+    is used only for its dtype, in which the lost numbers are added up. The devices' numbers are
+    added as in `grads.norm`: along the axes in `axes` by the algorithms of these axes, and along
+    all other axes by `lax.psum`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -191,8 +202,9 @@ def _lost(
     )
     # A leaf that the step did not change, such as a frozen one, is the same object: it is skipped.
     changed = ((a, b) for a, b in zip(*numbers, strict=True) if a is not b)
-    # For each leaf 0 or 1, as a float, added up to one number per device. `grads.norm` sums its
-    # square over exactly the axes along which it varies: above 0 if any device has lost a number.
+    # Each leaf gives 0 or 1, as a float, and these are added up to one number per device.
+    # `grads.norm` sums the square of this number over exactly the axes along which it varies: the
+    # result is above 0 if any device has lost a number.
     lost = [jnp.any(~jnp.isfinite(a) & jnp.isfinite(b)).astype(norm.dtype) for a, b in changed]
     if not lost:  # the optimizer gave no leaf an update
         return jnp.asarray(False)
@@ -205,13 +217,17 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
     def check(path, gradient, weight):
         """Refuses one gradient if its varying axes do not fit those of its parameter."""
-        # Axes of one device do not count: types may differ there, and nothing is wrong.
+        # `local` are axes along which only the gradient differs: the gradient was not reduced
+        # there. `mixed` are axes along which only the parameter differs: the parameter is sharded
+        # there. Axes of one device do not count: types may differ there, and nothing is wrong.
         of_gradient, of_weight = set(varying_axes(gradient)), set(varying_axes(weight))
         local, mixed = (
             axes_of_several_devices(of_gradient - of_weight),
             axes_of_several_devices(of_weight - of_gradient),
         )
-        # A gradient of another shape is a share of ZeRO, and may vary where its parameter does not.
+        # Under ZeRO a gradient is one device's share of the whole gradient. The gradient's shape is
+        # then not that of the parameter, and the gradient may differ where the parameter is the
+        # same.
         if local and gradient.shape == weight.shape:
             raise ValueError(
                 f"step.make needs gradients that are reduced; the gradient of {trees.dotted(path)} "
@@ -230,11 +246,11 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 
 def _check_own(loss: Array, state: State) -> None:
-    """Refuses with a `ValueError` a loss that varies along an axis along which some leaf of the
-    state does not vary."""
-    # If all leaves of the model are shards, they vary, be it one model or one on each device. The
-    # state's step number is no shard: only if it varies too, each device trains a model of its own,
-    # whose loss may vary.
+    """Refuses with a `ValueError` a loss that varies along an axis, if some leaf of the state is
+    the same on all devices of that axis."""
+    # The leaves of the model may all vary because they are shards of one model, or because each
+    # device trains a model of its own. The state's step number is no shard: only if it varies too,
+    # each device has its own model, and the loss may vary.
     leaves = jax.tree.leaves(eqx.filter(state, trees.is_array))
     split = [varying_axes(leaf) for leaf in leaves]
     local = [
@@ -245,8 +261,8 @@ def _check_own(loss: Array, state: State) -> None:
     if local:
         raise ValueError(
             f"step.make: the loss differs along {local}, so each device has the loss of only its "
-            "own rows, although the state is of one model there. Wrap the gradient function in "
-            f"{REDUCING} over that axis."
+            "own rows, although all devices of that axis have the same model. Wrap the gradient "
+            f"function in {REDUCING} over that axis."
         )
 
 
@@ -263,8 +279,9 @@ def _check_joined(aux: PyTree) -> None:
 
 
 def _same_form(model: PyTree, before: PyTree) -> PyTree:
-    """Returns `model`, the result of `after_update`. Raises `ValueError` if its structure, or the
-    shape, dtype or varying axes of a leaf, differ from those of the model `before`."""
+    """Returns `model`, the result of `after_update`. Raises `ValueError` if the structure of
+    `model`, or the shape, dtype or varying axes of a leaf, differ from those of the model
+    `before`."""
     new, old = (dict(jax.tree.leaves_with_path(tree)) for tree in (model, before))
     if jax.tree.structure(model) != jax.tree.structure(before):
         gone = [f"{trees.dotted(path)} is gone" for path in old if path not in new]
@@ -292,8 +309,8 @@ def _check_form(path: str, new: Any, old: Any) -> None:
 
         raise ValueError(
             f"step.make: after_update must keep {path}, which is {shown(old)}; it returned "
-            f"{shown(new)}. A leaf that is not an array is part of the program, and no step "
-            "can change it. Make it an array in the model, so that it can change."
+            f"{shown(new)}. A leaf that is not an array is a constant of the compiled step, so no "
+            "step can change it. Make it an array in the model, so that it can change."
         )
 
     def form(x):
@@ -319,22 +336,24 @@ def init(
     batch_axes: Sequence[str] = (),
 ) -> tuple[State, State]:
     """Returns a new `State` and its specs. Each device makes only its own shards, under `jit`, so
-    no device holds the whole of an array that is split.
+    no device holds all of an array that is split.
 
     Args:
         make_model: a function without arguments that makes the model, such as
-            `functools.partial(gpt2.GPT2, config, key=key)`. The arrays, NumPy's too, go to the
-            devices; other leaves (functions, Python numbers, None) stay as they are.
+            `functools.partial(gpt2.GPT2, config, key=key)`. The model's arrays, NumPy arrays
+            included, go to the devices; other leaves (functions, Python numbers, None) stay as they
+            are.
         optimizer: the optimizer that `make` gets.
         rule: the sharding rule of the model, for `rules.specs`.
         mesh: the mesh of the devices.
         optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
             default `rule`.
         scale: the first loss scale, for a `precision.ScaledGrad`.
-        trainable: the leaves that the optimizer has state for: a function of a leaf (an array or
-            its shape), or a tree of booleans, a prefix of the model. The gradient function gives
-            None for the others.
-        batch_axes: the mesh axes that split the batch, for `rules.specs`.
+        trainable: chooses the leaves for which the optimizer has state. It is a function of a leaf
+            (a traced array), or a tree of booleans that is a prefix of the model. For all other
+            leaves the gradient function gives None.
+        batch_axes: the mesh axes that split the batch. Only `rules.fsdp` and `rules.experts` may
+            split a parameter over these axes; `rules.specs` refuses any other rule that does.
 
     Raises:
         ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
@@ -357,11 +376,10 @@ class Planned(NamedTuple):
     """A state that is planned but not made yet.
 
     Attributes:
-        init: makes the state, each shard on its device. `init()` makes a new model;
-            `init(model)` takes the arrays of that whole model instead.
-        shapes: a `jax.ShapeDtypeStruct` with its sharding for each array, and the other leaves of
-            the state.
-        specs: the spec of each array.
+        init: a function that makes the state, each shard on its device. `init()` makes a new model.
+            `init(model)` takes the arrays of `model` instead, which must be whole (not shards).
+        shapes: the state, in which a `jax.ShapeDtypeStruct` with a sharding stands for each array.
+        specs: the state, in which a spec stands for each array.
     """
 
     init: Callable[..., State]
@@ -380,14 +398,35 @@ def planned(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> Planned:
-    """Returns the shapes and specs of the state that `init` makes, and a function that makes it.
+    """Returns the shapes and specs of the state that `init` makes, and a function that makes this
+    state.
 
-    Arguments and errors are as in `init`. Nothing is computed yet.
+    Nothing is computed yet.
+
+    Args:
+        make_model: a function without arguments that makes the model.
+        optimizer: the optimizer that `make` gets.
+        rule: the sharding rule of the model, for `rules.specs`.
+        mesh: the mesh of the devices, or an `AbstractMesh` without devices.
+        optimizer_rule: the rule of the optimizer's state, if it is split further (ZeRO-1); by
+            default `rule`.
+        scale: the first loss scale, for a `precision.ScaledGrad`.
+        trainable: chooses the leaves for which the optimizer has state. It is a function of a leaf
+            (a traced array), or a tree of booleans that is a prefix of the model.
+        batch_axes: the mesh axes that split the batch, over which only `rules.fsdp` and
+            `rules.experts` may split a parameter.
+
+    Raises:
+        ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
+            optimizer's state.
     """
-    statics = []  # the model's static leaves, one entry for each trace; the first is used
+    # The model's static leaves, one entry for each trace. The first entry is used, since it belongs
+    # to the trace that gives the shapes; later traces may have other functions.
+    statics = []
 
     def make_arrays():
-        """Returns a new model with None for its static leaves, which it adds to `statics`."""
+        """Returns a new model with None in place of its static leaves, and adds these to
+        `statics`."""
         arrays, static = eqx.partition(make_model(), trees.is_array)
         # `jax.eval_shape` returns only arrays, so the static leaves are stored in this list.
         statics.append(static)
@@ -400,8 +439,8 @@ def planned(
         return State(model, optimizer.init(trained(model)), jnp.zeros((), jnp.int32), scale)
 
     def state_and_trained():
-        # `trained` runs inside `eval_shape`, where leaves are arrays: `trainable` may test for
-        # arrays, and outside each leaf is a `ShapeDtypeStruct`.
+        # `trainable` may test whether a leaf is an array. So `trained` runs here, inside
+        # `eval_shape`, where leaves are arrays; outside they are `ShapeDtypeStruct`s.
         model = make_arrays()
         return state_of(model), trained(model)
 
@@ -416,12 +455,16 @@ def planned(
     # The step's number and the loss scale are the same on all devices.
     specs = State(model_specs, optimizer_specs, P(), jax.tree.map(lambda _: P(), scale))
     shapes = jax.tree.map(_placed_shape, state, trees.shardings(specs, mesh))
+    # A function that takes None or a model, as `init` below does, and makes the state's arrays on
+    # their devices.
     make_in_place = _in_place(lambda: state_of(make_arrays()), state_of, shapes)
 
     def with_static(state):
         return dataclasses.replace(state, model=eqx.combine(state.model, statics[0]))
 
     def init(given=None):
+        """Returns the state of the model `given`, whose arrays are whole; if `given` is None, the
+        state of a new model."""
         return with_static(make_in_place(given))
 
     return Planned(init, with_static(shapes), specs)
@@ -430,8 +473,10 @@ def planned(
 def _in_place(
     make: Callable[[], State], begin: Callable[[PyTree], State], shapes: State
 ) -> Callable[..., State]:
-    """Returns a function that makes a state with the shardings of `shapes`, under `jit`: by
-    `make()`, or by `begin(model)` if it is given a model."""
+    """Returns a function that makes a state under `jit`. If its argument is None, the function
+    makes the state by `make()`. Else the argument is a model with whole arrays, and the function
+    makes the state by `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the
+    shardings."""
     # The compiled functions return leaves, not a tree. If static fields of a model are functions,
     # each `make_model()` may make new functions, and its tree then has another structure.
     leaves, structure = jax.tree.flatten(shapes)
@@ -459,24 +504,24 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
-    """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in the tree of
-    `shapes`. Each process must have every array of `given` as a whole. Raises `ValueError` if their
-    number, shapes or dtypes are not those of `shapes`, those of the model that was prepared: the
-    one for which the step was planned."""
+    """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in a tree like
+    `shapes`. `shapes` are the shapes of the planned model. Each process must have every array of
+    `given` as a whole. Raises `ValueError` if the number, the shapes or the dtypes of the arrays
+    are not those of `shapes`."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
-            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Give the model "
-            "that was prepared."
+            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Pass a model "
+            "of the configuration for which the state was planned."
         )
     placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is "
-                f"{leaf.shape} and {leaf.dtype}. Prepare for the configuration and the dtype of "
-                "this model."
+                f"{leaf.shape} and {leaf.dtype}. Plan the state for the configuration and the "
+                "dtype of this model."
             )
         # A random key has no NumPy array to cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

@@ -1,16 +1,20 @@
 """Marks in a model: `tap` names a value, so that each device can report it and its cotangent.
 
-While no record is made, `tap` returns its argument and adds nothing to the program. While a record
-is made, `tap` is an identity whose lowering calls back to Python. Its transpose is another
-identity, which reports the cotangent. So taps work under `scan`, `checkpoint`, `vmap`, `shard_map`
-and in pipelines, and code that reads programs sees no effect. Users call `tap` as `bisect.tap`, so
-errors name it so.
+A record of values is made in a `with recording():` block. Outside of the block, `tap` returns its
+argument and adds nothing to the program. Inside, `tap` is an identity whose lowering calls back to
+Python. The transpose of the tap is another identity, which reports the cotangent. So taps work
+under `scan`, `checkpoint`, `vmap`, `shard_map` and in pipelines. In a jaxpr a tap has no effect (in
+JAX's sense), so transformations treat it like any other operation. Users call `tap` as
+`bisect.tap`, so errors use this name.
 
 `tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
-numbers of the microbatch and the layer, and positions for some dims. Its `way` says what it
-reports: FORWARD the value, LINEAR (of a tangent) nothing, BACKWARD the cotangent, and AFTER a value
-that is computed after the backward pass. `RECORDER` holds the recorder of the record that is made
-now, and `AT` the microbatch and the layer that `at` set.
+numbers of the microbatch and the layer, and, for some dims, the positions of the value's elements.
+Its `way` says what the tap reports: FORWARD means the value; LINEAR, for the tap of a tangent,
+means nothing; BACKWARD means the cotangent; AFTER means a value that is computed after the backward
+pass. Its `mark`, a `Mark`, has the name of the tap (`path`), and says how the value is split
+(`dims`, `terms`). Its `recorder` is the object to which the tap reports. `RECORDER` holds the
+recorder that is active now, and `AT` holds the numbers of the microbatch and the layer that
+`recording.at` set.
 """
 
 import contextlib
@@ -44,8 +48,8 @@ class Mark(NamedTuple):
 
     Attributes:
         path: the name of the tap; "*" stands for the layer.
-        dims: for each dim, the axes that split it.
-        terms: the axes over which the value is still to be summed: each device has a term.
+        dims: for each dim of the value, the axes that split this dim.
+        terms: the axes over which the value is still to be summed, since each device has a term.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
         placed: the dims for which a report gives the positions of the block's elements in the whole
@@ -65,14 +69,14 @@ class Report(NamedTuple):
 
     Attributes:
         mark: the mark of the tap.
-        way: `forward`; `backward` for a cotangent; `after` for a value that is computed after the
-            backward pass.
+        way: `forward` for a value of the forward pass, `backward` for a cotangent, or `after` for a
+            value that is computed after the backward pass.
         device: the device's index along each axis of the mark's `sizes`.
         microbatch: the number of the microbatch; -1 if the device had no job.
         layer: the number of the layer; -1 if the value belongs to no layer.
         value: the device's block of the value.
-        places: for each dim in the mark's `placed`, the positions of its elements in the whole
-            array.
+        places: for each dim in the mark's `placed`, the positions of the block's elements in the
+            whole array.
     """
 
     mark: Mark
@@ -88,8 +92,9 @@ class Recorder:
     """The object to which taps report.
 
     Attributes:
-        paths: the number of each path, in the order in which the taps were first traced.
-        marks: the mark of each path, as it was first traced.
+        paths: the index of each path. Indices count from 0, in the order in which the taps were
+            first traced.
+        marks: for each path, the mark of the tap that was traced first.
         reports: the reports of all devices, in any order.
     """
 
@@ -102,7 +107,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Makes taps report to the recorder that it yields, in programs that are traced inside.
+    """Yields a recorder, and makes taps report to it, in programs that are traced inside the `with`
+    block.
 
     A program that `jax.jit` traced before is not traced again, and reports nothing.
     """
@@ -121,21 +127,21 @@ def tap(
     *,
     places: Mapping[int, Int[Array, " block"]] | None = None,
 ) -> Shaped[Array, "*dims"]:
-    """Returns `x`. While a record is made, `x` and its cotangent are reported as `path`.
+    """Returns `x`. Inside `recording`, `x` and its cotangent are reported under the name `path`.
 
-    Otherwise a tap costs nothing.
+    Outside of `recording` a tap costs nothing.
 
     Args:
-        x: a value of the model: on each device, its block.
+        x: a value of the model; on each device, the device's block of it.
         path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the layer
             that `at` gives.
         spec: the split of the whole value. "batch" stands for all splits of the batch's rows: the
             data axis, and microbatches. `P(unreduced={"tensor"})` says that each device of that
             axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the batch has
-            its own value, and that the whole value is their mean, as for a loss. Along other axes
-            all devices have the same value.
-        places: for each dim that is not split into equal blocks in order, the positions of its
-            elements in the whole array.
+            its own value, and that the whole value is the mean of these values, as for a loss.
+            Along all axes that the spec does not name, the devices must have the same value.
+        places: for each dim that is not split into equal blocks in order, the positions of this
+            device's elements in the whole array.
 
     Raises:
         ValueError: the spec has more dims than `x`, or a value that is split differently has the
@@ -160,12 +166,14 @@ def tap_tree(
     Args:
         tree: any tree.
         path: the first part of the names.
-        specs: the spec of each array, in a tree like `tree` that may have more leaves.
-        without: the axes over which the arrays were gathered, so that the axes in `specs` no longer
-            split them.
-        loops: the number of first dims that the specs have and the arrays lack, since loops (such
-            as a scan over layers) run over them.
-        way: `AFTER` for values that are computed after the backward pass and have no cotangent.
+        specs: a tree with a spec at the path of each array of `tree`; the tree may also have specs
+            at other paths.
+        without: the axes over which the arrays were gathered. `specs` may name these axes, but they
+            no longer split the arrays.
+        loops: the number of leading dims that are in the specs but not in the arrays, because a
+            loop, such as a scan over layers, takes one slice of these dims at a time.
+        way: `FORWARD`, or `AFTER` for values that are computed after the backward pass and have no
+            cotangent.
     """
     if not is_on():
         return tree
@@ -177,8 +185,8 @@ def tap_tree(
     def tapped(leaf_path, leaf):
         """Returns one leaf, tapped if it is an array of floating-point numbers.
 
-        Its spec, by path in `specs_by_path`, loses the gathered axes, `without`, and its first
-        `loops` dims.
+        The leaf's spec is looked up by path in `specs_by_path`. The gathered axes (`without`) and
+        the first `loops` dims are removed from the spec.
         """
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
             return leaf
@@ -197,8 +205,9 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
-    """Returns `x`, tapped, and adds its mark to the recorder. The arguments are as in `tap`:
-    `places` has, for some dims, the positions of the elements of `x` in the whole array."""
+    """Returns `x`, tapped as `path`, and adds the tap's mark to the recorder. `spec` is the split
+    of the whole value over the mesh's axes. `places` has, for some dims, the positions of the
+    elements of `x` in the whole array. `way` is FORWARD or AFTER."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:
@@ -216,7 +225,9 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
     mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
     # The order of tracing is the order in which the model computes. A path that was traced before,
-    # as in a second trace of a loop's body, keeps its number and its mark.
+    # as in a second trace of a loop's body, keeps its first index and mark. The second mark must
+    # have the same split, but its `varying`, `sizes` and `placed` may differ, such as under another
+    # `shard_map`: each report has the mark of its own trace.
     recorder.paths.setdefault(path, len(recorder.paths))
     first = recorder.marks.setdefault(path, mark)
     if (first.dims, first.terms) != (mark.dims, mark.terms):
@@ -253,7 +264,7 @@ def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) ->
 def _lowered(
     context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
 ) -> Any:
-    """Returns the lowering of a tap: `x`, and a callback to Python that reports it.
+    """Returns the lowering of a tap: `x`, and a callback to Python that reports `x`.
 
     The callback gets NumPy arrays and calls no function of JAX. `jax.debug.callback` would make JAX
     arrays first. A read of such an array needs a thread, and if callbacks of other devices occupy
@@ -275,7 +286,7 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
     `others` are the operands of `tap_p` after `x`. First comes the device's index along each axis,
     then the numbers of the microbatch and the layer, then the positions for each dim in
-    `mark.placed`. The result is empty, as a callback without results must return it.
+    `mark.placed`. Returns an empty tuple, since a callback without results must return one.
     """
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]
@@ -289,11 +300,14 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
-    """Returns the tapped `x` and the tapped tangent: the forward derivative of `tap_p`. `params`
-    are the `mark`, the `way` and the `recorder` of the tap."""
+    """Returns the tapped `x` and the tapped tangent of `x`: the forward derivative of `tap_p`.
+    `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents; `params` are
+    the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
-    # The tap of a tangent is LINEAR: it reports nothing, and its transpose is the tap of the
-    # cotangent.
+    # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
+    # LINEAR tap is the tap of the cotangent. The other ways stay: LINEAR is linear already, and
+    # BACKWARD and AFTER are differentiated only if a whole backward pass is, as for a second
+    # derivative.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped
@@ -302,17 +316,18 @@ def _differentiated(primals, tangents, **params):
 
 
 def _transposed(cotangent, x, *others, **params):
-    """Returns the cotangents of the operands of `tap_p`: for `x` its cotangent, tapped unless it is
-    zero, and None for the others, which are integers. Only the tap of a tangent (LINEAR) becomes
-    the tap of a cotangent."""
+    """Returns the cotangents of the operands of `tap_p`: the cotangent of `x` (tapped, unless it is
+    zero), and None for each other operand, which is an integer. Only the transpose of the tap of a
+    tangent (LINEAR) is the tap of a cotangent (BACKWARD); other taps report no cotangent."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]
 
 
 def _batched(arguments, dims, *, mark, way, recorder):
-    """Returns the tap under `jax.vmap`, and the dim that it maps, which in the mark is a dim of the
-    batch. `arguments` are the operands of `tap_p`, and `dims` the mapped dim of each, or None."""
+    """Returns the tap under `jax.vmap`, and the result's mapped dim: the batching rule of `tap_p`.
+    The mark of the new tap describes the mapped dim as a dim of the batch. `arguments` are the
+    operands of `tap_p`, and `dims` the mapped dim of each, or None."""
     dim, *others = dims
     # If the layer, the microbatch or a position were mapped, one callback would report several.
     mapped = [other_dim is not None for other_dim in others]
@@ -326,7 +341,8 @@ def _batched(arguments, dims, *, mark, way, recorder):
             f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
             "outside the vmap."
         )
-    # `placed` counts the dims without the mapped one: those at or after its place move by one.
+    # The dims in `placed` are counted without the mapped dim, so the dims at or after the mapped
+    # dim move by one.
     shifted = tuple(placed_dim + (placed_dim >= dim) for placed_dim in mark.placed)
     mark = mark._replace(dims=(*mark.dims[:dim], (BATCH,), *mark.dims[dim:]), placed=shifted)
     return tap_p.bind(*arguments, mark=mark, way=way, recorder=recorder), dim

@@ -1,15 +1,16 @@
 """Tensor parallelism: a layer's weights are split over an axis, in Megatron's pair of layers.
 
-The first layer of a pair is column-parallel: each device has some of its outputs. The second is
-row-parallel: each device has some of its inputs. A device's outputs of the first layer are its
-inputs of the second, so nothing is sent between the two. `copy_to` stands before the pair (identity
-forward, all-reduce backward), and `reduce_from` after it (all-reduce forward, identity backward).
-The axis may be several axes. With `()` nothing is split, and the same code runs on one device.
+The first layer of a pair is column-parallel: each device has some of the layer's outputs. The
+second layer is row-parallel: each device has some of the layer's inputs. A device's outputs of the
+first layer are the same device's inputs of the second, so nothing is sent between the two layers.
+`copy_to` stands before the pair (identity forward, all-reduce backward), and `reduce_from` stands
+after the pair (all-reduce forward, identity backward). In place of one axis, several may be given.
+With `()` nothing is split, and the same code runs on one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
 axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
-along an axis if its type says that it may differ between devices. `Axis.of(axis)` has the axis's
-names (`names`), its number of devices (`size()`) and this device's index (`index()`).
+along an axis if the array's type says that it may differ between devices. `Axis.of(axis)` has the
+axis's names (`names`), its number of devices (`size()`) and this device's index (`index()`).
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -32,7 +33,7 @@ from parallax.trees import SpecsByPath
 
 
 class Comms(NamedTuple):
-    """The communication between devices before and after the layers that are split over them.
+    """The communication before and after the layers that are split over devices.
 
     `comms`, `sequence.comms`, `context.comms` and `experts.comms` return one.
 
@@ -41,28 +42,31 @@ class Comms(NamedTuple):
 
     Attributes:
         axis: the axis that the layers are split over.
-        everywhere: `axis` and the axes that share the vocabulary with it. `all_tokens` and
+        everywhere: `axis` and the other axes over which the vocabulary is split. `all_tokens` and
             `sum_partials` communicate over the axes of `everywhere`.
-        all_tokens: `(x)`: from the residual stream to all tokens, [B, T, D], which each device then
-            uses in its own way.
-        sum_partials: `(x)`: from partial sums for all tokens, [B, T, D], to the residual stream.
-        column: `(x, weight, bias)`: a column-parallel layer of the residual stream.
-        row: `(x, weight, bias)`: a row-parallel layer, whose result is the residual stream.
-        local_tokens: `(x, dim)`: the part of `x` for this device's tokens of the residual stream;
-            `dim` is the dim of tokens.
-        copy_to: `(weight)`: from a weight that all devices of `axis` have whole to a weight that
-            each device uses in its own way, so that its gradients are summed.
+        all_tokens: `all_tokens(x)` takes the residual stream, and returns all tokens, [B, T, D].
+            Each device may then compute something different with these tokens.
+        sum_partials: `sum_partials(x)` takes partial sums for all tokens, [B, T, D], and returns
+            the residual stream.
+        column: `column(x, weight, bias)` is a column-parallel layer of the residual stream.
+        row: `row(x, weight, bias)` is a row-parallel layer, whose result is the residual stream.
+        local_tokens: `local_tokens(x, dim)` is the part of `x` for this device's tokens of the
+            residual stream; `dim` is the dim of tokens.
+        copy_to: `copy_to(weight)` takes a weight that all devices of `axis` have whole, and returns
+            it. Each device may then compute something different with the weight, and the devices'
+            gradients of it are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
-        context_tokens: `(x, dim)`: the part of `x` for the tokens that the layers compute: all
-            tokens, unless there is a context axis.
+        context_tokens: `context_tokens(x, dim)` is the part of `x` for the tokens that this
+            device's layers process, which are all tokens unless there is a context axis.
         wrap_attention: takes the model's attention function and returns a function that attends
             over the context axis.
         context_shards: the number of devices that split the tokens of the layers.
         over_tokens: the axis or axes that split the tokens of the residual stream.
-        gathered: `(x)`: from rows for the residual stream's tokens, [B, T, ...], to rows for all
-            tokens of the layers, the same on all devices of `axis`. `gathered` has no gradient.
+        gathered: `gathered(x)` takes one row for each of this device's tokens of the residual
+            stream, and returns the rows of all tokens that the layers process, [B, T, ...]. These
+            rows are the same on all devices of `axis`, and no gradient flows through `gathered`.
         wrap_experts: takes the function of a mixture of experts and returns a function whose
-            experts are split over an axis, as `experts.comms` does.
+            experts are split over an axis. `experts.comms` sets this attribute.
     """
 
     axis: Axis
@@ -83,10 +87,13 @@ class Comms(NamedTuple):
 
 
 def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
-    """Returns the communication of Megatron's pairs over `axis`, with all tokens on every device.
+    """Returns a `Comms` for Megatron's pairs over `axis`: the functions by which the layers of a
+    model communicate.
 
-    `all_tokens` and `sum_partials` communicate also over the axes `shared`, over which the
-    vocabulary is split too, such as the stages of a pipeline.
+    Every device has all tokens, so nothing gathers or splits them: `all_tokens` is only `copy_to`,
+    and `local_tokens` is the identity. `shared` are axes over which the vocabulary is split too,
+    such as the stages of a pipeline. Both `sum_partials` (after the look-up of the embeddings) and
+    `all_tokens` (before the output layer) communicate over these axes as well.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -97,16 +104,17 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
         column=functools.partial(column, axis=axis),
         row=functools.partial(row, axis=axis),
         local_tokens=lambda x, dim: x,
-        copy_to=functools.partial(copy_to, axis=axis),
-        token_shards=1,
+        copy_to=functools.partial(copy_to, axis=axis),  # for a weight, such as a norm's
+        token_shards=1,  # the tokens are not split
     )
 
 
 def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
-    """Returns `x`, which each device of `axis` may use in its own way from here on: Megatron's f.
+    """Returns `x`, typed so that each device of `axis` may compute something different with it:
+    Megatron's f.
 
     It is the identity forward. Backward, one all-reduce sums the devices' shares of the cotangent.
-    Its transpose is `reduce_from`.
+    The transpose of `copy_to` is `reduce_from`.
 
     Raises:
         ValueError: `x` varies along `axis` already, so the devices' cotangents are of different
@@ -120,18 +128,19 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
             f"{x.shape}, varies along {sorted(already)}. Use `copy_to` once, before the "
             "column-parallel layer, and `reduce_from` after the row-parallel one."
         )
-    # `varying` casts `x` to vary along the axis. Alone, it would sum the cotangent by `lax.psum`,
-    # and not by the axis's own algorithm. `linear` names the transpose.
+    # `varying` casts `x` to vary along the axis. By itself `varying` would sum the cotangent by
+    # `lax.psum`, and not by the axis's own algorithm. So `linear` gets the transpose as `backward`.
     return linear(x, forward=lambda x: varying(x, axis.names), backward=axis.all_reduce)
 
 
 def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
     """Returns the sum of the devices' partial results, on all devices: Megatron's g.
 
-    It is one all-reduce forward, and the identity backward. Its transpose is `copy_to`.
+    It is one all-reduce forward, and the identity backward. The transpose of `reduce_from` is
+    `copy_to`.
 
     Raises:
-        ValueError: `x` is the same along one of the axes, so the sum would count it several times.
+        ValueError: `x` is the same along one of the axes, so the sum would count `x` several times.
     """
     axis = Axis.of(axis)
     same = set(axes(axis.names)) - set(varying_axes(x))
@@ -152,7 +161,7 @@ def column(
 ) -> Float[Array, "*batch_and_outputs_shard"]:
     """Returns a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
 
-    Backward it takes one all-reduce of the size of `x`.
+    The backward pass takes one all-reduce of the size of `x`.
 
     The outputs may have several dims, such as heads and head width; any of them may be split. The
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
@@ -162,8 +171,8 @@ def column(
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
             a `bias` is given besides that of a `Linear`.
     """
-    if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
-        return ColumnLinear(_without(bias, weight, "column"), axis)(x)
+    if isinstance(weight, eqx.nn.Linear):  # `_with_own_bias` refuses a second one
+        return ColumnLinear(_with_own_bias(weight, bias, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
     # `copy_to` is before the product, so its all-reduce backward has the size of `x`.
     y = jnp.tensordot(copy_to(x, axis), weight, axes=1)  # over the inputs: x's last, weight's first
@@ -178,7 +187,7 @@ def row(
 ) -> Float[Array, "... outputs"]:
     """Returns a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
-    Forward it takes one all-reduce of the size of the result.
+    The forward pass takes one all-reduce of the size of the result.
 
     The inputs may have several dims: the last dims of `x` and the first dims of `weight`. The
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
@@ -188,8 +197,8 @@ def row(
         ValueError: `x` or the weight is the same along `axis`; the weight does not take the inputs
             of this device; or a `bias` is given besides that of a `Linear`.
     """
-    if isinstance(weight, eqx.nn.Linear):  # `_without` refuses a second bias
-        return RowLinear(_without(bias, weight, "row"), axis)(x)
+    if isinstance(weight, eqx.nn.Linear):  # `_with_own_bias` refuses a second one
+        return RowLinear(_with_own_bias(weight, bias, "row"), axis)(x)
     check_row("tensor.row", x, weight, axis)
     # All dims of the weight but the last are inputs. The bias is added after the sum, or each
     # device would add it.
@@ -205,8 +214,8 @@ class ColumnLinear(eqx.Module):
     gives its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]: all outputs outside the map, and this
-            device's outputs inside.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Both have all outputs
+            outside `shard_map`, and this device's outputs inside.
         axis: the axis or axes that the outputs are split over; `()` on one device.
     """
 
@@ -235,8 +244,8 @@ class RowLinear(eqx.Module):
     gives its specs.
 
     Attributes:
-        linear: weight [outputs, inputs] and bias [outputs]. Outside the map the weight has all
-            inputs; inside, this device's inputs.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. The weight has all
+            inputs outside `shard_map`, and this device's inputs inside.
         axis: the axis or axes that the inputs are split over; `()` on one device.
     """
 
@@ -246,8 +255,8 @@ class RowLinear(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch inputs_shard"], *, key: Any = None
     ) -> Float[Array, "*batch outputs"]:
-        """Returns all outputs for this device's inputs of one vector, or of many: the sum of the
-        devices' products, plus the bias. `key` is ignored, as in Equinox.
+        """Returns all outputs: the sum of the devices' products, plus the bias. `x` has this
+        device's inputs, of one vector or of several. `key` is ignored, as in Equinox.
 
         Raises `ValueError` if the weight is not split along its inputs, or does not fit `x`.
         """
@@ -259,13 +268,14 @@ class RowLinear(eqx.Module):
 class Embedding(eqx.Module):
     """`eqx.nn.Embedding` with its rows split over an axis: `W[V_X, D], ids[B] -> [B, D]`.
 
-    It takes one all-reduce of the result.
+    A call takes one all-reduce of the size of the result.
 
     `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`.
     `rule` gives its specs. A call takes one id, as `eqx.nn.Embedding` does, or an array of ids.
 
     Attributes:
-        embedding: weight [rows, width]: all rows outside the map, this device's inside.
+        embedding: the table, with weight [rows, width]. It has all rows outside `shard_map`, and
+            this device's rows inside.
         axis: the axis or axes that the rows are split over; `()` on one device.
     """
 
@@ -301,18 +311,19 @@ class Embedding(eqx.Module):
 def rule(model: PyTree) -> Rule:
     """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model`.
 
-    It gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**", P()))`
-    leaves them whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: the dims
-    before the last two of a weight are whole.
+    The rule gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**",
+    P()))` leaves these whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a
+    weight may have further dims in front of its last two, and these further dims are not split.
 
     Raises:
-        ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. It reads the number of
-            its heads from a static field, so on a shard it would compute narrower heads.
+        ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. The attention reads
+            the number of its heads from a static field, so on a shard it would compute narrower
+            heads.
     """
     _check_attention(model)
 
     def is_layer(node):
-        """Returns whether a node of the model is one of the three layers."""
+        """Returns whether a node is a `ColumnLinear`, a `RowLinear` or an `Embedding`."""
         return isinstance(node, ColumnLinear | RowLinear | Embedding)
 
     specs: dict[str, P] = {}
@@ -329,6 +340,7 @@ def rule(model: PyTree) -> Rule:
         # A weight is [outputs, inputs] or [rows, width]. A `RowLinear` splits its inputs, and its
         # bias is whole. The others split the first dim: the outputs, with the bias, or the rows.
         weight, bias = ([None, names], []) if isinstance(layer, RowLinear) else ([names], [names])
+        # A layer without a bias also gets a spec for it, which no leaf uses.
         specs |= {f"{prefix}.weight": P(*stacked, *weight), f"{prefix}.bias": P(*stacked, *bias)}
 
     # A rule that gives a leaf the spec of its path, if it has one.
@@ -358,7 +370,7 @@ def _check_attention(model: PyTree) -> None:
 
 
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
-    """Raises `ValueError` unless the weight is split along its dim `split`, and along no other.
+    """Raises `ValueError` unless the weight is split along dim `split`, and along no other dim.
 
     Dim 0 has the outputs, dim 1 the inputs. `name` is the layer's class, for the message.
     """
@@ -384,9 +396,9 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
         )
 
 
-def _without(bias, layer: eqx.nn.Linear, name: str) -> eqx.nn.Linear:
+def _with_own_bias(layer: eqx.nn.Linear, bias, name: str) -> eqx.nn.Linear:
     """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given.
-    `name` is the caller's, for the message."""
+    `name` is the name of the calling function, for the message."""
     if bias is not None:
         raise ValueError(
             f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of "
@@ -400,15 +412,15 @@ def check_column(
 ) -> None:
     """Raises `ValueError` if the weight of a column-parallel layer does not take all inputs.
 
-    `inputs` has one size, that of the inputs of `x`: a weight [inputs, ...] must begin with it.
-    `name` is the caller's, for the message.
+    `inputs` is a tuple of one number, the number of inputs of `x`. The first dim of the weight must
+    have this size. `name` is the name of the calling function, for the message.
     """
     if weight.shape[:1] != inputs:
         raise ValueError(
             f"{name} needs a weight [inputs, outputs of this device]: x has {inputs[0]} inputs, "
             f"and the weight is of shape {weight.shape} here. Split its outputs over "
-            f"{Axis.of(axis).names!r} and not its inputs. Pass an eqx.nn.Linear, which is stored "
-            "[outputs, inputs], as a whole, and not its weight."
+            f"{Axis.of(axis).names!r} and not its inputs. If you have an eqx.nn.Linear, pass the "
+            "layer and not its weight, which is stored as [outputs, inputs]."
         )
 
 
@@ -417,35 +429,35 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit.
 
-    It must take the inputs of this device, and its inputs, like those of `x`, must be split over
-    `axis`. The inputs are the first dims of the weight and the last dims of `x`. `name` is the
-    caller's, for the message.
+    The weight must take the inputs of this device, and the same axes of `axis` must split the
+    inputs of the weight and the inputs of `x`. The inputs are the first dims of the weight and the
+    last dims of `x`. `name` is the name of the calling function, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
         raise ValueError(
             f"{name} needs a weight [inputs of this device, outputs]: x, of shape {x.shape}, has "
             f"{x.shape[x.ndim - dims :]} inputs here, and the weight is of shape {weight.shape}. "
-            f"Split its inputs over {axis.names!r} and not its outputs. Pass an eqx.nn.Linear, "
-            "which is stored [outputs, inputs], as a whole, and not its weight."
+            f"Split its inputs over {axis.names!r} and not its outputs. If you have an "
+            "eqx.nn.Linear, pass the layer and not its weight, which is stored as "
+            "[outputs, inputs]."
         )
-    if axis.size() == 1:  # nothing is split
-        return
-    # If only one of the two varies along the axis, the sum over it is wrong. If neither varies,
-    # `reduce_from` refuses the product.
-    names, of_x, of_weight = set(axes(axis.names)), set(varying_axes(x)), set(varying_axes(weight))
-    if names <= of_weight and not names & of_x:
+    # If only one of the two varies along an axis, the sum over this axis is wrong. If neither
+    # varies, `reduce_from` refuses the product.
+    names = {axis_name for axis_name in axes(axis.names) if lax.axis_size(axis_name) > 1}
+    of_x, of_weight = names.intersection(varying_axes(x)), names.intersection(varying_axes(weight))
+    if same := sorted(of_weight - of_x):
         raise ValueError(
             f"{name} needs an x whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{x.shape}, is the same on its {axis.size()} devices, which would multiply the same "
-            "inputs by different weights. Use the result of the column-parallel layer before it, "
-            "or a slice for each device."
+            f"{x.shape}, is the same along {', '.join(map(repr, same))}, so devices would multiply "
+            "the same inputs by different weights. Use the result of the column-parallel layer "
+            "before it, or a slice for each device."
         )
-    if names <= of_x and not names & of_weight:
+    if same := sorted(of_x - of_weight):
         raise ValueError(
             f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{weight.shape}, is the same on its {axis.size()} devices, so the sum would count it "
-            f"once for each device. Split it by P({axis.names!r})."
+            f"{weight.shape}, is the same along {', '.join(map(repr, same))}, so the sum would "
+            f"count it once for each device. Split it by P({axis.names!r})."
         )
 
 
@@ -460,9 +472,10 @@ def embed(
     """Returns the rows `ids` of a table whose rows are split over `axis`:
     `W[V_X, D], ids[B] -> [B, D]`.
 
-    `table` has this device's rows, and `ids` are numbers of rows of the whole table. `vocabulary`
+    `table` has this device's rows, and `ids` are indices of rows of the whole table. `vocabulary`
     is the number of rows without padding; by default all rows. An id outside the vocabulary gives
-    nan, or zeros if its weight is 0. One all-reduce sums the devices' results of `embed_partial`.
+    nan, or zeros if the id's number in `weights` is 0; the rows are not multiplied by `weights`.
+    One all-reduce sums the devices' results of `embed_partial`.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis
@@ -479,13 +492,13 @@ def embed_partial(
 ) -> Float[Array, "*batch width"]:
     """Returns this device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing is sent.
 
-    Each device looks up the rows that it holds, and gives zeros for the ids of other devices. An id
-    outside the vocabulary gives nan on every device, or zeros if its weight is 0. No row gets a
-    gradient from such an id.
+    Each device looks up the rows that it holds, and gives zeros for ids whose rows other devices
+    hold. An id outside the vocabulary gives nan on every device, or zeros if the id's weight is 0.
+    No row gets a gradient from such an id.
 
     Args:
         table: this device's rows.
-        ids: numbers of rows of the whole table.
+        ids: indices of rows of the whole table.
         axis: the axis or axes that the rows are split over; `()` if they are whole.
         weights: the weights of the ids; only whether a weight is 0 matters.
         vocabulary: the number of rows without padding; by default all rows.
@@ -494,8 +507,8 @@ def embed_partial(
         ValueError: the ids are not whole numbers.
     """
     axis, rows = Axis.of(axis), table.shape[0]
-    # For another device's id, `row` is outside this table, and the look-up clips it to some row.
-    # The `where` after the look-up keeps that row from getting a gradient.
+    # For another device's id, `row` is outside this table, and the look-up clips `row` to some row
+    # of the table. The `where` after the look-up keeps that row from getting a gradient.
     row, is_here = _held(ids, rows, axis)
     unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
     is_wrong = unknown if weights is None else unknown & weights.astype(bool)
@@ -526,7 +539,7 @@ def cross_entropy(
 
     Args:
         logits: this device's columns.
-        targets: numbers of columns of the whole vocabulary.
+        targets: indices of columns of the whole vocabulary.
         axis: the axis or axes that the columns are split over; `()` if they are whole.
         weights: the factors of the positions' losses. For a weighted mean over tokens, see
             `parallax.cross_entropy.normalized`.
@@ -534,7 +547,8 @@ def cross_entropy(
     """
     axis, columns_here = Axis.of(axis), logits.shape[-1]
     vocabulary = columns_here * axis.size() if vocabulary is None else vocabulary
-    # The target's column, counted from this device's first; outside if another device has it.
+    # The target's column, counted from this device's first column. It is outside the logits if
+    # another device has the column.
     column_here, _ = _held(targets, columns_here, axis)
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     # Padding is left out of the softmax. Without padding, this pass over the logits is not needed.
@@ -559,14 +573,17 @@ def cross_entropy(
 
 
 def _held(ids, rows: int, axis: Axis):
-    """Returns, for each id, its row counted from this device's first row, and whether the row is
-    one of the device's `rows` rows. Raises `ValueError` for ids that are not whole numbers.
+    """Returns, for each id, the index of its row counted from this device's first row, and whether
+    the row is one of the `rows` rows of this device. Raises `ValueError` for ids that are not whole
+    numbers.
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
             "tokenizer."
         )
+    # An int64 id that does not fit in int32 gives some other row. The callers find such an id by
+    # `_outside`, which compares it in its own dtype.
     row = ids.astype(jnp.int32) - axis.index() * rows
     return row, (row >= 0) & (row < rows)
 
@@ -574,8 +591,8 @@ def _held(ids, rows: int, axis: Axis):
 def _outside(ids, vocabulary: int):
     """Returns whether each id is outside the vocabulary.
 
-    Ids are compared in their own dtype: an int64 id may not fit in int32, and the vocabulary's last
-    number may not fit in a narrow dtype.
+    Ids are compared in the dtype that they have: an int64 id may not fit in int32, and the last id
+    of the vocabulary may not fit in a narrow dtype.
     """
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 

@@ -1,13 +1,17 @@
 """Lays the devices of a mesh on a torus of TPUs, so that a ring along an axis sends to neighbours.
 
-Each dim of the torus is factored into *pieces*, one for each axis of the mesh. So the devices along
-an axis form a box, whose *sides* are the axis's pieces of the dims. A closed path of single steps
-through that box is the ring of the axis: out along one side, and back through all other lines. A
-*cut* is one choice of the pieces: `cut[dim][axis]`. All cuts are tried, and the one whose hops
-cross the fewest links is taken. Of two equal cuts, the one with shorter hops along the last axes of
-the mesh is taken. A *laying* is an order of a dim's pieces along the dim, and a *line* is a laying
-as an array. A *path* is the order in which the ring of an axis visits the points of its box.
-`metrics[dim]` has the number of links between each two places of a dim.
+The length of each dim of the torus is factored into *pieces*, one factor for each axis of the mesh.
+So the devices along an axis form a box, and the *sides* of the box are the axis's pieces of the
+dims. The ring of an axis is a closed path through the axis's box: it goes out along one side, and
+comes back through all other points, by steps to neighbouring points if possible. A *cut* is one
+choice of all pieces; `cut[dim][axis]` is one piece. All cuts are tried, and the cut whose hops
+cross the fewest links is taken. Of two equal cuts, the cut with shorter hops along the last axes of
+the mesh is taken, or else the cut with fewer pieces above 1: if two axes share a dim, the long hops
+of both cross the same links. A *laying* of a dim gives each combination of the axes' coordinates a
+place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). In the code, `line` is such an
+array, and `lines` are several. A *path* is the order in which the ring of an axis visits the points
+of the axis's box. `metrics[dim]` is an array with the number of links between each two places of
+the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -24,17 +28,18 @@ import numpy as np
 # dims, all dims close if whole cubes of 4 x 4 x 4 chips are joined. Source: Austin et al., How to
 # scale your model (jax-ml.github.io/scaling-book), chapter 2.
 FLAT = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
-# Small weights that decide between equal costs: first, later axes get the shorter hops; then, no
-# long hop among many short ones.
-INNER_FIRST, FAR = 1e-5, 1e-8
+# Small weights that decide between equal costs. `INNER_FIRST` prefers cuts in which later axes have
+# the shorter hops. `FAR`, which is smaller, prefers equal hops to one long hop among short ones.
+# `PIECE`, the smallest, prefers fewer pieces.
+INNER_FIRST, FAR, PIECE = 1e-5, 1e-8, 1e-11
 Cut = tuple[tuple[int, ...], ...]
 
 
 def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """Returns whether each dim of a torus closes in a ring.
 
-    On a flat torus a dim closes if it has 16 chips. Otherwise all dims close if each is a multiple
-    of 4 chips, and none if not.
+    On a flat torus a dim closes if it has 16 chips. On a torus of three dims, all dims close if the
+    size of each is a multiple of 4 chips; else none closes.
 
     Args:
         flat: whether the torus has two dims, as a v5e or v6e has.
@@ -50,11 +55,12 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
     Other devices keep the order given. For GPUs this order is machine by machine, so the last axes
     stay inside a machine. A slice is a group of TPUs on one torus. Devices of several slices are
-    taken slice by slice, so that the first axes cross the network. TPUs are not placed by their
-    coordinates if these fill no box, or if the axes cannot be split between the slices.
+    taken slice by slice, so that only the first axes of the mesh connect devices of different
+    slices. TPUs are not placed by their coordinates if the coordinates do not form a complete box,
+    or if the axes cannot be split between the slices.
 
     Args:
-        devices: their number is the product of `sizes`. A TPU has `coords`, `core_on_chip`,
+        devices: the devices, as many as the product of `sizes`. A TPU has `coords`, `core_on_chip`,
             `device_kind` and perhaps `slice_index`.
         sizes: the sizes of the mesh's axes.
     """
@@ -66,7 +72,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
     # `inner` is the shape of one slice: each must have that many devices.
     are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
-    # Such devices are not placed by coordinates. They stay slice by slice, in the order given.
+    # Devices of unequal slices, and devices that are no TPUs, are not placed by coordinates. They
+    # stay slice by slice, in the order given.
     if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
     arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
@@ -78,10 +85,14 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns, for each axis, the factor of its size that runs over slices, not inside a slice.
+    """Returns, for each axis, the factor of the axis's size that runs over slices, not inside a
+    slice.
 
-    The first axes get the largest factors that are possible. The product of all factors is `count`,
-    the number of slices, or a divisor of it if the axes have no such factors.
+    A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
+    number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
+    that are possible. The product of all factors is `count`. If no factors of the sizes have this
+    product, the product of the result is a smaller divisor of `count`, and `device_array` ignores
+    the coordinates.
     """
     factors = []
     for size in sizes:
@@ -111,7 +122,7 @@ def _in_a_slice(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
         for chip, device in zip(chips.tolist(), devices, strict=True)
     }
     rings = closed_dims(devices[0].device_kind in FLAT, box)
-    # The chips do not fill the box, or have unequal numbers of cores.
+    # In this case the chips do not fill the box, or have unequal numbers of cores.
     if cores * math.prod(box) != len(devices):
         return _array(devices, sizes)
     # The coordinates and the core of each device, in the order of the mesh.
@@ -127,7 +138,13 @@ def hops(
 ) -> list[float]:
     """Returns, for each axis, the mean number of links that a hop of the axis's ring crosses.
 
-    For an axis of one device it is 1. The arguments are as in `coordinates`.
+    An axis of one device has no hop. The result for it is 1, a factor that changes no cost.
+
+    Args:
+        box: the chips along each dim of the torus.
+        rings: whether each dim closes in a ring.
+        cores: the number of devices on a chip.
+        sizes: the sizes of the mesh's axes.
     """
     here = coordinates(box, rings, cores, sizes)
     # Links between two places of each dim. The last coordinate, the core, crosses none.
@@ -151,11 +168,12 @@ def coordinates(
     Args:
         box: the chips along each dim of the torus.
         rings: whether each dim closes in a ring.
-        cores: the devices of a chip; a message between them crosses no link.
+        cores: the number of devices on a chip; a message between two of them crosses no link.
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
     """
     best, cost = None, math.inf
-    # For each dim and for the cores, the links between two places: none between cores.
+    # For each dim, the number of links between each two places. The cores of a chip count as one
+    # more dim, without links between them.
     metrics = [_links(size, ring) for size, ring in zip(box, rings, strict=True)] + [
         np.zeros((cores, cores))
     ]
@@ -164,10 +182,11 @@ def coordinates(
         # For each axis, an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes
         # its best path, but all axes share the layings of the dims.
         costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
-        # Of two equal sums, the one with shorter hops along later axes is smaller by this weight.
-        # `min(0)` is the cost by the best path of the axis.
+        # If two cuts have equal sums, this weight makes the sum with shorter hops along later axes
+        # smaller. `min(0)` is the cost by the best path of the axis.
         weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
-        total = np.sum(weighted, axis=0)
+        pieces = sum(piece > 1 for pieces_of_dim in cut for piece in pieces_of_dim)
+        total = np.sum(weighted, axis=0) + PIECE * pieces
         if total.min() < cost:
             cost, layings = total.min(), np.unravel_index(total.argmin(), total.shape)
             paths = []
@@ -183,14 +202,13 @@ def coordinates(
 def _laid(
     cut: Cut, lines: list[np.ndarray], paths: list[np.ndarray], sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns the coordinates of each device of the mesh: an array [*sizes, dims].
-
-    The cores of a chip count as the last dim.
+    """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: the pieces of each dim.
-        lines: for each dim, how its pieces are laid: one of `_lines`.
-        paths: for each axis, the path through its box: one of `_paths`.
+        cut: the pieces of each dim of the torus. The last entry has the pieces of the cores on a
+            chip, which count as one more dim.
+        lines: for each dim, its laying, which is one of the results of `_lines`.
+        paths: for each axis, the path through its box, which is one of the results of `_paths`.
         sizes: the sizes of the mesh's axes.
     """
     places = np.zeros((*sizes, len(cut)), int)
@@ -198,6 +216,7 @@ def _laid(
         # For each axis, the coordinate along this dim of each point of the axis's path.
         digits = []
         for axis, path in enumerate(paths):
+            # A path has a column for each dim in which its axis has a piece above 1, in order.
             dims_of_axis = [d for d, pieces_of_dim in enumerate(cut) if pieces_of_dim[axis] > 1]
             if pieces[axis] > 1:
                 digits.append(path[:, dims_of_axis.index(dim)])
@@ -211,17 +230,18 @@ def _laid(
 def _links(size: int, ring: bool) -> np.ndarray:
     """Returns the number of links between each two places of a dim: an array [size, size].
 
-    On a `ring` the shorter way round counts.
+    If `ring` is true, the dim closes in a ring, and the shorter way round counts.
     """
     distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
     return np.minimum(distance, size - distance) if ring else distance
 
 
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
-    """Yields each way to cut the dims of a box: `cut[dim][axis]`.
+    """Yields each way to cut the dims of a box; `cut[dim][axis]` is one piece, a whole number.
 
-    The pieces of a dim multiply to its length, and the pieces of an axis to the axis's size. Dim by
-    dim, the axes' sizes are divided by their pieces, so at the end all must be 1.
+    The product of the pieces of a dim is the dim's length, and the product of the pieces of an axis
+    is the axis's size. The search goes dim by dim, and divides the axes' sizes by the chosen
+    pieces. A cut is complete if all quotients are 1 at the end.
     """
     if not box:
         if all(size == 1 for size in sizes):
@@ -250,20 +270,21 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the ways to lay the pieces of a dim along the dim, each an array of shape `pieces`.
+    """Returns the ways to lay the pieces of a dim along it. Each way is an array of shape `pieces`.
 
-    The array gives the place along the dim of each combination of digits; a digit is an axis's
-    coordinate in its piece. Any axis may be the innermost. The places of the inner axes for one
-    digit of an outer axis are a stretch. Every second stretch may run backward. With two axes, the
-    end of a stretch and the beginning of the next then have the same inner digit, so the outer axis
-    goes from one to the other by a hop of one link.
+    The array gives the place along the dim of each combination of digits; a digit is the coordinate
+    of an axis in the axis's piece. Any axis may be the innermost. For each digit of an outer axis,
+    the digits of the inner axes fill a stretch of neighbouring places. In every second stretch the
+    digits may be in reverse order. With two axes, the end of a stretch and the beginning of the
+    next then have the same inner digit, so the outer axis goes from one stretch to the next by a
+    hop of one link. With three axes or more, not all stretches follow each other like this.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
     # With four axes or more, only one order is tried: there would be too many.
     for order in itertools.permutations(axes) if len(axes) < 4 else [tuple(axes)]:
         # With one axis there is no inner stretch that could run backward.
-        for fold in (False, True)[: max(1, min(2, len(axes)))]:
+        for fold in (False, True) if len(axes) > 1 else (False,):
             line = np.zeros(pieces, int)
             for digits in np.ndindex(*pieces):
                 # From the outermost axis to the innermost; after an odd digit the next stretch runs
@@ -292,21 +313,23 @@ def _costs(
     Args:
         axis: the index of the axis.
         cut: the pieces of each dim.
-        lines: for each dim, its layings: the result of `_lines`.
-        metrics: for each dim, the links between each two places.
+        lines: for each dim, its layings, as `_lines` returns them.
+        metrics: for each dim, the number of links between each two places.
     """
-    # `side` counts the dims in which the axis has a piece: the columns of a path are these dims.
+    # `side` counts the dims in which the axis has a piece above 1; a path has a column for each.
     sides, side = _sides(axis, cut), 0
     costs = np.zeros((len(_paths(sides)),) + (1,) * len(cut))
     for dim, pieces in enumerate(cut):
         if pieces[axis] == 1:
             continue
         # For each path, the share of its steps that go from coordinate i to j of this side.
+        # `_steps` gives [paths, sides, i, j], with i and j padded to the longest side.
         steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
-            # A digit is an axis's coordinate in its piece. [digit of this axis, digits of all other
-            # axes]: the links between two digits of the axis are the mean over the other digits.
+            # `places` is [digit of this axis, digits of all other axes]; a digit is an axis's
+            # coordinate in its piece. The links between two digits of the axis are the mean over
+            # the other digits.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
             # The square, with the small weight `FAR`, makes one long hop among short ones worse
@@ -320,11 +343,12 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns, for each path, the shares of its steps that go from coordinate i to j of a side.
+    """Returns, for each path through a box, the fraction of the path's steps that go from
+    coordinate i to coordinate j along a side of the box.
 
-    The array is [paths, sides, i, j], padded to the longest side. A step that moves along another
-    side goes from i to i. The sum of the shares, each times the links between i and j, is the mean
-    number of links of a hop.
+    The array is [paths, sides, i, j], with i and j padded to the longest side. Along a side, a step
+    that moves along another side goes from i to i. The sum of the fractions, each times the links
+    between i and j, is the mean number of links of a hop.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -338,31 +362,36 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
 
 @functools.cache
 def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns paths that visit each point of a box once, each an array [points, sides].
+    """Returns paths that visit each point of a box once. Each path is an array [points, sides].
 
-    `sides` are the lengths of the box. The ring of an axis follows a path, and goes from its last
-    point back to the first. For each order of the sides there are one or two paths.
+    `sides` are the lengths of the box's sides. The ring of an axis follows a path, and goes from
+    the path's last point back to its first. For each order of the sides there are one or two paths.
+    Of all these paths `coordinates` takes the one that costs least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):
         ordered_sides = [sides[k] for k in order]
-        # Line by line, each step to a neighbour; the way back to the first point may be long.
+        # The points row by row. Each step goes to a neighbour, but the way from the last point
+        # back to the first may be long.
         paths_in_order = [_snake(ordered_sides)]
         if len(ordered_sides) == 1 and sides[0] > 2:
-            # Out over every second point, and back over the other points: no hop is longer than 2.
+            # The path goes out over every second point, and back over the other points, so no hop
+            # is longer than 2.
             out = list(range(0, sides[0], 2))
             back = [k for k in range(sides[0] - 1, 0, -1) if k not in out]
             paths_in_order.append([(k,) for k in out + back])
         if len(ordered_sides) > 1:
-            # Out along the first side, and back through the lines that leave it, every second line
-            # backward. The first point of each line was passed on the way out, so it is left out.
-            line = _snake(ordered_sides[1:])
+            # The path goes out along the first side, and back through the rows that leave that
+            # side; every second row runs backward. The path has passed the first point of each
+            # row on the way out, so this point is left out on the way back. If the first side is
+            # even, the last point is one step from the first; otherwise it may be far from it.
+            row = _snake(ordered_sides[1:])
             back = [
                 (k, *point)
                 for i, k in enumerate(reversed(range(ordered_sides[0])))
-                for point in (line[1:], line[:0:-1])[i % 2]
+                for point in (row[1:], row[:0:-1])[i % 2]
             ]
-            paths_in_order.append([(k, *line[0]) for k in range(ordered_sides[0])] + back)
+            paths_in_order.append([(k, *row[0]) for k in range(ordered_sides[0])] + back)
         # `[:, inverse]` puts the columns of a path, one per side, back into the order of `sides`.
         inverse = np.argsort(order).astype(int)
         for path in paths_in_order:
@@ -373,7 +402,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns all points of a box in an order in which each point is one step from the one before.
 
-    `sides` are the lengths of the box. Every second line runs backward, so that no step is longer.
+    `sides` are the lengths of the box's sides. Every second row runs backward, so that no step is
+    longer than one place.
     """
     points: list[tuple[int, ...]] = [()]
     for size in sides:

@@ -1,4 +1,4 @@
-"""The leaves of a tree: their paths, their `PartitionSpec`s, and whether they are arrays."""
+"""The leaves of a tree: paths, `PartitionSpec`s, and whether a leaf is an array."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,11 +16,12 @@ AnyMesh = Mesh | AbstractMesh  # an AbstractMesh has no devices: programs are on
 
 
 class DiskForm(NamedTuple):
-    """The form in which a state is stored, for `run.checkpoint.Checkpoints`.
+    """Two functions for `run.checkpoint.Checkpoints`: one turns a state into the form in which the
+    state is stored, and the other turns this form into the state.
 
     Attributes:
-        to_disk: turns a state into the form that all layouts (splits over devices) share. It uses
-            only `jax.numpy` on the arrays, since it is compiled.
+        to_disk: turns a state into a form that is the same for all layouts (splits over devices).
+            The function uses only `jax.numpy` on the arrays, since it is compiled.
         from_disk: the inverse of `to_disk`.
     """
 
@@ -31,7 +32,7 @@ class DiskForm(NamedTuple):
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is a JAX or NumPy array, or a `jax.ShapeDtypeStruct`.
 
-    Python numbers do not count as arrays: they are static.
+    Python numbers are static, so they do not count as arrays.
     """
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
@@ -44,7 +45,8 @@ def is_inexact(leaf: Any) -> bool:
 def is_spec(leaf: Any) -> bool:
     """Returns whether a leaf is a `PartitionSpec`.
 
-    It serves as `is_leaf` for trees of specs, since JAX would otherwise open a spec as a tuple.
+    The function serves as `is_leaf` for trees of specs, since JAX would otherwise open a spec as a
+    tuple.
     """
     return isinstance(leaf, PartitionSpec)
 
@@ -58,7 +60,8 @@ def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     """Returns a dict from the dotted path of each spec of a tree to the spec.
 
     Raises:
-        ValueError: two specs have one path.
+        ValueError: two specs have the same dotted path, as the spec at the key "a.b" and the spec
+            at a key "b" inside "a" have.
     """
     named = [
         (dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)
@@ -82,8 +85,8 @@ def twice(paths: Sequence[str]) -> list[str]:
 class SpecsByPath(dict[str, PartitionSpec]):
     """A dict from path to spec that is also a rule: a function of (path, leaf) that returns a spec.
 
-    For a path that is not in the dict it returns None. Most rules must place at least one leaf; an
-    empty dict need not.
+    For a path that is not in the dict the rule returns None. `rules.specs` refuses most rules that
+    give no leaf a spec; an empty dict is allowed.
     """
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
@@ -96,7 +99,7 @@ class SpecsByPath(dict[str, PartitionSpec]):
 
 # The axes over which one spec splits several leaves with different numbers of rows. `mesh.spmd`
 # sets this value while it traces, since the types of the arrays do not show their specs. `grads`
-# reads it, and refuses a batch that is split so.
+# reads this value, and refuses a batch that is split like this.
 UNEVEN_AXES = jax.make_user_context(frozenset())
 
 
@@ -114,8 +117,9 @@ def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int 
     """Returns the index in `paths` of the parameter to which an array of an optimizer's state
     belongs, or None.
 
-    Optimizers keep trees like the parameters, such as `0.mu.blocks.weight` for `blocks.weight`. So
-    the array's `path` ends with the parameter's path. If several paths fit, the longest is taken.
+    Optimizers keep trees like the parameters: the state's `0.mu.blocks.weight` belongs to the
+    parameter `blocks.weight`. So the array's `path` ends with the parameter's path. If several of
+    the `paths` fit, the longest is taken.
     """
     fitting = [
         i

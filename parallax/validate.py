@@ -1,13 +1,13 @@
-"""Checks whether the sizes of a run fit together, and proposes the nearest change that makes them
+"""Checks whether the sizes of a run fit together, and proposes the nearest change with which they
 fit.
 
 All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
 of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
 of fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one
-by one until none is left. In the sentence of a fault, a name in braces, {stage}, becomes that name
-with its value. The caller gives a `Wording`, which turns values and changes into text (`value`,
-`change`). It also says which sizes the caller cannot change (`fixed`), and which changes pass the
-caller's other checks (`accepts`).
+by one until none is left. In the sentence of a fault, a name in braces, such as {stage}, is
+replaced by the name with its value, such as `stage=4`. The caller gives a `Wording`, which turns
+values and changes into text (`value`, `change`). The `Wording` also says which sizes the caller
+cannot change (`fixed`), and which changes pass the caller's other checks (`accepts`).
 
 Legend: P stages, M microbatches, v chunks, t tensor devices, c context devices.
 """
@@ -56,9 +56,9 @@ class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        needed: the sentence that says what was needed and what came. It is a format string: a name
-            in braces is replaced by that name with its value.
-        changes: the cures, the best first: new values by name.
+        needed: the sentence that says what was needed and what came. The sentence is a format
+            string: a name in braces is replaced by that name with its value.
+        changes: the cures, the best first. Each cure has new values by name.
         note: words that follow the first cure in the message.
     """
 
@@ -71,11 +71,13 @@ class Wording(NamedTuple):
     """The form in which the caller writes sizes, and the sizes that the caller can change.
 
     Attributes:
-        value: from a name and its value to text, such as `data=4` or `--data 4`.
-        change: from the fields that the caller wrote, and the new values, to the text that the
-            caller should write.
+        value: a function that takes a name and its value, and returns a text such as `data=4` or
+            `--data 4`.
+        change: a function that takes the fields that the caller wrote and the new values, and
+            returns the text that the caller should write.
         fixed: the sizes that the caller cannot change.
-        accepts: whether a change passes all other checks of the caller.
+        accepts: a function that takes a change, and returns whether the change passes all other
+            checks of the caller.
     """
 
     value: Callable[[str, Any], str]
@@ -126,19 +128,23 @@ def refusal(
     misread: str = "",
 ) -> str | None:
     """Returns the message for a layout whose `fields` are wrong or do not fit `sizes`, with a
-    proposal; None if it fits.
+    proposal; None if the layout fits.
 
     Args:
         fields: a layout's fields by name.
-        sizes: an empty dict, to check the fields alone; or one with layers, heads, hidden, rows,
-            batch and tokens, and perhaps experts, devices and processes.
+        sizes: an empty dict, to check the fields alone; or a dict with layers, heads, hidden, rows
+            (the vocabulary's, with padding), batch (sequences) and tokens (of a sequence), and
+            perhaps experts, devices and processes.
         wording: the form of the message.
-        written: the fields that the caller wrote, by name; the others have their defaults.
-        misread: the sentence for a mistake in the text that the caller wrote, or "". The `fields`
-            were read from this text with the mistake corrected.
+        written: the fields that the caller wrote, by name; all other fields have their defaults.
+        misread: a sentence that reports a mistake in the text that the caller wrote, such as a
+            misspelt name; "" if there is none. The `fields` were read from this text with the
+            mistake corrected.
     """
-    sizes = _with_experts(sizes)
-    # A mistake in the text comes first. Its cure changes nothing, since `fields` are right already.
+    sizes = _with_experts(sizes)  # 1 expert if the model gives no number
+    # A mistake in the text comes first. The cure of this fault changes nothing, since `fields` are
+    # right already. `format_map` below reads braces as names, so the braces of the text are
+    # escaped.
     fault = Fault(escaped(misread), ({},)) if misread else next(faults(fields, sizes), None)
     if fault is None:
         return None
@@ -171,9 +177,9 @@ def fits(fields: Fields, sizes: Fields) -> bool:
 def repaired(
     fields: Fields, sizes: Fields, change: Fields, fixed: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Returns `change` and all further changes that it makes necessary; None if the fields then
-    still do not fit, or fit only with a change of a `fixed` size."""
-    sizes = _with_experts(sizes)
+    """Returns `change` and all further changes that `change` makes necessary; None if the fields
+    then still do not fit, or fit only with a change of a `fixed` size."""
+    sizes = _with_experts(sizes)  # 1 expert if the caller's sizes have no number
     new_fields, new_sizes = dict(fields), dict(sizes)
     cure = change
     # A cure may cause another fault: more stages may need more microbatches. The number of cures is
@@ -184,6 +190,8 @@ def repaired(
             changed[name] = value
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
+            # A name that is both a field and a size, `processes`, has the value of the field. From
+            # True to 1 is a change too, so `_differs` compares the types as well.
             before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
             differing = {
                 name: value for name, value in after.items() if _differs(value, before[name])
@@ -202,11 +210,11 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     them.
 
     If there are faults of `_values` or `_counts`, such as a negative count, no others are yielded.
-    The others are choices that have nothing to act on or exclude each other, and sizes that do not
-    fit the layout.
+    The other faults are choices without effect, choices that exclude each other, and sizes that do
+    not fit the layout.
 
-    With `to_repair`, the order is that of `repaired`: first the axes, whose product is the number
-    of devices, and then the sizes that must be multiples of them.
+    With `to_repair`, the order is the one in which `repaired` cures them: first the axes, whose
+    product is the number of devices, and then the sizes that must be multiples of the axes.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
@@ -214,6 +222,9 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
         yield from unreadable
         return
     yield from _choices(fields)
+    # `_processes` shares the layout's devices among its processes, and `_machine` compares the
+    # layout with the machine. A reader mends the layout by itself first, then for the model and the
+    # batch, and last for the machine.
     to_read = (_processes, _model_and_batch, _machine)
     for kind in (_machine, _processes, _model_and_batch) if to_repair else to_read:
         yield from kind(fields, sizes)
@@ -223,8 +234,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
 
 
 def _values(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each field whose type or value is wrong. Its cure is the value that the
-    caller may have meant, the closest choice, or 1 for a count out of bounds."""
+    """Yields a fault for each field whose type or value is wrong. The cure is the value that the
+    caller may have meant, or the closest choice, or 1 for a count out of bounds."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
         # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.
@@ -242,7 +253,8 @@ def _values(fields: Fields) -> Iterator[Fault]:
 
 def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault for the first size that is not a whole number above 0, or is too large.
-    Otherwise yields one if the machine's devices cannot be shared evenly among its processes."""
+    If there is no such size, yields a fault if the machine's devices cannot be shared evenly among
+    its processes."""
     # The cure: the least `devices` or `batch` that fits the layout, and 1 for any other size.
     least = {"devices": _devices(fields), "batch": _batch_divisor(fields)}
     for name, value in sizes.items():
@@ -256,8 +268,8 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         # No cures, since the layout cannot change the machine: the sentence says what to do.
         yield Fault(
             f"Layout: each process must have as many devices as the others; the run has {devices} "
-            f"devices and {processes} processes. Start {closest_divisor(devices, processes)}, or "
-            f"take {more_devices} devices.",
+            f"devices and {processes} processes. Start {closest_divisor(devices, processes)} "
+            f"processes, or use {more_devices} devices.",
             (),
         )
 
@@ -269,6 +281,7 @@ def _choices(fields: Fields) -> Iterator[Fault]:
     """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica. The
     choices about pipelines come last."""
     shards_state = fields["zero"] > 0
+    # ZeRO splits the state over data and context; along `replica` the devices have copies of it.
     if shards_state and fields["data"] * fields["context"] == 1:
         yield Fault(
             "Layout: {zero} splits state over replicas; got {data}.", ({"zero": 0}, {"data": 2})
@@ -290,8 +303,8 @@ def _choices(fields: Fields) -> Iterator[Fault]:
 
 def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
     """Yields a fault for each choice about pipelines that has nothing to act on, or that another
-    choice excludes. With several chunks per stage (`chunks`), also yields one if the microbatches
-    are not a multiple of the stages."""
+    choice excludes. With several chunks per stage (`chunks`), also yields a fault if the
+    microbatches are not a multiple of the stages."""
     P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
     if fields["chunks"] > 1 and P == 1:
         needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
@@ -330,11 +343,12 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for each size of the model or the batch that is not a multiple of the parts
-    into which it is split."""
+    """Yields a fault for each size of the model or the batch that is not a multiple of the number
+    of parts into which this size is split."""
     t, P, v = fields["tensor"], fields["stage"], fields["chunks"]
-    # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither is
-    # given, this is 0, which has no effect in another gcd.
+    # The cures with fewer stages also set one chunk: then the stages alone must divide the layers.
+    # The tensor axis must divide both heads and hidden units, so one cure mends both. If neither
+    # size is given, `heads_and_hidden` is 0, which has no effect in another gcd.
     heads_and_hidden = math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes))
     for name, what in (
         ("heads", "the model's heads"),
@@ -343,7 +357,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         if name in sizes and sizes[name] % t:
             needed = f"Layout: {what} ({{{name}}}) must be a multiple of {{tensor}}."
             cure = {"tensor": closest_divisor(heads_and_hidden, t)}
-            # The third argument is the note that follows the cure in the message.
+            # The third argument is the note that follows the first cure in the message.
             yield Fault(needed, (cure,), ", which divides it")
     if "layers" in sizes and sizes["layers"] % (P * v):
         fewer_stages = {"stage": closest_divisor(sizes["layers"], P), "chunks": 1}
@@ -354,7 +368,8 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     if "rows" in sizes and sizes["rows"] % (P * t):
         padded = _multiples("rows", sizes["rows"], P * t)[0]  # the multiple above
         # The second cure is axes that fit: a tensor axis that divides the rows, the heads and the
-        # hidden units, and then a number of stages that divides the remaining rows and the layers.
+        # hidden units, and then a number of stages that divides the remaining rows and the layers
+        # (or P, if no layers are given).
         smaller_tensor = closest_divisor(math.gcd(sizes["rows"], heads_and_hidden), t)
         fewer_stages = closest_divisor(
             math.gcd(sizes["rows"] // smaller_tensor, sizes.get("layers", P)), P
@@ -373,8 +388,9 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
-    """Yields a fault for sequences, and for tokens of a sequence, whose number is not a multiple of
-    the parts into which they are split."""
+    """Yields a fault if the number of sequences of the batch is not a multiple of the number of
+    parts into which the batch is split. Yields another if the number of tokens of a sequence is not
+    a multiple of the parts into which a sequence is split."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         # The axes that split sequences: `data`, which every mesh has, and those of several devices.
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
@@ -389,8 +405,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """Returns the number that must divide the tokens of a sequence, and the sentence for tokens
-    that it does not divide."""
+    """Returns the number that must divide the tokens of a sequence, and the sentence of the fault
+    for tokens that are not a multiple of this number."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -400,7 +416,7 @@ def _tokens_divisor(fields: Fields) -> tuple[int, str]:
             "{tensor}.",
         )
     # Each of the c devices holds two chunks of the sequence, which balances causal attention. With
-    # `sequence` its tokens are also split over the tensor axis. So the number of tokens must be a
+    # `sequence` the tokens are also split over the tensor axis. So the number of tokens must be a
     # multiple of c lcm(2, t).
     if t <= 2:
         factors = "2 x {context}"
@@ -428,15 +444,16 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         return
     fewer_processes = {"processes": closest_divisor(devices, processes)}
     # If the machine fixes the number of processes, another `data` is the cure, the smaller one
-    # first. It must be a multiple of processes / gcd(others, processes): the product of the other
-    # axes, `others`, has the other factors of `processes`.
+    # first. `data` must be a multiple of processes / gcd(others, processes): the product of the
+    # other axes, `others`, has the other factors of `processes`.
     others = devices // fields["data"]
     data = fields["data"]
-    more_devices = _multiples("data", data, processes // math.gcd(others, processes))
+    # `_multiples` gives the larger one first.
+    other_data = _multiples("data", data, processes // math.gcd(others, processes))
     yield Fault(
         "Layout: each process must have as many devices as the others; got {processes} for "
         f"{devices} devices.",
-        more_devices[::-1] if "processes" in sizes else (fewer_processes,),
+        other_data[::-1] if "processes" in sizes else (fewer_processes,),
     )
 
 
@@ -445,6 +462,7 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     another if the layout's number of processes is not that of the run."""
     devices = _devices(fields)
     if sizes.get("devices", devices) != devices:
+        # The message names the axes that every mesh has, and those of several devices.
         names = [name for name in AXES if name in ALWAYS or fields[name] > 1]
         product = " x ".join(f"{{{name}}}" for name in names)
         yield Fault(
@@ -453,16 +471,19 @@ def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         )
     processes = sizes.get("processes", fields["processes"])
     if processes != fields["processes"]:
-        needed = f"Layout: it is for processes={fields['processes']}, and the run has {processes}."
+        needed = (
+            f"Layout: it has processes={fields['processes']}, and the run has {processes} "
+            "processes."
+        )
         yield Fault(needed, ({"processes": processes},))
 
 
 def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
-    """Returns sizes of the axes whose product is the machine's devices: the other axes stay, and
-    `data` is the quotient.
+    """Returns new sizes of axes, by name, so that the product of all axes is the machine's number
+    of devices. If possible, only `data` changes.
 
-    If the product of the other axes does not divide the devices, each of them becomes the closest
-    divisor by which the model can be split.
+    If the product of the other axes does not divide the number of devices, each of these other axes
+    gets the closest size by which both the devices and the model can be split.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -473,8 +494,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         "stage": sizes.get("layers", 0),
         "expert": sizes.get("experts", 0),
     }
-    # An axis that no size limits counts with 0, since gcd(n, 0) is n. Each axis takes its share of
-    # the devices that the axes before it left, and `data` takes the rest.
+    # For an axis that no size limits, the number in the gcd is 0, since gcd(n, 0) is n. Each axis
+    # takes its share of the devices that the axes before it left, and `data` takes the rest.
     new, devices_left = {}, devices
     for name in ("tensor", "context", "expert", "stage", "replica"):
         new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])
@@ -491,8 +512,8 @@ def _devices(fields: Fields) -> int:
 
 
 def closest_divisor(number: int, size: int) -> int:
-    """Returns the divisor of `number` that is closest to `size`; of two equally close ones, the
-    smaller."""
+    """Returns the divisor of `number` that is closest to `size`; it may be larger than `size`. Of
+    two equally close divisors, it is the smaller."""
     # No divisor is larger than the number itself.
     size = min(number, size)
     # The closest numbers are tried first; at each distance, the smaller number.
@@ -521,17 +542,19 @@ def escaped(text: str) -> str:
 
 def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
     """Returns the cures for the size `name`: the next multiple of `divisor` above `size`, and the
-    next one below it unless that is 0."""
+    next multiple below `size` unless that is 0."""
     below = size // divisor * divisor
     above = -(-size // divisor) * divisor  # -(-a // b) is a / b, rounded up
     return ({name: above}, {name: below}) if below else ({name: above},)
 
 
 def _meant(value: Any, default: Any) -> Any:
-    """Returns what `value`, of a wrong type, may mean, as a value of the default's type; the
-    default if that is not clear."""
+    """Returns the value that the caller may have meant by `value`, which has a wrong type. The
+    result has the type of the `default`; the result is the `default` if the meaning is not
+    clear."""
     # The text of any other type, such as an array, is not a clue.
     text = str(value) if isinstance(value, str | bool | int | float) else ""
+    # The defaults of all fields of this kind are False, so an unclear text gives the default here.
     if isinstance(default, bool):
         return text.lower() in ("true", "yes", "on", "1")
     number = text.removesuffix(".0")
@@ -550,21 +573,22 @@ def _closest_choice(value: Any, choices: tuple) -> Any:
 
 
 def _with_experts(sizes: Fields) -> Fields:
-    """Returns the sizes, with 1 expert for a model that does not give their number."""
+    """Returns the sizes, with 1 expert for a model whose sizes have no number of experts."""
     return {"experts": 1, **sizes} if "layers" in sizes else sizes
 
 
 def _without_fields(sizes: Fields) -> dict[str, Any]:
-    """Returns the sizes without those that are also fields of a layout: without `processes`."""
+    """Returns the sizes without `processes`, the only size that is also a field of a layout."""
     return {name: value for name, value in sizes.items() if name not in DEFAULTS}
 
 
 def _differs(value: Any, before: Any) -> bool:
-    """Returns whether two values differ in value or in type: True is not 1."""
+    """Returns whether two values differ in value or in type. In Python True equals 1, but a field
+    `data=True` is a mistake, and the cure, `data=1`, is a change."""
     return type(value) is not type(before) or value != before
 
 
 def _shown(value: Any) -> str:
-    """Returns a value for a message, cut if it is long, with its braces doubled."""
+    """Returns the text of a value for a message, cut if it is long, and with doubled braces."""
     text = repr(value)
     return escaped(text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)")

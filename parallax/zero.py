@@ -1,4 +1,4 @@
-"""ZeRO: the replicas split the optimizer's state, the gradients and the parameters among them.
+"""ZeRO: the replicas split the optimizer's state, the gradients and the parameters.
 
 The n devices of an axis split the batch. Plain data parallelism all-reduces every gradient and
 keeps n equal copies of everything. Here each device keeps a share:
@@ -7,21 +7,23 @@ keeps n equal copies of everything. Here each device keeps a share:
     ZeRO-2  `accumulated` around `reduce_scattered`; `sharded` optimizer   also gradients 1/n
     ZeRO-3  `averaged` around `gathered` blocks; `gathered_once` the rest  also parameters 1/n
 
-ZeRO-1 moves the bytes of data parallelism, 2 (n - 1)/n of the parameters' bytes per step, as one
-reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
+ZeRO-1 sends as many bytes as data parallelism, 2 (n - 1)/n of the parameters' bytes per step, by
+one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
 microbatch (again in the backward pass) and scatters once.
 
-A tree of specs, as `rules.specs` makes with `rules.fsdp`, gives the dim of each leaf that is split:
-its entry names the axis. A leaf without such a dim stays whole (`rules.explain` says why) and is
-all-reduced. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered over
-the axes that its spec names, and summed over the others. It is not summed over axes that split the
-parameter itself (experts). A mean divides by the size of all axes. `splits_of(path, by_path, axis)`
-gives the dims of a leaf that `axis` splits, each as a `Split`: the dim and its part of the axis.
-`sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all of `y`, so that all devices
-send in one order: else they could wait for each other forever.
+A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
+entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
+says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
+was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
+over the axes that its spec names, and summed over the other axes. A leaf is not summed over axes
+that split the parameter itself (experts). A mean divides by the product of the sizes of all axes.
+`splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a `Split`: the
+dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a CPU each
+array of `x` waits for all of `y`, so that all devices send in one order: else they could wait for
+each other forever.
 
-These functions must get the same axis and specs. The class `ZeRO` makes them all, from a stage, an
-axis and the model's rule.
+The functions of this module that are used together must get the same axis and specs. The class
+`ZeRO` makes all these functions, from a stage, an axis and the model's rule.
 
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models
 (arXiv 1910.02054).
@@ -60,11 +62,11 @@ def reduce_scattered(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`; each device
-    keeps its share of the gradients: `A[I] {U_X} -> A[I_X]`.
+    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
-    (n - 1)/n of the parameters' bytes move, half as many as in `grads.averaged`. Leaves that stay
-    whole are all-reduced, and so is the loss. A gradient that `reduce_scatter` has already
-    scattered inside `grad` is not scattered again: it is only divided.
+    Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
+    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. If
+    `reduce_scatter` has already scattered a gradient inside `grad`, the gradient is only divided.
 
     Args:
         grad: a gradient function.
@@ -80,20 +82,22 @@ def reduce_scattered(
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
-    # `value_and_sums` also passes this device's own gradient, `term`, so that a result can take its
-    # dtype. This mean does not take it: it stays in float32 or wider.
+    # `value_and_sums` also passes this device's own gradient, `term`, so that a result can take the
+    # dtype of `term`. This mean stays in float32 or wider instead.
     def mean(total, term):
         return total / axis.size()
 
     def scatter(value, gradients, params, names):
-        """Scatters the gradients; `names` has for each leaf the axes over which it is to be summed.
+        """Scatters the gradients; `names` has for each leaf the axes over which its gradient is to
+        be summed.
 
-        Returns the value, the shares, and for each leaf the axes over which it is still to be
-        summed.
+        Returns the value (the loss, or loss and aux), the shares of the gradients, and for each
+        leaf the axes over which its gradient must still be summed.
         """
 
         # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
-        # itself, such as the experts' axis, is not among these: along it no sum is left to take.
+        # itself, such as the experts' axis, is not among these axes: along it no sum is left to
+        # take.
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 
@@ -117,6 +121,9 @@ def reduce_scattered(
         return value, shares, jax.tree.map(names_left, gradients, names, splits)
 
     def wrapped(params, batch):
+        # `local` has this device's value and gradients, and the parameters. `value_and_sums` finds
+        # the axes over which each gradient is to be summed, calls `scatter` with them (`names`),
+        # and all-reduces over the axes that `scatter` returns.
         local = local_gradients(grad, params, batch, axis)
         return value_and_sums(local, axis, mean, aux=aux, scatter=scatter)
 
@@ -127,10 +134,10 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     """Returns this device's shares of the sums of `gradients` over `axis`; leaves that stay whole
     are returned unchanged, not summed.
 
-    Pass it to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient function in
-    `reduce_scattered`, which recognises shares by their shape, sums the leaves that stay whole, and
-    divides. `axis` has only the axes of the shares, not an axis that splits a parameter itself,
-    such as the experts' axis.
+    Pass `reduce_scatter` to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient
+    function in `reduce_scattered`. That function recognises shares by their shape, sums the leaves
+    that stay whole, and divides all gradients. `axis` must not contain an axis that splits a
+    parameter even without ZeRO, such as the experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -145,20 +152,21 @@ def sharded(
     axis: AxisLike,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with 1/n of its state and its work on each device: ZeRO-1 and 2, for an
-    optimizer that acts element by element.
+    """Returns `optimizer` with 1/n of the state and of the work on each device: ZeRO-1 and 2, for
+    an optimizer that acts element by element.
 
-    Its `update` takes each device's share of the gradients (from `reduce_scattered`), updates that
-    share of the parameters, and gathers the updates: (n - 1)/n of the parameters' bytes move. If
-    gradients have their full shape, `update` averages and scatters them itself, or, if they are
-    averaged already, takes the device's share. Inside the map, its `init` returns the device's
-    share of the state. Outside, where arrays are global, `init` returns the whole state, for which
-    `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
+    The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
+    updates that share of the parameters, and gathers the updates: (n - 1)/n of the parameters'
+    bytes move. Gradients of full shape are averaged and scattered by `update` itself; of gradients
+    that are averaged already, `update` only takes the device's share. Inside `shard_map`, the
+    returned `init` makes the device's share of the state. Outside, where arrays are global, `init`
+    returns the whole state, for which `rules.optimizer_specs(optimizer, params, specs)` gives the
+    specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
-    that combines elements would see only the elements of a share, and is refused: wrap it in
-    `optimizers.whole` or `optimizers.by_matrix` instead. Clip in `step.make` or `grads.clipped`,
-    which take the norm over all shares.
+    that combines elements of a gradient, as by a norm, would see only the elements of a share, so
+    `sharded` refuses it: wrap such an optimizer in `optimizers.whole` or `optimizers.by_matrix`
+    instead. Clip in `step.make` or `grads.clipped`, which take the norm over all shares.
 
     Raises:
         ValueError: `update` is called without the parameters; or the optimizer mixes the elements
@@ -192,8 +200,8 @@ def sharded(
         return shards.gather(update, splits(path, weight))
 
     def init(params):
-        """Returns the state of this device's shares, or, outside a map over `axis`, of the whole
-        leaves."""
+        """Returns the optimizer's state for this device's shares; outside a map over `axis`, the
+        state for the whole leaves."""
         # Outside a map the arrays are global, so the state is whole, and `rules.optimizer_specs`
         # gives the specs that split it.
         weights = eqx.filter(params, trees.is_inexact)
@@ -202,8 +210,8 @@ def sharded(
         )
 
     def update(updates, state, weights, **extra):
-        """Returns whole updates, and the state of this device's shares; `updates` are gradients.
-
+        """Returns the updates of whole leaves, and the state for this device's shares. The argument
+        `updates` has the gradients, as in optax.
         Only this device's shares are updated, by `update_shares`, and then the updates are
         gathered.
         """
@@ -220,9 +228,10 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """Returns this device's share of the mean of a gradient, which has its parameter's shape and
-    differs between devices along the axes `local`. `splits` are the splits into shares."""
-    # The devices have different terms only along the axes in `local`. They are summed by a
+    """Returns this device's share of the mean of a gradient. The gradient has its parameter's
+    shape, and differs between devices along the axes `local`. `splits` are the splits into
+    shares."""
+    # The devices have different terms only along the axes in `local`. These terms are summed by a
     # reduce-scatter along the splits over such axes, and by an all-reduce along the other axes in
     # `local`.
     scattered = [split for split in splits if shards.names_of([split]) <= local]
@@ -231,7 +240,8 @@ def _mean_share(
         tuple(name for name in axes_of(axis) if name in local - shards.names_of(scattered))
     )
     total = summed.all_reduce(gradient) if summed.names else gradient
-    # Along the other splits all devices have the same gradient, so each cuts its share out of it.
+    # Along the other splits all devices have the same gradient, so each device cuts its share out
+    # of that gradient.
     total = shards.take(total, [split for split in splits if split not in scattered])
     # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
     # along these the gradient is already a sum. `over` keeps only the names in `axis`.
@@ -243,13 +253,13 @@ def gathered(
     axis: AxisLike,
     specs: Specs,
 ) -> Callable[..., Any]:
-    """Returns `function(params, ...)` for parameters that are stored as shares: it gathers them
-    before the function, and scatters their gradients after it. ZeRO-3.
+    """Returns `function(params, ...)` for parameters that are stored as shares: the parameters are
+    gathered before the function, and their gradients are scattered after it. This is ZeRO-3.
 
-    `A[I_X] -> A[I]` for each leaf that `specs` split over `axis`; the gradient is the
-    reduce-scattered sum. If `gathered` wraps a block that a loop runs, one layer at a time is
-    gathered. Wrap the result in `remat.gathers`, or in another policy of `remat`, to gather again
-    in the backward pass, so that no gathered layer is kept:
+    Each leaf that `specs` split over `axis` is gathered, `A[I_X] -> A[I]`; the gradient of such a
+    leaf is the sum of the devices' gradients, reduce-scattered. If `gathered` wraps a block that a
+    loop runs, one layer at a time is gathered. Wrap the result in `remat.gathers`, or in another
+    policy of `remat`, to gather again in the backward pass, so that no gathered layer is kept:
 
         again = lambda block: remat.gathers(zero.gathered(block, "data", block_specs))
 
@@ -277,20 +287,21 @@ def gathered_once(
     axis: AxisLike,
     specs: Specs,
 ) -> Grad:
-    """Returns `grad` for parameters that are stored as shares: it gathers them once before `grad`,
-    and sums and scatters their gradients after it.
+    """Returns `grad` for parameters that are stored as shares: the parameters are gathered once
+    before `grad`, and their gradients are summed and scattered after it.
 
-    It is for parameters that all microbatches need and that are too small to be gathered in each,
-    such as embeddings beside `gathered` blocks. Leaves whose spec is None or does not name `axis`
-    are passed unchanged, and so are their gradients. Wrap it in `grads.averaged`, which sums the
-    gradients of these leaves, and divides all.
+    It is for parameters, such as embeddings beside `gathered` blocks, that all microbatches need
+    and that are too small to be gathered again in each microbatch. Leaves whose spec is None or
+    does not name `axis` are passed unchanged, and so are their gradients. Wrap the result in
+    `grads.averaged`, which sums the gradients of the unchanged leaves, and divides all gradients by
+    the number of devices.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def wrapped(params, batch):
-        """Returns `(value, gradients)`, with the gradients of split leaves as shares, summed over
-        `axis`, and those of whole leaves as this device has them."""
+        """Returns `(value, gradients)`. The gradients of split leaves are shares, summed over
+        `axis`; the gradients of whole leaves are those of this device."""
 
         # Only gathered leaves wait for each other: whole leaves need not wait for the gathers.
         def only_split(path, x):
@@ -313,10 +324,10 @@ class PartSpecs(NamedTuple):
     """Specs for the parts of a model whose parameters are stored as shares.
 
     Attributes:
-        ends: the specs of the model, with None in place of the blocks: for `gathered_once`, or for
-            `gathered` around the loss.
-        stage: the specs of the blocks as a stage of a pipeline sees them, [layers, ...]; without a
-            pipeline, as the model has them.
+        ends: the specs of the model, with None in place of the blocks. They are for
+            `gathered_once`, or for `gathered` around the loss.
+        stage: the specs of the blocks of a pipeline stage, whose arrays are [layers, ...]; without
+            a pipeline, the specs of the model's blocks.
         layer: the specs of one layer, for `gathered` around the block that a loop runs.
     """
 
@@ -332,14 +343,16 @@ def part_specs(
     blocks: Callable[[Any], Any] = lambda specs: specs.blocks,
     loops: int = 1,
 ) -> PartSpecs:
-    """Returns the specs for `gathered_once` and `gathered`, from the specs of the whole model,
-    whose blocks are stacked.
+    """Returns three trees of specs, from the specs of a whole model whose blocks are stacked.
+    `ends` is for `gathered_once`: the specs of the model (embeddings, head), with None in place of
+    the blocks. `layer` has the specs of one block, for `gathered`; `stage` has the specs of a
+    pipeline stage's blocks.
 
     Args:
         specs: the specs of the model, as `rules.specs` gives them.
         axis: the axis of the shares.
-        blocks: picks the blocks.
-        loops: the number of first dims of the blocks' arrays that are looped over: 1 for the
+        blocks: a function that takes the model, or a tree like it, and returns its blocks.
+        loops: the number of leading dims of the blocks' arrays that are looped over: 1 for the
             layers, or 2 for the chunks and layers of a pipeline.
 
     Raises:
@@ -353,13 +366,14 @@ def part_specs(
 
         def inner(path, spec):
             """Returns the spec of one leaf without its first `count` dims; raises `ValueError` if
-            one of these is split over the axes `names`."""
+            one of these dims is split over the axes `names`."""
             split = [
                 dim
                 for dim, entry in enumerate(spec[:count])
                 if names & set(trees.entry_axes(entry))
             ]
             # The cure in the message is to keep all looped dims whole, not only the first `count`.
+            # Its pattern, 'blocks.**', is that of the default `blocks`.
             if split:
                 raise ValueError(
                     f"zero.part_specs: dim {split[0]} of {trees.dotted(path) or 'the blocks'}, "
@@ -379,8 +393,8 @@ def part_specs(
 def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> PyTree:
     """Returns `params` with its shares gathered over `axis` to whole leaves; the transpose is a
     reduce-scatter. `by_path` are the specs of the shares."""
-    # The call is for its error only: it refuses an axis that the mesh lacks. Otherwise `splits_of`
-    # would find no split over the axis, and the shares would count as whole leaves.
+    # This call is made only for its error: it refuses an axis that the mesh lacks. Otherwise
+    # `splits_of` would find no split over the axis, and the shares would count as whole leaves.
     axis.size()
 
     def gather_dim(x, split):
@@ -421,19 +435,20 @@ class ZeRO:
     Args:
         stage: 1, 2 or 3.
         axis: the axis, or the axes, that split the batch.
-        inside: the rule of the model without ZeRO, such as `tensor.rule(model)`, with P() for the
-            leaves that it does not know.
+        inside: the rule of the model without ZeRO, such as `rules.first(tensor.rule(model),
+            rules.match("**", P()))`.
         model: the model's arrays or their shapes, all of them whole.
         mesh: the mesh that the step runs on.
-        min_size: leaves of fewer elements stay whole, as in `rules.fsdp`.
+        min_size: the least number of elements of a leaf that is split, as in `rules.fsdp`.
         keep: dims that are not split, as in `rules.fsdp`.
 
     Attributes:
-        optimizer_rule: the rule of the shares, for `step.init`: it splits the optimizer's state.
+        optimizer_rule: the rule of the shares, by which `step.init` splits the optimizer's state.
         specs: the specs of the shares, a tree like the model, for the functions of this module.
 
     Raises:
-        ValueError: there is no such stage, or no such axis in the mesh; or as `rules.specs` does.
+        ValueError: there is no such stage, or no such axis in the mesh; or `rules.specs` refuses
+            the specs.
     """
 
     stage: int
@@ -478,8 +493,9 @@ class ZeRO:
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `loss` for the parameters as they are stored: in stage 3 it checks their shapes
-        and gathers them first; in the other stages `loss` is returned unchanged."""
+        """Returns `loss` for the parameters as they are stored: in stage 3 the result checks the
+        shapes of the parameters, and gathers them first; in the other stages `loss` is returned
+        unchanged."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -491,9 +507,9 @@ class ZeRO:
         of the axis; each device keeps its share of the gradients.
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
-        microbatch before it adds them up. In stage 3 the backward pass of the gathers in `loss`
-        scatters them, and only gradients of leaves that stay whole are summed here. In all stages,
-        parameters that are not split as `rule` says are refused.
+        microbatch, and adds up the shares. In stage 3 the gradients are scattered in the backward
+        pass of `loss`, so this function sums only the gradients of leaves that stay whole. In all
+        stages, parameters that are not split as `rule` says are refused.
         """
 
         def scattered_grad(params, batch):
@@ -505,13 +521,16 @@ class ZeRO:
         )
         if self.stage == 3:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
+        # In stage 2 the gradients are shares already, which `reduce_scattered` sees by their shape.
+        # So `reduce_scattered` only divides the shares, and all-reduces the loss and the leaves
+        # that stay whole.
         return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
 
     def optimizer(
         self, optimizer: optax.GradientTransformation | optax.MultiSteps
     ) -> optax.GradientTransformation | optax.MultiSteps:
-        """Returns `optimizer` for the shares. In stage 3 it is unchanged, since parameters and
-        gradients are shares already."""
+        """Returns `optimizer` for the shares. In stage 3 `optimizer` is unchanged, since parameters
+        and gradients are shares already."""
         return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -525,8 +544,9 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf that the model lacks, or whose shape on this device does not follow
-            from its spec. By path, `specs` has the specs and `wholes` the whole shapes."""
+            """Refuses a leaf that the model lacks, and a leaf whose shape on this device does not
+            follow from its spec. `specs` maps each path to a spec, and `wholes` maps it to the
+            shape of the whole leaf."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "

@@ -328,20 +328,20 @@ LAYERS = (
     ),
     Mutant(
         "check_row",
-        "if names <= of_x and",
-        "if False and",
+        "if same := sorted(of_x - of_weight):",
+        "if same := ():",
         "test_tensor_layers.py::test_the_wrong_order_is_refused",
     ),
     Mutant(
         "check_row",
-        "if names <= of_weight and",
-        "if False and",
+        "if same := sorted(of_weight - of_x):",
+        "if same := ():",
         "test_tensor_layers.py::test_the_wrong_order_is_refused",
     ),
     Mutant(
         "check_row",
-        "axis.size() == 1",
-        "False",
+        "lax.axis_size(axis_name) > 1",
+        "True",
         "test_tensor_layers.py::test_a_row_of_one_device_may_be_whole",
     ),
     Mutant(

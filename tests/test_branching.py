@@ -482,8 +482,8 @@ def test_what_all_devices_must_run_at_once_is_refused():
     )
     ringed = along(lambda x, _: (ring.all_reduce(x, "tensor"), None))
     cure = re.escape(
-        "Let jax.lax move the data there (pass 'tensor' for the axis), or use a schedule that "
-        "runs in lockstep"
+        "Let jax.lax do this collective (give 'tensor' alone as the axis, without an algorithm), "
+        "or use a schedule that runs in lockstep"
     )
     refused(
         ringed,
@@ -496,7 +496,7 @@ def test_what_all_devices_must_run_at_once_is_refused():
         summed,
         table,
         r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\)\. "
-        r"Stages that run another job would never join it\.",
+        r"Stages that run another job would never join this collective\.",
     )
 
 

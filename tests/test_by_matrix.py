@@ -219,8 +219,8 @@ def test_by_matrix_refuses_outer_layers_that_are_split():
 def test_by_matrix_refuses_what_joins_leaves():
     assert_refused_by_matrix(
         "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-        "optimizer makes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or join "
-        "leaves elsewhere: step.make and grads.clipped clip by the norm.",
+        "optimizer makes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or combine "
+        "leaves outside of the optimizer, as step.make and grads.clipped do to clip by the norm.",
         optax.chain(optax.clip_by_global_norm(1.0), BY_MATRIX["muon"]),
     )
 

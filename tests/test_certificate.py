@@ -353,6 +353,13 @@ def test_what_cannot_be_counted_is_told(uncertain, words):
     assert sentence.startswith(f"collective-permute along a: {words}")
 
 
+def test_one_chain_through_a_conditional_counts_once():
+    hop = Entry("collective-permute", ("a",), 1, 8, 2)
+    entries = [hop, hop._replace(conditional=True)]
+    (uncertain,) = certificate.differences(entries, {"a": cost.Cost(sent=16, messages=2, chain=2)})
+    assert "stands in a conditional" in uncertain
+
+
 def test_parse_refuses_a_loop_of_unknown_length():
     program, _ = compiled(BODIES["in a loop of no known length"][0])
     with pytest.raises(

@@ -587,7 +587,7 @@ ERRORS = {
         lambda f, x: f(x, "x", scatter_dimension=-1),
         "reduce_scatter",
     ),
-    "scatter_dimension=2 needs an array of more dims than 2: use one of [0, 1].": (
+    "scatter_dimension=2 is no dim of an array of 2 dims: use one of [0, 1].": (
         lambda f, x: f(x, "x", scatter_dimension=2),
         "reduce_scatter",
     ),
@@ -596,7 +596,7 @@ ERRORS = {
         lambda f, x: f(x[0, 0], "x"),
         "reduce_scatter",
     ),
-    "axis=2 needs an array of more dims than 2: use one of [0, 1].": (
+    "axis=2 is no dim of an array of 2 dims: use one of [0, 1].": (
         lambda f, x: f(x, "x", axis=2, tiled=True),
         "all_gather",
     ),

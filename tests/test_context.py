@@ -555,8 +555,8 @@ def gathered_shape(attend, n=4, order=context.zigzag):
 @pytest.mark.parametrize("attend", [tril_of_shapes, of_jax, window_by_difference])
 def test_a_mask_by_its_own_count_is_refused(attend):
     said = (
-        "context.gathered: attend ignores positions=, and masks by its own count of queries and "
-        "keys, but the 8 queries of a"
+        "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for its "
+        "mask. But the 8 queries of a"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         gathered_shape(attend)

@@ -135,7 +135,7 @@ def test_gradients_equal_one_device(layout, of):
 
 
 ERRORS = {
-    "gpt2: attention_dropout=0.1 needs all tokens on a device; they are split over 2.": (
+    "gpt2: attention_dropout=0.1 needs all tokens on a device; they are split over 2 devices.": (
         {"attention_dropout": 0.1},
         16,
     ),

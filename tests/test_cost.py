@@ -333,6 +333,18 @@ def test_seconds_and_the_fastest():
     assert tuning.fastest(2**30, (4, 2), link) in (torus.all_reduce, two_rings.all_reduce)
 
 
+def test_options_that_send_nothing_else_are_allowed():
+    for plain, options in (
+        (ring.reduce_scatter, {"tiled": True}),
+        (ring.all_gather, {"axis": 1, "tiled": True}),
+        (ring.all_to_all, {"tiled": True}),
+        (quantized.reduce_scatter, {"tiled": True}),
+    ):
+        assert cost.of(functools.partial(plain, **options), 64, 4) == cost.of(plain, 64, 4)
+    blocks = functools.partial(quantized.reduce_scatter, tiled=True, block_size=8)
+    assert cost.of(blocks, 64, 4) != cost.of(quantized.reduce_scatter, 64, 4)
+
+
 def test_errors():
     with pytest.raises(
         ValueError,

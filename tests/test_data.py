@@ -435,7 +435,7 @@ def test_held_out_batches_walk_the_text_in_order(n, size, length, limit):
         ({"size": 0}, "got size 0, length 5, limit None"),
         ({"length": 0}, "got size 4, length 0, limit None"),
         ({"limit": 0}, "got size 4, length 5, limit 0"),
-        ({}, r"one batch of 4 windows of length 5 needs 21 tokens; the text has 20\. Bring"),
+        ({}, r"one batch of 4 windows of length 5 needs 21 tokens; the text has 20\. Use a longer"),
     ],
 )
 def test_held_out_batches_refuses_before_the_first_batch(wrong, message):

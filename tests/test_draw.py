@@ -86,7 +86,8 @@ def test_microbatches_in_flight_over_time_by_hand(tmp_path):
 
 def test_a_cost_of_nothing_is_refused():
     with pytest.raises(
-        ValueError, match=r"needs costs above 0; got 0, 2 and 1. Give each job its time"
+        ValueError,
+        match=r"needs times above 0; got 0, 2 and 1 for the forward, backward and weight jobs",
     ):
         draw.in_flight(one_f_one_b_lockstep(2, 2), forward=0)
 

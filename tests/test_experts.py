@@ -600,15 +600,15 @@ def refused(message, *, w=None, x=None, specs=None, split=True, **options):
 
 def test_refusals():
     refused(
-        "experts.moe: the router has 8 experts, and each of the 4 devices of 'data' has 8, by the "
-        "first dim of gate, float64[8, 8, 6]. Give each array of the experts a first dim of 8, "
-        "split over 'data'; the number of experts must be a multiple of 4.",
+        "experts.moe: the router has 8 experts, and each of the 4 devices of 'data' has 8, which "
+        "is the first dim of gate, float64[8, 8, 6]. Give each array of the experts a first dim of "
+        "8, split over 'data'; the number of experts must be a multiple of 4.",
         specs=mixtures.layer_specs(None),
     )
     fewer = eqx.tree_at(lambda w: w.router, layer_of(8), jnp.ones((D, 6)))
     refused(
-        "experts.moe: the router has 6 experts, and each of the 4 devices of 'data' has 2, by the "
-        "first dim of gate",
+        "experts.moe: the router has 6 experts, and each of the 4 devices of 'data' has 2, which "
+        "is the first dim of gate",
         w=fewer,
     )
     refused(
@@ -628,8 +628,8 @@ def test_refusals():
         split=False,
     )
     refused(
-        "experts.ragged moves data only by jax.lax, and the axis is ring('data'). Name the "
-        "axis, 'data', or use exchanged",
+        "experts.ragged moves data only by jax.lax, and the axis is ring('data'). Pass the "
+        "axis by its name, 'data', or use exchanged",
         axis=ring("data"),
         dispatch=experts.ragged(1.0),
     )

@@ -244,8 +244,8 @@ def test_the_error_is_a_line_with_step_leaf_and_device():
         fingerprint.check(4, [flips.flipped(pair, 3, 0, 0)])
     assert str(raised.value) == (
         "step 4: device 2 (process 0) holds other bits of 0 than 1 of the 2 devices that "
-        "should hold the same, and two versions are "
-        "equally common: which is right is not known (and 1 more)."
+        "should hold the same. Two versions are "
+        "equally common, so it is not known which one is right (and 1 more)."
     )
 
 

@@ -86,24 +86,25 @@ def test_their_memory_is_that_of_their_slots(name):
 REFUSED = {
     "what is no job": (
         "0F0,0F1x\n1F0,1B0\n",
-        "row 1, cell 2: '0F1x' is no job. Write one as 5F3: place, F, I, W or B, microbatch.",
+        "row 1, cell 2: '0F1x' is no job. Write a job as 5F3: the place, one of F, I, W and B, and "
+        "the microbatch.",
     ),
     "a long row": (
         f"0F0,{'x' * 9866}\n1F0\n",
-        f"row 1, cell 2: '{'x' * 79}... (9868 characters) is no job. Write one as 5F3: place, F, "
-        "I, W or B, microbatch.",
+        f"row 1, cell 2: '{'x' * 79}... (9868 characters) is no job. Write a job as 5F3: the "
+        "place, one of F, I, W and B, and the microbatch.",
     ),
     "a deadlock": (
         "0B0,0F0\n1F0,1B0\n",
-        "stage 0 waits for ever before backward of microbatch 0 at place 0: it needs backward of "
-        "microbatch 0 at place 1, on stage 1, which has run in no earlier tick. Change the order "
-        "of one of the two stages.",
+        "stage 0 waits for ever before backward of microbatch 0 at place 0: this job needs "
+        "backward of microbatch 0 at place 1, which stage 1 does not run in an earlier tick. "
+        "Change the order of one of the two stages.",
     ),
     "one forward alone": (
         "0F0,0B0\n1F0,1B0,1F1\n",
-        "stage 1 waits for ever before forward of microbatch 1 at place 1: it needs forward of "
-        "microbatch 1 at place 0, on stage 0, which has run in no earlier tick. Change the order "
-        "of one of the two stages.",
+        "stage 1 waits for ever before forward of microbatch 1 at place 1: this job needs "
+        "forward of microbatch 1 at place 0, which stage 0 does not run in an earlier tick. "
+        "Change the order of one of the two stages.",
     ),
     "no weights": (
         "0F0,0I0,0W0\n1F0,1I0\n",
@@ -122,17 +123,20 @@ REFUSED = {
     "a gap in the places": (
         "0F0,3F0,3B0,0B0\n1F0,4F0,4B0,1B0\n",
         "Each place of the model, from 0 on, needs one stage; stage 0 has place 3, and the "
-        "next place without a stage is 2. Number the places without a gap, each on one stage.",
+        "next place without a stage is 2. Number the places without a gap, "
+        "and put each on exactly one stage.",
     ),
     "a gap in the places of a file by ticks": (
         "tick,stage 0\n0,0F0\n1,2F0\n2,2I0\n3,2W0\n4,0I0\n5,0W0\n",
         "Each place of the model, from 0 on, needs one stage; stage 0 has place 2, and the "
-        "next place without a stage is 1. Number the places without a gap, each on one stage.",
+        "next place without a stage is 1. Number the places without a gap, "
+        "and put each on exactly one stage.",
     ),
     "a place twice": (
         "0F0,1F0,1B0,0B0\n1F0,2F0,2B0,1B0\n",
         "Each place of the model, from 0 on, needs one stage; stage 1 has place 1, and the "
-        "next place without a stage is 2. Number the places without a gap, each on one stage.",
+        "next place without a stage is 2. Number the places without a gap, "
+        "and put each on exactly one stage.",
     ),
     "no job": ("tick,stage 0\n0,\n", "All stages need equally many places of the model; got 0."),
     "too early": (

@@ -18,6 +18,7 @@ from reference import EXACT, assert_close
 from parallax import grads, islands, mesh, rules, step, tensor
 from parallax.collectives import ring, xla
 from parallax.collectives.int8 import ErrorFeedback
+from parallax.islands import fragments
 
 # In float64. One step of SGD twice: the same sums in another order, a few roundings.
 SAME = 1e-13
@@ -367,6 +368,19 @@ def reshaped(change):
     return lambda model: (islands.Fragment(get, lambda model, part: model),)
 
 
+def rows_of_up(*bounds):
+    """One fragment for each pair of bounds: these rows of `up`. Another one has the other leaf."""
+
+    def fragments(model):
+        up, down = islands.by_path("up", "down")(model)
+        rows = lambda start, stop: (
+            lambda model: jax.tree.map(lambda x: jnp.asarray(x)[start:stop], up.get(model))
+        )
+        return (*(islands.Fragment(rows(*pair), up.put) for pair in bounds), down)
+
+    return fragments
+
+
 def test_refusals():
     train = step.make(grads.averaged(grad_of(()), "data"), ADAMW)
     runs(train)
@@ -377,6 +391,8 @@ def test_refusals():
         islands.by_path("up", "**"): r"they have 256 elements of up, which has 128",
         reshaped(jnp.transpose): r"in the shape \(\d+, \d+\), which is no part of \(\d+, \d+\)",
         reshaped(jnp.ravel): r"a fragment has .* in the shape \(128,\), which is no part of",
+        rows_of_up((0, 2), (0, 2)): r"two of them have the same elements of up\. Take other layers",
+        rows_of_up((0, 3), (2, 3)): r"two of them have the same elements of up\. Take other layers",
     }.items():
         with pytest.raises(ValueError, match=message):
             runs(train, stream=islands.Stream(stream))
@@ -399,3 +415,14 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             islands.local(train, NESTEROV, every=every, axis="island", stream=stream)
+
+
+def test_fragments_that_have_each_element_once_are_accepted():
+    shapes = jax.eval_shape(lambda: eqx.filter(net(), TRAINED))
+    for bounds in ([(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 4)]):
+        stream = islands.Stream(rows_of_up(*bounds))
+        assert len(fragments.checked_fragments(stream, shapes)) == len(bounds) + 1
+        # In a trace too, where `jax.numpy` gives no values.
+        jax.eval_shape(
+            lambda model, s=stream: (fragments.checked_fragments(s, model), 0)[1], shapes
+        )

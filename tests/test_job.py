@@ -295,22 +295,26 @@ with watchdog.Watchdog(job, seconds=0.5) as watch:
 
 
 @pytest.mark.programs
-def test_before_the_first_step_the_others_are_asked_too():
+@pytest.mark.parametrize("rank", [0, 1])
+def test_before_the_first_step_the_others_are_asked_too(rank):
     """All ranks are in one phase then: the line of one that runs once said that it held up the job,
-    whoever was stopped."""
-    program = """
+    whoever was stopped. Rank 0, which may wait at its exit, is told that this rank ends."""
+    program = f"""
 class Peers:
     does = lambda self, doing, waits: None
     culprit = lambda self: 'rank 2 on node7 is stopped'
-job = processes.Job(rank=1, processes=4, peers=Peers())
+    tell = lambda self, why: print('told:', why, flush=True)
+job = processes.Job(rank={rank}, processes=4, peers=Peers())
 with watchdog.Watchdog(job, seconds=0.1, first=0.5):
     print('ready', flush=True)
     time.sleep(100)
 """
-    _, err, code, _ = ended(program)
+    out, err, code, _ = ended(program)
     assert code == 1
     assert "at fault: rank 2 on node7 is stopped\n" in err
     assert "holds up the job" not in err
+    told = "told: waited too long for the other ranks before the first step, in phase 'start'"
+    assert (told in out) == (rank == 1)
 
 
 @pytest.mark.programs

@@ -275,12 +275,12 @@ def test_a_layout_that_cannot_be(arguments, message):
         (
             Layout(data=4),
             {"processes": 2},
-            "Layout: it is for processes=1, and the run has 2. Use processes=2.",
+            "Layout: it has processes=1, and the run has 2 processes. Use processes=2.",
         ),
         (
             Layout(data=4),
             {"processes": 3},
-            "Layout: it is for processes=1, and the run has 3. Use data=3,processes=3.",
+            "Layout: it has processes=1, and the run has 3 processes. Use data=3,processes=3.",
         ),
         (
             Layout(),
@@ -293,13 +293,14 @@ def test_a_layout_that_cannot_be(arguments, message):
                 "batch": 7,
                 "tokens": 1,
             },
-            "Layout: it is for processes=1, and the run has 3. Use data=3,processes=3,batch=9.",
+            "Layout: it has processes=1, and the run has 3 processes. Use "
+            "data=3,processes=3,batch=9.",
         ),
         (
             Layout(data=4),
             {"devices": 4, "processes": 3},
             "Layout: each process must have as many devices as the others; the run has 4 devices "
-            "and 3 processes. Start 2, or take 6 devices.",
+            "and 3 processes. Start 2 processes, or use 6 devices.",
         ),
         (
             Layout(data=2),

@@ -174,7 +174,7 @@ def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_to
 def test_two_leaves_of_one_path_are_refused():
     tree = {"a.b": jnp.ones((8, 2)), "a": {"b": jnp.ones(4)}, "c": jnp.ones(8)}
     message = (
-        r"a.b: each leaf needs a path of its own, and this one is that of leaves of shape \(4,\) "
+        r"a.b: each leaf needs a path of its own, but this is the path of leaves of shapes \(4,\) "
         r"and \(8, 2\); rename one"
     )
     for asked in (

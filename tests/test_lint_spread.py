@@ -604,3 +604,14 @@ def test_attention_that_makes_all_heads_of_a_shard_is_found(case):
 def test_attention_with_the_heads_of_a_device_is_silent(qk_size, change):
     case = Attending(qk_size, False, False, False, eqx.filter_jit)._replace(**change)
     assert attending(case)[0] == []
+
+
+def test_a_reshape_of_an_array_without_elements_is_read():
+    """Products of its sizes are all 0, so nothing is said of its dims."""
+
+    def layer(net, x):
+        hidden = column(x, net["up"])
+        nothing = hidden[:, :0].reshape(0, 7).reshape(len(x), 0, hidden.shape[-1])
+        return row(jnp.concatenate([hidden, nothing], 1), net["down"])
+
+    assert findings(layer) == []

@@ -201,7 +201,7 @@ def test_a_dtype_that_is_not_that_of_the_bytes_is_refused(folder):
 
 def test_a_file_that_no_manifest_lists_is_refused(folder):
     (folder / "00000002" / "arrays" / "more").write_text("more")
-    assert "arrays/more: needed a file that the manifest lists, found another one" in refused(
+    assert "arrays/more: needed only files that the manifest lists; it lacks this" in refused(
         folder
     )
 

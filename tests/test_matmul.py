@@ -333,7 +333,7 @@ ERRORS = {
     "dims of the batch can be split. Use one of the dims [0] before": (
         lambda x, w: all_gather_matmul(x, w, "x", axis=-1)
     ),
-    "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x, w: all_gather_matmul(
+    "axis=2 is no dim of an array of 2 dims: use one of [0, 1].": lambda x, w: all_gather_matmul(
         x, w, "x", axis=2
     ),
     "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3), a dim of the "

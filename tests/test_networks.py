@@ -103,7 +103,8 @@ def test_an_open_dim_has_no_link_round():
 )
 def test_devices_are_on_the_chips_where_the_mesh_lays_them(chip, axes):
     """A ring whose hops are all of one link takes what the formula says, and two rings the half;
-    with longer hops, a ring takes longer."""
+    with longer hops, a ring takes longer, or its hops take all links, so that two rings gain
+    nothing."""
     chip = hardware.named(chip)
     for axis, links in chip.hops(axes).items():
         found = networks.along(axis, axes, chip, [("all_reduce", SIZE, 1)])
@@ -114,7 +115,7 @@ def test_devices_are_on_the_chips_where_the_mesh_lays_them(chip, axes):
             if axes[axis] > 2:  # two rings of two devices are one
                 assert found["two_rings"] == pytest.approx(alone / 2, rel=0.05)
         else:
-            assert found["ring"] > 1.2 * alone
+            assert found["ring"] > 1.2 * alone or found["two_rings"] > 0.98 * found["ring"]
     alone = networks.along("data", {"data": 1}, chip, [("all_reduce", SIZE, 1)])
     assert set(alone.values()) == {0.0}
 

@@ -28,6 +28,7 @@ from reference import EXACT, assert_close
 
 from parallax import mesh, optimizers, rules, step
 from parallax.collectives.types import varying_axes
+from parallax.optimizers import elementwise
 
 
 def sums_in_the_next_step():
@@ -208,10 +209,11 @@ def test_a_rate_that_is_the_same_on_wholes_is_let_through(name):
 
 
 def exchanged(*, delayed):
-    """The update of each of two leaves is the other's gradient, perhaps that of the step before."""
+    """The update of each of two leaves is the other's gradient, perhaps that of the step before; of
+    any other leaf it is its own."""
 
     def update(updates, state, params=None):
-        other = {"a": updates["b"], "b": updates["a"]}
+        other = updates | {"a": updates["b"], "b": updates["a"]}
         return (state, other) if delayed else (jax.tree.map(jnp.negative, other), state)
 
     init = (
@@ -253,6 +255,43 @@ def test_an_update_made_of_another_leaf_is_right_or_refused(of_a, of_b, delayed)
         updates, moments = optimizer.update(*plain)
         plain = optax.apply_updates(plain[0], updates), moments
     assert_close((state.model, state.optimizer), plain, EXACT)
+
+
+def test_a_leaf_whose_split_dim_is_unknown_does_not_part_other_leaves():
+    """The spec of `c` that `make` gets does not name its axis; `a` and `b` have the same spec."""
+    specs = {"a": P("x"), "b": P("x"), "c": P("x")}
+    model = {
+        name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4)))
+        for i, name in enumerate("abc")
+    }
+    optimizer = exchanged(delayed=False)
+    axes = mesh.make(x=2, devices=jax.devices()[:2])
+    state, state_specs = step.init(lambda: model, optimizer, lambda path, leaf: specs[path], axes)
+    train = step.make(
+        lambda params, batch: (jnp.zeros(()), params), optimizer, specs=specs | {"c": P()}
+    )
+    train = jax.jit(
+        mesh.spmd(train, mesh=axes, in_specs=(state_specs, P()), out_specs=(state_specs, P()))
+    )
+    state, _ = train(state, 0.0)
+    plain = optax.apply_updates(model, optimizer.update(model, optimizer.init(model), model)[0])
+    assert_close(state.model, plain, EXACT)
+
+
+def test_a_choice_that_is_no_array_is_checked_for_each_value():
+    def update(updates, state, params=None, *, mix):
+        return jax.tree.map(lambda g: g / jnp.sum(g) if mix else g, updates), state
+
+    devices = mesh.make(x=2, devices=jax.devices()[:2])
+    run = elementwise.checked(update, {"a": P("x")}, at="here")
+
+    def updates(mix):
+        call = lambda g: run({"a": g}, (), {"a": g}, mix=mix)[0]["a"]
+        return mesh.spmd(call, mesh=devices, in_specs=P("x"), out_specs=P("x"))(jnp.arange(1.0, 9))
+
+    np.testing.assert_array_equal(updates(False), jnp.arange(1.0, 9))
+    with pytest.raises(ValueError, match="here: each device updates its shards alone"):
+        updates(True)
 
 
 def scaled_by(rate):
@@ -351,7 +390,7 @@ def test_an_axis_that_is_not_there_is_refused_when_the_state_is_made(wrapper, ax
     optimizer = wrapper(optax.adam(RATE), axis, specs)
     rule = rules.first(rules.match("w", P("tensor")), rules.match("b", P()))
     message = (
-        r"^optimizers: the optimizer joins shares along 'tensr', and the mesh has 'data', "
+        r"^optimizers: the optimizer gathers matrices along 'tensr', but the mesh has 'data', "
         r"'tensor'\. Give "
     )
     with pytest.raises(ValueError, match=message):

@@ -86,26 +86,26 @@ CURE = (
     "out of the gradient, use jax.lax.stop_gradient there."
 )
 ELSEWHERE = (
-    "which is split over 'stage': each device has the blocks of its own stage there, and their "
-    "gradient would be missing. Move the code that reads them into the stage, which may add a term "
-    "to the loss: return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
-    "use does not belong in the blocks."
+    "{0} reads blocks.w, which is split over 'stage'. In {0} each device would read only the "
+    "blocks of its own stage, and they would get no gradient from it. Move the code that reads "
+    "them into the stage, which may add a term to the loss: return pipeline.Output(x, loss=...). A "
+    "weight that embed, head and all stages use does not belong in the blocks."
 )
 MISUSES = {
     "head": (
         grad_fn(head=lambda params, x, part: head(params, x, part) + penalty(params)),
-        ("blocks-outside-the-stage", "blocks.w", f"head reads blocks.w, {ELSEWHERE}"),
+        ("blocks-outside-the-stage", "blocks.w", ELSEWHERE.format("head")),
     ),
     "embed": (
         grad_fn(embed=lambda params, part: embed(params, part) * penalty(params)),
-        ("blocks-outside-the-stage", "blocks.w", f"embed reads blocks.w, {ELSEWHERE}"),
+        ("blocks-outside-the-stage", "blocks.w", ELSEWHERE.format("embed")),
     ),
     "closure": (
         mapped(closing(lambda params: params["scale"])),
         (
             "parameter-by-closure",
             "scale",
-            "stage uses the parameter scale by closure, so that part of the gradient would be "
+            "stage uses the parameter scale by closure, and this part of the gradient would be "
             "missing. " + CURE,
         ),
     ),
@@ -132,7 +132,7 @@ MISUSES = {
         (
             "parameter-by-closure",
             "scale",
-            "stage uses a value made of the parameter scale by closure, so that part of the "
+            "stage uses a value made of the parameter scale by closure, and this part of the "
             "gradient would be missing. " + CURE,
         ),
     ),
@@ -309,8 +309,8 @@ REFUSALS = {
     "keys": (
         {"embed": lambda params, part: {"key": jax.random.key(0), "x": part}},
         "pipeline: embed returned key: key<fry>[], and random keys do not travel between stages. "
-        "Put them into the batch, one for each row: every stage has its microbatch, as "
-        "`microbatch`.",
+        "Put them into the batch, one for each row: every stage gets the microbatch "
+        "that it works on, as the argument `microbatch`.",
     ),
 }
 

@@ -147,6 +147,9 @@ OTHERS = {  # what the benchmark's list leaves out, of a model it does not have
 }
 
 
+# XLA gathers no zeros. Between two stages nothing has arrived in the first tick, which runs by
+# itself, so its gather of [2, 64, 64] in float32 is in the trace and not in the program.
+GATHERS_OF_ZEROS = {"sends split over tensor": {"tensor": 2 * 64 * 64 * 4}}
 ALGORITHMS = {"ring": ring, "halving": halving, "two_rings": two_rings, "xla": xla}
 COUNTED = [  # a layout, and what moves data along each of its axes
     "data=4,zero=3,remat=block",
@@ -237,8 +240,12 @@ def test_arguments_and_traffic_of_others_are_those_of_the_program(benchmark, nam
     batch, layout = OTHERS[name]
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
         held, _, *sent = benchmark.comparison(TINY, layout, batch)
+    zeros = GATHERS_OF_ZEROS.get(name, {})
     for exact in (held, *sent):
-        assert exact.predicted == exact.program, exact
+        left_out = sum(
+            nbytes for axis, nbytes in zeros.items() if exact.what == f"sent along {axis}"
+        )
+        assert exact.predicted - left_out == exact.program, exact
 
 
 @pytest.mark.sweep(3, "wholes")

@@ -456,7 +456,7 @@ ERRORS = {
     "reduce_scatter: dim 0 (scatter_dimension) of shape (6, 8) must be a multiple of 4": lambda x: (
         quantized.reduce_scatter(x, "x", tiled=True)
     ),
-    "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x: quantized.all_gather(
+    "axis=2 is no dim of an array of 2 dims: use one of [0, 1].": lambda x: quantized.all_gather(
         x, "x", axis=2, tiled=True
     ),
 }

@@ -255,8 +255,8 @@ def test_products_while_tokens_travel_gather_nothing():
 
 
 SUMS = (
-    "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are made, "
-    "so it needs stage=1, microbatches=1 and zero=0"
+    "decoder: Compute(reduce_in_backward=True) sums gradients in the backward pass of each "
+    "block, so it needs stage=1, microbatches=1 and zero=0"
 )
 REFUSED = {
     "data=2,microbatches=2": (
@@ -270,7 +270,7 @@ REFUSED = {
     "stage=2,microbatches=2": ({"reduce_in_backward": True}, SUMS),
     "tensor=2": (
         {"comms": sequence.overlapping},
-        "decoder: Compute(comms=...) says how blocks communicate whose tokens are split over",
+        "decoder: Compute(comms=...) is for blocks that split tokens over the tensor axis",
     ),
 }
 

@@ -562,13 +562,13 @@ ERRORS = {
     "all_to_all: dim 1 (split_axis) of shape (6, 8) must be 4": lambda x: ring.all_to_all(
         x, "x", 1, 0
     ),
-    "scatter_dimension=2 needs an array of more dims than 2: use one of [0, 1].": lambda x: (
+    "scatter_dimension=2 is no dim of an array of 2 dims: use one of [0, 1].": lambda x: (
         ring.reduce_scatter(x, "x", scatter_dimension=2)
     ),
-    "concat_axis=-3 needs an array of more dims than 2: use one of [0, 1].": lambda x: (
-        ring.all_to_all(x, "x", 0, -3)
+    "concat_axis=-3 is no dim of an array of 2 dims: use one of [0, 1].": lambda x: ring.all_to_all(
+        x, "x", 0, -3
     ),
-    "axis=2 needs an array of more dims than 2: use one of [0, 1].": lambda x: ring.all_gather(
+    "axis=2 is no dim of an array of 2 dims: use one of [0, 1].": lambda x: ring.all_gather(
         x, "x", axis=2, tiled=True
     ),
 }

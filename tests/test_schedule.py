@@ -589,8 +589,9 @@ MESSAGES = {
     "huge": (
         lambda: one_f_one_b_lockstep(512, 10**6),
         "A schedule of stages=512, microbatches=1000000, chunks=1 has a table of more than "
-        "67,108,864 cells. Use fewer microbatches, and add up the rest outside: "
-        "grads.accumulated(pipeline.value_and_grad(...), microbatches=...).",
+        "67,108,864 cells. Use fewer microbatches in the pipeline, and accumulate the gradients "
+        "of several pipeline runs: grads.accumulated(pipeline.value_and_grad(...), "
+        "microbatches=...).",
     ),
 }
 
@@ -692,8 +693,8 @@ FILES = {
     "cells": ("tick,stage 0\n0\n", "{path}: line 2: needs tick 0 and 2 cells, got '0'."),
     "cell": (
         "tick,stage 0\n0,0F0 B0\n",
-        "{path}: line 2, stage 0: 'B0' is no job. Write one as 5F3: place, F, I, W or B, "
-        "microbatch.",
+        "{path}: line 2, stage 0: 'B0' is no job. Write a job as 5F3: the place, one of F, I, "
+        "W and B, and the microbatch.",
     ),
     "two jobs of a lane": (
         "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",

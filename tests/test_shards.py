@@ -234,8 +234,8 @@ def test_a_file_that_is_cut_short_later_gives_a_line(own, tmp_path):
     np.testing.assert_array_equal(found[np.arange(600)], TOKENS[:600])
     for source, name, size in ((found, "00004", 300), (of_text, "text", 2000)):
         line = (
-            rf"{name}\.bin: needed the file of {size} bytes that was checked; it was cut short "
-            r"or written to since"
+            rf"{name}\.bin: needed the file of {size} bytes that was opened before; it was cut "
+            r"short or written to since"
         )
         with pytest.raises(manifest.Damaged, match=line):
             source[np.array([599, 600, 601][1:] if source is found else [599, 600])]
@@ -248,7 +248,7 @@ def test_a_file_that_is_written_over_later_gives_a_line(own):
         file.write(b"\xff\xff")
     with pytest.raises(
         manifest.Damaged,
-        match=r"00001\.bin: needed the file of 300 bytes that was checked; it was cut short or",
+        match=r"00001\.bin: needed the file of 300 bytes that was opened before; it was cut short",
     ):
         found[np.array([150])]
     np.testing.assert_array_equal(found[np.arange(150)], TOKENS[:150])

@@ -121,7 +121,7 @@ def test_as_many_as_the_budget_among_the_last_64_steps_are_too_many():
     with pytest.raises(
         Spiked,
         match=r"step 180: the loss is 9, above 2, 2 times its running median; .* at 3 "
-        r".*\(120, 165, 180 last\)",
+        r".*\(the last ones: 120, 165, 180\)",
     ) as caught:
         spikes.count(180, 9.0)
     assert (caught.value.step, caught.value.first) == (180, 120)

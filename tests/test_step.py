@@ -358,8 +358,8 @@ def test_axes_that_no_layout_has_are_refused(axes):
     with pytest.raises(
         ValueError,
         match=(
-            r"axes must map one of data, stage, tensor to an algorithm along that axis, such as "
-            r"axes={'data': ring\('data'\)}; got"
+            r"axes: each name must be one of data, stage, tensor, with an algorithm along that "
+            r"axis, such as axes={'data': ring\('data'\)}; got"
         ),
     ):
         recipe.axes_with_algorithms(Layout(), decoder.Compute(axes=axes))

@@ -130,9 +130,12 @@ def test_an_error_at_any_operation_of_a_save_is_gone_at_the_next_try(tmp_path, f
     lines = [line for line in said if "of 8 tries is in" in line]
     assert lines
     assert untold <= {"_CHECKPOINT_METADATA", "contents.json"}
+    # Writes of a failed try may still run when the next one begins. That try then finds a part of
+    # their files, and TensorStore says so in its own words.
     for line in lines:
         assert re.search(
-            r"of step (\d+) in .*/0*\1 was not saved: \[Errno .* The next of 8 tries is in 0\.00",
+            r"of step (\d+) in .*/0*\1 was not saved: (\[Errno|NOT_FOUND: ).* "
+            r"The next of 8 tries is in 0\.00",
             line,
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step:08d}", "newest.json"]

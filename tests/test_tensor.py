@@ -308,8 +308,8 @@ REFUSED = {
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),
-        "tensor.reduce_from needs partial sums that differ along ('tensor', 'data'); this x, of "
-        "shape (2, 2), is the same along ['tensor']",
+        "tensor.row needs a weight whose inputs are split over ('tensor', 'data'); this one, of "
+        "shape (3, 2), is the same along 'data', so the sum would count it once for each device.",
     ),
 }
 

@@ -230,7 +230,8 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         P("tensor"),
         "tensor.column needs a weight [inputs, outputs of this device]: x has 8 inputs, and the "
         "weight is of shape (2, 8) here. Split its outputs over 'tensor' and not its inputs. "
-        "Pass an eqx.nn.Linear, which is stored [outputs, inputs], as a whole",
+        "If you have an eqx.nn.Linear, pass the layer and not its weight, which is stored as "
+        "[outputs, inputs].",
     ),
     "Equinox's order under a row": (
         lambda x, w: unchecked(tensor.row)(ON_TENSOR(x)[:, :2], w, None, "tensor"),
@@ -243,14 +244,15 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"),
         P(),
         "tensor.row needs a weight whose inputs are split over 'tensor'; this one, of shape (8, "
-        "8), is the same on its 4 devices, so the sum would count it once for each device. Split "
+        "8), is the same along 'tensor', so the sum would count it once for each device. Split "
         "it by P('tensor').",
     ),
     "an x that is the same under a row": (
         lambda x, w: tensor.row(x[:, :2], w, None, "tensor"),
         P("tensor"),
         "tensor.row needs an x whose inputs are split over 'tensor'; this one, of shape (3, 2), is "
-        "the same on its 4 devices, which would multiply the same inputs by different weights. Use",
+        "the same along 'tensor', so devices would multiply the same inputs by different weights. "
+        "Use",
     ),
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),
@@ -304,6 +306,18 @@ def test_a_row_of_one_device_may_be_whole():
         out_specs=P("data"),
     )
     np.testing.assert_array_equal(f(jnp.ones((8, 2)), jnp.ones((2, 3))), 2)
+
+
+def test_x_and_the_weight_of_a_row_are_split_over_the_same_of_two_axes():
+    two = mesh.make(a=2, b=2, devices=jax.devices()[:4])
+    f = mesh.spmd(
+        lambda x, w: tensor.row(x, w, None, ("a", "b")),
+        mesh=two,
+        in_specs=(P(None, "a"), P("b")),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=r"tensor\.row needs an x .* is the same along 'b', so"):
+        f(jnp.ones((3, 4)), jnp.ones((4, 2)))
 
 
 class Tagger(eqx.Module):

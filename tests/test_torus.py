@@ -160,6 +160,17 @@ def test_rings_are_of_neighbours_wherever_they_can_be(target):
     assert np.mean(means) <= MEANS.get(target, 1.1), np.mean(means)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_the_hops_of_an_axis_share_no_link(sizes):
+    """Two axes on a grid of 2 x 4: one has rings of four, whose hops may cross two links."""
+    laid = torus.device_array(chips("v5e:2x4"), sizes)
+    here, numbers = machine("v5e:2x4", laid), np.arange(laid.size).reshape(sizes)
+    for axis in range(2):
+        pairs = zip(numbers.flat, np.roll(numbers, -1, axis).flat, strict=True)
+        crossed = [link for a, b in pairs for link in here.path(int(a), int(b))]
+        assert len(crossed) == len(set(crossed)), axis
+
+
 @given(st.data())
 def test_every_device_has_one_place(data):
     """Boxes and meshes of any sizes, of one slice or several, of whole boxes or not, in any

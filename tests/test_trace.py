@@ -228,6 +228,37 @@ def test_a_cpu_keeps_zeros_from_a_loop_to_the_gather_that_begins_with_them_too()
     assert kept == 8 * SIZE
 
 
+def test_a_scatter_begins_with_zeros_of_its_own():
+    def f(x):
+        stacked = lax.scan(lambda y, _: (y @ x, y), x @ x, None, length=8)[1]
+        part = stacked.sum(0) @ x
+        return jnp.zeros(stacked.shape, x.dtype).at[jnp.arange(1)].add(part[None]).sum(0) @ x
+
+    assert on_one(f, SHAPE, platform="cpu").temporaries == on_one(f, SHAPE).temporaries
+
+
+def test_a_cpu_computes_again_for_all_layers_of_a_body_at_once():
+    """A layer keeps four arrays from there to its backward pass, in the compiled program too."""
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w))
+    world = mesh.make(data=1, devices=jax.devices()[:1])
+    shapes = jax.ShapeDtypeStruct((8, 256, 256), jnp.float32), SHAPE
+
+    def temporaries(unroll):
+        def loss(w, x):
+            return jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, w, unroll=unroll)[0])
+
+        f = jax.jit(mesh.spmd(jax.grad(loss), mesh=world, in_specs=(P(), P()), out_specs=P()))
+        traced = plan.trace(f, shapes, world, platform="cpu").temporaries
+        return traced, f.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    once, program_of_once = temporaries(1)
+    assert once == pytest.approx(program_of_once, rel=0.1)
+    for unroll in (2, 4):
+        traced, program = temporaries(unroll)
+        assert traced - once == 4 * (unroll - 1) * SIZE
+        assert program - program_of_once == pytest.approx(traced - once, rel=0.01)
+
+
 def test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less():
     def of(layer):
         def loss(w, x):

@@ -19,6 +19,7 @@ from parallax import grads, mesh, pipeline, precision, rules, schedule, step, ze
 from parallax.collectives import Axis, ErrorFeedback, halving, ring, xla
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
+from parallax.pipeline import ends
 
 ROWS, WIDTH, HIDDEN = 32, 8, 16
 MAX_NORM, SCALE = 0.05, 1024.0
@@ -589,6 +590,10 @@ HEADS = {  # and whether they are right
         lambda p, x, part: lax.pmean(head(p, pipeline.from_last(x, ring("stage")), part), "stage"),
         True,
     ),
+    "shared, by hops": (
+        lambda p, x, part: lax.pmean(head(p, ends.copy_from_last(x, "stage"), part), "stage"),
+        True,
+    ),
     "shared, by hand": (lambda p, x, part: ring.all_mean(head(p, masked(x), part), "stage"), True),
     "gathered": (
         lambda p, x, part: lax.pmean(head(p, lax.all_gather(x, "stage")[-1], part), "stage"),
@@ -1015,8 +1020,8 @@ FORGOTTEN = {
             lambda s: zero.reduce_scattered(PLAIN_NET, "data", s),
             lambda s: zero.sharded(optax.adamw(1e-3), "data", s),
         ),
-        "optimizer's state has an array of shape .16, 8. for down, of which a device updates .2, "
-        "8.*optimizer_rule=",
+        "optimizer's state has an array of shape .16, 8. for down, but each device updates only a "
+        "shard of this leaf, of shape .2, 8.*optimizer_rule=",
     ),
 }
 

@@ -458,7 +458,8 @@ def test_gradients_that_nobody_reduced_are_refused():
 def test_an_update_without_parameters_is_refused():
     sharded = zero.sharded(optax.sgd(0.1), "data", SHARES)
     refused(
-        "zero.sharded: update needs the parameters, whose shapes tell shares from wholes.",
+        "zero.sharded: update needs the parameters, whose shapes show which gradients are shares "
+        "and which are whole.",
         sharded.update,
         PARAMS,
         (),

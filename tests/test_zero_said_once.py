@@ -150,17 +150,17 @@ FORGOTTEN = {
     "1: grad": (1, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
     "2: grad": (2, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
     "3: grad": (3, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
-    "1: optimizer": (1, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and give"),
-    "2: optimizer": (2, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and give"),
+    "1: optimizer": (1, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and pass"),
+    "2: optimizer": (2, {"forgotten": ("optimizer",)}, "or ZeRO.optimizer, and pass"),
     "1: the optimizer's rule": (
         1,
         {"forgotten": ("optimizer_rule",)},
-        "or ZeRO.optimizer_rule, or make the state",
+        "or ZeRO.optimizer_rule, or call this optimizer's init",
     ),
     "2: the optimizer's rule": (
         2,
         {"forgotten": ("optimizer_rule",)},
-        "or ZeRO.optimizer_rule, or make the state",
+        "or ZeRO.optimizer_rule, or call this optimizer's init",
     ),
     "3: loss": (3, {"forgotten": ("loss",)}, "ZeRO.loss"),
     "3: the model's rule": (

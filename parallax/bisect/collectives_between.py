@@ -1,14 +1,15 @@
 """Finds the collectives between a wrong value and the taps before it in a traced program.
 
-A *tap* is an equation that reports a value. Its `mark` has its path, which names the value in the
-model. Its `way` says whether the value belongs to the forward or the backward pass. The search goes
-backward through the equations from one value to the nearest taps.
+A *tap* is an equation that reports a value. The tap's `mark` has a `path`, which names the value in
+the model. The tap's `way` says whether the value belongs to the forward or the backward pass. The
+search goes backward through the equations from one value to the nearest taps.
 
-A *body* is a jaxpr with the body that contains it (`parent`), the equation of the parent that runs
-it (`eqn`), and the equation that makes each of its variables (`makers`). `jaxprs.inner(eqn)`
-returns the jaxprs in an equation. `jaxprs.called(eqn)` returns the jaxpr of the function that an
-equation calls, or None. `jaxprs.every(jaxpr)` yields the equations of a jaxpr and of all jaxprs in
-it.
+A *body* is a record of a jaxpr and its place in the program. It has the body around the jaxpr
+(`parent`), the equation of `parent` that runs the jaxpr (`eqn`), the ids of all equations around
+the jaxpr (`calls`, which tell apart several calls of one jaxpr), and the equation that makes each
+variable of the jaxpr (`makers`). `jaxprs.inner(eqn)` returns the jaxprs in an equation.
+`jaxprs.called(eqn)` returns the jaxpr of the function that an equation calls, or None if it calls
+none. `jaxprs.every(jaxpr)` yields the equations of a jaxpr and of all jaxprs in it.
 """
 
 import itertools
@@ -68,15 +69,15 @@ class ProgramSlice(NamedTuple):
 
 
 class _Body(NamedTuple):
-    """A jaxpr with its surroundings.
+    """A jaxpr and its place in the program.
 
     Attributes:
         jaxpr: the jaxpr.
-        parent: the body that contains it; None for the whole program.
-        eqn: the equation of the parent that contains it.
-        calls: the ids of the equations around it, the outermost first. JAX may use one jaxpr for
-            several calls; these ids tell the bodies of the calls apart.
-        makers: the equation that makes each of its variables.
+        parent: the body that contains the jaxpr; None for the whole program.
+        eqn: the equation of the parent that runs the jaxpr; None for the whole program.
+        calls: the ids of the equations around the jaxpr, the outermost first. JAX may use one jaxpr
+            for several calls; these ids tell the bodies of the calls apart.
+        makers: the equation that makes each variable of the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -87,9 +88,9 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the part of a program between all taps of this path and way, and the taps before
-    them. It computes the values of these taps. With `numbers`, it also computes the numbers of the
-    microbatch and the layer that the taps report.
+    """Returns the part of a program that computes the values at the taps with this `path` and this
+    `way`, from the nearest taps before them. If `numbers` is true, this part also computes the
+    number of the microbatch and the number of the layer that the taps with this path report.
     """
     # `follow` collects the equations that an operand depends on, as far as the nearest taps.
     reader = _SliceReader()
@@ -108,15 +109,15 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program between its result number `place` and the taps before it."""
+    """Returns the part of a program that computes result number `place` from the taps before it."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
 
 
 def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
-    """Returns a jaxpr as a `_Body`: with the body `parent` that contains it and the equation `eqn`
-    of the parent that runs it. Both are None for the whole program."""
+    """Returns a jaxpr as a `_Body`. `parent` is the body around the jaxpr, and `eqn` is the
+    equation of `parent` that runs the jaxpr. Both are None for the whole program."""
     calls = () if parent is None else (*parent.calls, id(eqn))
     makers = {var: maker for maker in jaxpr.eqns for var in maker.outvars}
     return _Body(jaxpr, parent, eqn, calls, makers)
@@ -124,7 +125,7 @@ def _body(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> _Body:
 
 def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterator[_Body]:
     """Yields a jaxpr and all jaxprs inside it, as bodies, the outer ones first. `parent` is the
-    body that contains the jaxpr, and `eqn` the equation that runs it."""
+    body around the jaxpr, and `eqn` is the equation of `parent` that runs it."""
     body = _body(jaxpr, parent, eqn)
     yield body
     for inner_eqn in jaxpr.eqns:
@@ -148,7 +149,8 @@ class _SliceReader:
         self.callers: set[str] = set()
 
     def program_slice(self) -> ProgramSlice:
-        """Returns the collected taps, collectives and functions."""
+        """Returns the collected taps and collectives, the functions that made the equations, and
+        the callers of these functions."""
         return ProgramSlice(
             tuple(self.taps),
             tuple(self.collectives),
@@ -157,8 +159,9 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Collects the equations that `atom` depends on, the nearest first, as far as the nearest
-        taps. `atom` is an operand of an equation of `body`, or a result of `body`."""
+        """Collects the equations that `atom` depends on, back to the nearest taps. Equations nearer
+        to `atom` come first. `atom` is an operand of an equation of `body`, or a result of
+        `body`."""
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
@@ -172,12 +175,13 @@ class _SliceReader:
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
         """Returns the operands from which the equation `eqn` of `body` computes its result `atom`,
-        each with its body. The search goes on from these operands.
+        each with the body whose jaxpr it belongs to. The search goes on from these operands.
 
-        There are three kinds of equations. A tap ends the search, unless it is LINEAR: it is
+        There are three kinds of equations. A tap whose way is not LINEAR ends the search: it is
         collected, and no operand is returned. A call of a function, or a `scan`, is opened: the
-        search goes on in its jaxpr, from the result that becomes `atom`. Of any other equation the
-        functions and the collectives are collected, also those of the equations inside it.
+        search goes on in its jaxpr, from the result that becomes `atom`. For any other equation,
+        the Python functions that made it and the collectives that it runs are collected, and so are
+        those of the equations inside its jaxprs.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -192,7 +196,7 @@ class _SliceReader:
         is_cached = not is_scan and _is_cached(called_jaxpr)
         if called_jaxpr is not None and not is_cached:
             inside = self._inside(called_jaxpr, body, eqn)
-            # An equation has the results of the jaxpr that it calls, in their order.
+            # An equation has the results of the jaxpr that it calls, in the same order.
             return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
         self._note(eqn, body)
         if not is_cached:
@@ -215,11 +219,13 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the variables on which `atom`, an input of `body`, depends, each with its body.
+        """Returns the variables outside `body` on which `atom`, an input of `body`, depends. Each
+        variable is returned with the body whose jaxpr it belongs to.
 
-        The first is the operand that the equation around `body` passes as `atom`. The carry of a
-        `scan` also depends on the carry of the trip before, which is a result of `body`. The list
-        is empty for an argument of the whole program and for a constant.
+        The list has the operand that the equation around `body` passes as `atom`. If `atom` is the
+        carry of a `scan`, the list also has the carry that the iteration before returned, which is
+        a result of `body`. The list is empty for an argument of the whole program and for a
+        constant.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
@@ -267,9 +273,9 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """Returns a pair, the name and the axes, for each collective that an equation runs. The name is
-    the name of the function of `parallax.collectives` that was called; if none was, the name of the
-    primitive. `mesh` is the mesh of the `shard_map` around the equation."""
+    """Returns a pair (name, axes) for each collective that an equation runs. The name is that of
+    the function of `parallax.collectives` that was called. If none was called, it is the name of
+    the primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:
     # the function is traced to see what it sends.
@@ -285,7 +291,7 @@ def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
 
 
 def _mesh(body: _Body | None) -> Any:
-    """Returns the mesh of the `shard_map` around a body, or None."""
+    """Returns the mesh of the `shard_map` around a body, or None if there is none."""
     while body is not None and body.eqn is not None:
         if body.eqn.primitive.name == "shard_map":
             return body.eqn.params["mesh"]
@@ -294,8 +300,9 @@ def _mesh(body: _Body | None) -> Any:
 
 
 def _collective_function(eqn: JaxprEqn) -> str:
-    """Returns the name of the function of `parallax.collectives` that made an equation, or "". If
-    such functions called each other, it is the outermost one, which the user called.
+    """Returns the name of the function of `parallax.collectives` that made an equation, or "" if
+    none did. If such functions called each other, it is the name of the outermost one, which the
+    user called.
     """
 
     def is_inside(frame):
@@ -312,13 +319,14 @@ def _collective_function(eqn: JaxprEqn) -> str:
 
 
 def _caller(eqn: JaxprEqn) -> str:
-    """Returns the text " in LINE for LINE": the line that called a collective, and the line of the
-    model that led to this call. The first line may be in the package itself, as in `tensor.py`. The
-    text has one line if both are the same, and is "" if neither is known.
+    """Returns the text " in A for B": A is the source line that called a collective, and B is the
+    source line of the model that led to this call. A may be in the package itself, for
+    example in `tensor.py`. If B is unknown or is the same line as A, the text is " in A". If A is
+    unknown too, the text is "".
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
-    # Files directly in the package's folder, such as tensor.py, are no models. Files in its folder
-    # `models`, and files of the user, are.
+    # Files directly in the package's folder, such as tensor.py, are no models. Files in the
+    # package's folder `models`, and files of the user, are models.
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
     model_frames = list(itertools.compress(frames, is_model))
     lines = [
@@ -331,7 +339,8 @@ def _caller(eqn: JaxprEqn) -> str:
 
 
 def _short(file_name: str) -> str:
-    """Returns a file's name: for a file of this package with its folders, as "parallax/zero.py"."""
+    """Returns a file's name without its folders. For a file of this package, the name includes the
+    package's folders: "parallax/zero.py", for example."""
     if file_name.startswith(_PACKAGE):
         return os.path.relpath(file_name, os.path.dirname(_PACKAGE[:-1]))
     return os.path.basename(file_name)

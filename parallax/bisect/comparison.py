@@ -2,9 +2,9 @@
 
 A *tap* reports a value inside a model. A `Record` has the values of a run. The `Key` of a value has
 the path of its tap, its layer, and its `way`: argument, forward pass, backward pass, after the
-backward pass, or result. Devices may have copies of one value, which should be equal. `copies` are
-the mesh axes along which such copies differ; `differs` of a `Value` has the largest difference
-along each of these axes.
+backward pass, or result. Devices may have copies of one value, which should be equal. If the copies
+are not equal, `Value.differs` has the largest difference along each mesh axis along which they
+differ. A variable `copies` has the axes along which the copies differ by more than is allowed.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,27 +18,29 @@ from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relat
 
 BOUND = 1e-11  # for float64: more than the sum of some thousand roundings of 1e-16
 # The true value of some cotangents is 0, and their computed numbers are only rounding errors. So a
-# difference is divided by at least this part of the largest number among the values of its kind.
+# difference is divided by at least this part of the largest number among the values of the same
+# kind.
 SMALL = 1e-3
 
 
 class Difference(NamedTuple):
-    """The first value that differs.
+    """The first value that differs between two runs.
 
     Attributes:
         key: the value's key.
-        off: the difference, relative to the largest number of the value. It may be within the
-            bound if only the value's copies differ.
-        bound: the difference that is allowed.
+        off: the difference, relative to the largest number of the value. This difference may be
+            within the bound if only the value's copies differ.
+        bound: the largest `off` that is allowed.
         index: the index of the number with the largest difference, in the whole value.
         right: this number in the first run.
         wrong: this number in the second run.
         microbatch: the microbatch of the second run that the number belongs to; None if the value
             has no rows of the batch.
         diagnosis: the kind of mistake that the two values suggest.
-        after: the last values before this one, which are equal in both runs.
-        program_slice: the collectives and functions between those values and this one, in the
-            second run's program; None if that run has no program.
+        after: the names of the last values that are equal in both runs. The first value that
+            differs comes after them.
+        program_slice: the collectives and functions between the values `after` and the value that
+            differs, in the second run's program; None if that run has no program.
     """
 
     key: Key
@@ -54,11 +56,13 @@ class Difference(NamedTuple):
 
     @property
     def collectives_between(self) -> tuple[str, ...]:
-        """The collectives between the last equal values and this one, the nearest first."""
+        """The collectives between the last equal values and the first value that differs. The
+        collective that is nearest to the value that differs comes first."""
         return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
-        """Returns the difference as text: the numbers, the diagnosis, and the code between."""
+        """Returns the difference as text: the numbers, the diagnosis, and the code between the last
+        equal values and the value that differs."""
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
             f"{self.key} differs first: {self.off:.2g} of its largest number, "
@@ -79,8 +83,8 @@ class Comparison(NamedTuple):
     Attributes:
         first: the first value that differs; None if all are equal.
         compared: the number of values that both runs have.
-        worst: the largest difference within the bound, and the name of the value.
-        alone: the values that only one run has.
+        worst: the largest difference within the bound, and the name of the value that has it.
+        alone: the names of the values that only one run has.
     """
 
     first: Difference | None
@@ -89,7 +93,8 @@ class Comparison(NamedTuple):
     alone: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Returns the first difference as text, or the largest one within the bound."""
+        """Returns the first difference as text. If there is none, returns the largest difference
+        within the bound."""
         if self.first is not None:
             return str(self.first)
         off, name = self.worst
@@ -98,6 +103,7 @@ class Comparison(NamedTuple):
         )
 
 
+# A recorded run, or a function that `record` takes as its argument `run`.
 Run = Record | Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
@@ -110,11 +116,11 @@ def compare(
     The arguments are compared first, then the forward pass, the backward pass and the results.
 
     Args:
-        run_a: the run that is right, such as one on one device: a `Record`, or an argument of
-            `record`.
+        run_a: the run that is right, such as a run on one device. It is a `Record`, or a function
+            that `record` takes as `run`.
         run_b: a run in another layout, of another commit, or in another precision.
-        bound: the allowed |a - b|, relative to the largest |a| of the value: one number, or one
-            for each value, as `rounding` returns them.
+        bound: the allowed |a - b|, relative to the largest |a| of the value. It is one number, or a
+            dict with a number for each value, as `rounding` returns it.
         options: the options of `record`.
 
     Raises:
@@ -146,13 +152,16 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in few bits, such as bfloat16: `times` the value's
-    rounding error. Errors below the median of all errors count as the median.
+    """Returns a bound for each value of a run in low precision, such as bfloat16: the value's
+    rounding error, but at least the median error, multiplied by `times`. The median is taken over
+    the errors other than 0, since many values may be exact.
+
+    `compare(exact, run, bound=rounding(exact, rounded))` then compares a run of another layout in
+    low precision, and allows for rounding. Each run is a `Record` or a function, as in `compare`.
 
     Args:
-        exact: a run in more bits, on one device.
-        rounded: the same run in few bits, on one device. Compare another layout in few bits with
-            `exact`, under these bounds.
+        exact: a run in higher precision, on one device.
+        rounded: the same run in low precision, on one device.
         times: a factor, since another layout sums in another order, which rounds differently.
         options: the options of `record`.
     """
@@ -170,8 +179,8 @@ def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Returns the kind of a value, such as an optimizer's moments: its way and the first fields of
-    its path. Values of one kind have numbers of comparable size.
+    """Returns the kind of a value: the key's `way` and the first fields of its path. The moments of
+    an optimizer are one kind, for example. Values of one kind have numbers of similar magnitude.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.
@@ -180,15 +189,16 @@ def _kind(key: Key) -> tuple[str, str]:
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns, for each value that both runs have, the largest |a - b| divided by the value's size.
+    """Returns, for each value that both runs have, the largest |a - b| divided by a magnitude.
 
-    The size is the largest |a|, or `SMALL` times the largest number of the value's kind if that is
-    larger. The result is infinite if the shapes differ, or if whole numbers differ at all.
+    The magnitude is the larger of two numbers: the largest |a| of the value, and `SMALL` times the
+    largest |a| among all values of the same kind. The result is infinite if the shapes differ, or
+    if whole numbers differ at all.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
-        size = float(np.nanmax(np.abs(value.whole), initial=0))
-        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), size)
+        largest_of_value = float(np.nanmax(np.abs(value.whole), initial=0))
+        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_of_value)
     differences = {}
     for key in a.values:
         if key in b.values:
@@ -221,15 +231,16 @@ def _described(
     copies: list[str],
     equal: list[Key],
 ) -> Difference:
-    """Returns the first difference, with a diagnosis and the part of the program that made it.
+    """Returns the first difference, with a diagnosis and the part of the program that made the
+    value.
 
     Args:
         a: the record of the run that is right.
         b: the record of the other run.
-        key: the value that differs.
+        key: the key of the value that differs.
         off: two numbers: the difference of this value, and the difference that is allowed.
         copies: the axes along which the value's copies in `b` differ.
-        equal: the values before it, which are equal in both runs.
+        equal: the keys of the values before `key`, which are equal in both runs.
     """
     right, value = a.values[key].whole, b.values[key]
     wrong = _shaped_like(right, value.whole)
@@ -274,8 +285,9 @@ def _described(
 def _slice_before(wrong_run: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:
     """Returns the part of a run's program that computes the value `key` from the taps before it.
 
-    Returns None for an argument, which no part of the program computes, and for a run without a
-    program. With `numbers`, the part also computes the numbers of the value's microbatch and layer.
+    If `numbers` is true, the returned part also computes the indices of the microbatch and of the
+    layer that the value belongs to. Returns None for an argument, which no part of the program
+    computes, and for a run without a program.
     """
     if wrong_run.program is None or key.way == ARGUMENT:
         return None

@@ -1,7 +1,7 @@
 """Guesses the kind of mistake from a wrong value and the right one.
 
-Each guess is a function of the two arrays, in float64 and of one shape. The function returns a text
-with the mistake, or "" if this mistake does not explain the wrong value.
+Each guess is a function of the two arrays, which are in float64 and have the same shape. The
+function returns a text with the mistake, or "" if this mistake does not explain the wrong value.
 """
 
 import itertools
@@ -27,8 +27,9 @@ def diagnose(
     microbatches: int,
     differs: Sequence[str] = (),
 ) -> str:
-    """Returns a text with the kind of mistake, such as "summed 4 times: the size of data". It is
-    the first guess that explains the wrong value, or "no known kind".
+    """Returns a text with the kind of mistake, such as "summed 4 times: the size of data" if the
+    mesh axis "data" has 4 devices. The text is the first guess that explains the wrong value, or
+    "no known kind".
 
     Args:
         right: the right value.
@@ -73,8 +74,9 @@ def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
 
 
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text with the shorter type to which the numbers seem to be rounded: the largest
-    relative error is at most the type's rounding error, and more than 1/16 of it."""
+    """Returns a text such as "rounded to bfloat16" if the wrong numbers seem to be the right ones,
+    rounded to a shorter type; else "". A type fits if the largest relative error of the wrong
+    numbers is at most the type's rounding error, and more than 1/16 of this rounding error."""
     errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
     # If all relative errors are about equal, the wrong value is a multiple of the right one, and
     # was not rounded.
@@ -89,8 +91,9 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
-    """Returns a text with the factor, and the axes of this size, if the wrong value is a multiple
-    of the right one. `counts` has the sizes of the axes and the number of microbatches.
+    """Returns a text with the factor, and the axes whose size is this factor, if the wrong value is
+    a multiple of the right one; else "". `counts` has the sizes of the axes and the number of
+    microbatches.
     """
     # The factor f that makes `wrong - f * right` smallest (least squares).
     squares = float(np.vdot(right, right))
@@ -120,7 +123,7 @@ def _axes_of_size(size: int, counts: Mapping[str, int]) -> list[str]:
 
 def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
     """Returns a text with the order, if the wrong value has the blocks of the right one in another
-    order. The numbers of blocks to try are the sizes of the axes, and the number of
+    order. The value is cut into as many blocks as an axis has devices, or as there are
     microbatches."""
     sizes = sorted({n for n in counts.values() if 1 < n <= MANY})
     for dim, count in itertools.product(range(right.ndim), sizes):
@@ -136,8 +139,8 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text that suggests another random key, if the two values are 0 in different places,
-    as with another dropout mask. The text has the share of places in which exactly one of the two
-    values is 0. Both values must have zeros."""
+    for example by another dropout mask. The text has the share of places in which exactly one of
+    the two values is 0. Both values must have zeros."""
     # A share below FEW may be chance. Two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
@@ -147,9 +150,9 @@ def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
 
 def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text with the smallest box of indices that contains all wrong numbers, or "" if
-    this box is the whole value. The text calls the box missing if the wrong value is 0 everywhere
-    in it, and wrong otherwise."""
-    # The indices [wrong numbers, dims].
+    this box is the whole value. The text calls the box "missing" if the wrong value is 0 everywhere
+    in the box, else "wrong"."""
+    # The index of each wrong number, in an array of shape [wrong numbers, dims].
     off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
     if not off.size:
         return ""

@@ -1,21 +1,24 @@
-"""A record of one run: each tapped value, assembled from the reports of the devices.
+"""Records one run: assembles each tapped value from the reports of the devices.
 
 A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
 JAX's replication types tell which of the three it is. For a cotangent, sums and copies change
-places: if devices have copies of a value that is typed as varying, each has a term of the
-cotangent; if they have terms of a sum, each has a copy of the cotangent. A loss is a mean over
-equal parts of the batch, so the cotangents of one part are multiplied by 1 / parts.
+places: if devices have copies of a value that is typed as varying, each device has a term of the
+cotangent; if devices have terms of a sum, each device has a copy of the cotangent. A loss is a mean
+over equal parts of the batch. A device reports the cotangents of the loss of one part of the batch,
+so this module multiplies these cotangents by 1 / the number of parts.
 
 A `Report` (in taps.py) has a device's block as its `value`, the device's index along each mesh axis
-as `device`, the number of the microbatch (-1: no job) and of the layer (-1: none). For each of the
-dims `mark.placed`, `places` has the positions of the block's elements in the whole array. Its
+as `device`, the number of the microbatch as `microbatch` (-1 on a pipeline stage that had none to
+compute), and the number of the layer as `layer` (-1 if there is none). For each of the dims
+`mark.placed`, `places` has the positions of the block's elements in the whole array. The report's
 `mark` has the facts of the tap: `terms`, the axes along which devices have terms of a sum;
 `varying`, the axes along which the value is typed as varying; `dims`, the axes that split each dim.
-In them BATCH stands for all axes that split the rows of the batch.
+In `terms` and `dims`, BATCH stands for all axes that split the rows of the batch.
 
-A `_Form` tells how the blocks form a value: `rows` is the dim of the batch's rows, or None; `dims`
-are the axes that split each dim. Devices have different blocks along `block_axes`, and terms of a
-sum along `summed`. If `joined` is true, microbatches have terms of the sum too.
+A `_Form` tells how the blocks form a value. `row_dim` is the dim of the batch's rows, or None if
+there is none. `dims` has the axes that split each dim. Devices have different blocks along
+`block_axes`, and terms of a sum along `summed`. If `joined` is true, microbatches have terms of the
+sum too.
 """
 
 import dataclasses
@@ -46,9 +49,9 @@ class Key(NamedTuple):
     """The key of a value.
 
     Attributes:
-        path: the path of its tap, with "*" for the number of the layer.
-        layer: the layer; -1 if it belongs to none.
-        way: one of `PHASES`.
+        path: the path of the value's tap, with "*" in place of the number of the layer.
+        layer: the number of the value's layer; -1 if the value belongs to no layer.
+        way: the phase of the run that the value belongs to, one of `PHASES`.
     """
 
     path: str
@@ -145,8 +148,9 @@ def load(path: str | Path) -> Record:
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     """Returns the key of one saved value, and the value. `entry` has all but the array `whole`:
-    path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns it into an
-    error with the file's name."""
+    path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns this error
+    into one with the file's name."""
+    # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
     if way not in PHASES or whole.dtype.kind not in "biuf":
@@ -169,7 +173,7 @@ def record(
 
     Args:
         run: returns a function and its arguments, such as `lambda: (train_step.train,
-            (train_step.init(), windows))`. It is called while taps are on, and must make the
+            (train_step.init(), windows))`. `run` is called while taps are on, and must make the
             function anew: a function that was traced before has no taps.
         rows: the axes that split the rows of the batch.
         means: other axes over which the loss is a mean, such as an axis that splits the tokens.
@@ -213,7 +217,8 @@ def _put_together(
     """
     reports_of: dict[Key, list[Report]] = {}  # the reports of each value
     for report in recorder.reports:
-        # Without a job (-1), as in an idle tick of a pipeline, a device's value means nothing.
+        # A stage of a pipeline that has no microbatch to compute (-1) computes a value without a
+        # meaning.
         if report.microbatch >= 0:
             key = Key(report.mark.path, report.layer, report.way)
             reports_of.setdefault(key, []).append(report)
@@ -240,8 +245,8 @@ def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
 
 
 def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[int, ...]]:
-    """Returns a function from a key to a sort key. It sorts values by the order in which the
-    program computes them: layer by layer, and in reverse in the backward pass. `paths` has the
+    """Returns a function from a key to a sort key. These sort keys put values in the order in which
+    the program computes them: layer by layer, and in reverse in the backward pass. `paths` has the
     place of each tap in the trace, and `keys` are the keys of all values.
     """
     layered = {key.path for key in keys if key.layer >= 0}
@@ -256,8 +261,9 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
         group[path] = begins
 
     def order(key: Key) -> tuple[int, ...]:
-        """Returns the numbers of the phase, of the group in the trace, of the layer and of the tap.
-        The last three are negative for a cotangent, so that cotangents are sorted in reverse."""
+        """Returns the sort key of a value: the numbers of its phase, of its group of taps, of its
+        layer and of its tap. The last three are negative for a cotangent, so that cotangents are
+        sorted in reverse."""
         place = (group[key.path], key.layer, paths[key.path])
         return (PHASES.index(key.way), *(place if key.way != BACKWARD else (-x for x in place)))
 
@@ -268,21 +274,21 @@ class _Form(NamedTuple):
     """The way in which the reported blocks of one value form the whole value.
 
     Attributes:
-        names: the mesh's axes.
+        names: the names of the mesh's axes.
         sizes: the sizes of the axes.
-        dims: for each dim, the axes that split it.
-        rows: the dim of the batch's rows; None if there is none.
+        dims: for each dim, the axes that split the dim.
+        row_dim: the dim of the batch's rows; None if there is none.
         block_axes: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
         joined: whether microbatches also have terms of the sum.
-        scale: a factor on the sum, which turns it into a mean if the loss is a mean.
+        scale: a factor on the sum, which turns the sum into a mean if the loss is a mean.
         microbatches: the number of microbatches.
     """
 
     names: list[str]
     sizes: dict[str, int]
     dims: list[tuple[str, ...]]
-    rows: int | None
+    row_dim: int | None
     block_axes: set[str]
     summed: set[str]
     joined: bool
@@ -310,7 +316,7 @@ def _form(
         # lacks split nothing.
         axes = [axis for name in dim for axis in (rows if name == BATCH else (name,))]
         dims.append(tuple(axis for axis in axes if axis in sizes))
-    in_rows = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
+    row_dim = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
     # Devices have different blocks along the axes of the spec, and along axes on which they report
     # different positions.
     block_axes = {axis for dim in dims for axis in dim} | _along_places(reports, names)
@@ -321,11 +327,11 @@ def _form(
     # varying, its cotangent has terms.
     summed = set(mark.varying) - block_axes - terms if backward else terms
     # If no dim has the rows of the batch, each microbatch has a term of a cotangent or of the loss.
-    joined = in_rows is None and (backward or is_mean)
+    joined = row_dim is None and (backward or is_mean)
     # The loss is the mean over this number of equal parts of the batch.
     parts = math.prod(sizes[name] for name in mean_axes) * microbatches
     scale = 1 / parts if backward or is_mean else 1.0
-    return _Form(names, sizes, dims, in_rows, block_axes, summed, joined, scale, microbatches)
+    return _Form(names, sizes, dims, row_dim, block_axes, summed, joined, scale, microbatches)
 
 
 def _whole(reports: list[Report], form: _Form) -> Value:
@@ -333,7 +339,7 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     are put in their places, and copies are compared with the first of them."""
     copy_axes = [name for name in form.names if name not in form.block_axes | form.summed]
     # If a value has no rows and is no sum over microbatches, each microbatch has a copy of it.
-    by_microbatch = form.rows is None and not form.joined
+    by_microbatch = form.row_dim is None and not form.joined
     # `blocks` has the copies of each block. Its key is the place of the block: the indices along
     # `block_axes`, and the microbatch. The key of a copy is its owner: the indices along
     # `copy_axes`, and the microbatch. -1 stands for all microbatches. A copy is the sum of its
@@ -342,9 +348,9 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     for report in _once(reports):
         index = dict(zip(form.names, report.device, strict=True))
         place = [index[name] for name in form.names if name in form.block_axes]
-        place.append(-1 if form.rows is None else report.microbatch)
+        place.append(-1 if form.row_dim is None else report.microbatch)
         owner = (*(index[name] for name in copy_axes), report.microbatch if by_microbatch else -1)
-        copies, value = blocks.setdefault(tuple(place), {}), _wide(report.value)
+        copies, value = blocks.setdefault(tuple(place), {}), _as_float(report.value)
         if owner in copies:  # another term of the same sum
             value = np.asarray(copies[owner][0] + value)
         copies[owner] = value, report
@@ -363,7 +369,9 @@ def _whole(reports: list[Report], form: _Form) -> Value:
             for name, a, b in zip([*copy_axes, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
                     differs[name] = max(differs.get(name, 0.0), off)
-    rows = None if form.rows is None else (form.rows, reports[0].value.shape[form.rows])
+    rows = None
+    if form.row_dim is not None:  # the dim, and the number of rows of a microbatch on a device
+        rows = form.row_dim, reports[0].value.shape[form.row_dim]
     return Value(whole, differs, rows)
 
 
@@ -377,29 +385,30 @@ def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> flo
 def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
-    With rematerialisation (`jax.checkpoint`) a value is computed and reported again: only its first
-    report counts. The reports of a cotangent are added up. Some come from ticks of a pipeline
-    without a job; these are 0 and change nothing.
+    With rematerialisation (`jax.checkpoint`) a value is computed and reported again; only the first
+    report counts. The reports of a cotangent are added up. In ticks that have no microbatch for the
+    embedding, a pipeline still runs the embedding's backward pass, on microbatch 0 and with a
+    cotangent of 0. The reports of these ticks are 0, so they do not change the sum.
     """
-    by_job: dict[Any, Report] = {}
+    kept: dict[tuple[tuple[int, ...], int], Report] = {}
     for report in reports:
-        job = (report.device, report.microbatch)
-        if job not in by_job:
-            by_job[job] = report
+        key = (report.device, report.microbatch)
+        if key not in kept:
+            kept[key] = report
         elif report.way == BACKWARD:
-            by_job[job] = report._replace(value=by_job[job].value + report.value)
-    return by_job.values()
+            kept[key] = report._replace(value=kept[key].value + report.value)
+    return kept.values()
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def _as_float(x: np.ndarray) -> np.ndarray:
     """Returns `x` as float32 or float64, since NumPy cannot compute with bfloat16."""
     return x if x.dtype in (np.float32, np.float64) else x.astype(np.float64)
 
 
 def _along_places(reports: list[Report], names: list[str]) -> set[str]:
     """Returns the axes along which the positions that devices report (`Report.places`) differ.
-    For each axis, devices that differ only in their index along it are compared with the first of
-    them."""
+    For each axis, devices that differ only in their index along this axis are compared with the
+    first such device."""
     axes: set[str] = set()
     by_device = {report.device: report.places for report in reports}
     for i, name in enumerate(names):
@@ -415,12 +424,13 @@ def _along_places(reports: list[Report], names: list[str]) -> set[str]:
 def _shape(form: _Form, reports: list[Report]) -> list[int]:
     """Returns the shape of the whole value. The size of a dim is the size of a block, times the
     number of devices that split the dim, and for the batch's rows times the number of microbatches.
-    If devices report their positions in a dim, its size is 1 more than the largest position.
+    If devices report their positions in a dim, the size of this dim is 1 more than the largest
+    position.
     """
     blocks = [math.prod(form.sizes[axis] for axis in dim) for dim in form.dims]
     shape = [n * count for n, count in zip(reports[0].value.shape, blocks, strict=True)]
-    if form.rows is not None:
-        shape[form.rows] *= form.microbatches
+    if form.row_dim is not None:
+        shape[form.row_dim] *= form.microbatches
     # `report.places` has the positions along the dims `placed`, in the same order.
     for number, dim in enumerate(reports[0].mark.placed):
         shape[dim] = 1 + max(int(report.places[number].max(initial=0)) for report in reports)
@@ -430,9 +440,9 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
 def _places(form: _Form, report: Report) -> list[np.ndarray]:
     """Returns, for each dim, the indices of a report's block in the whole value.
 
-    For the dims `mark.placed` the report itself has the indices. In any other dim, of which a block
-    has n elements, block number b has the indices from b * n to (b + 1) * n - 1. Blocks are counted
-    over the axes of the dim, the outermost first, and then over microbatches.
+    For the dims `mark.placed` the report itself has the indices. In any other dim, along which a
+    block has n elements, block number b has the indices from b * n to (b + 1) * n - 1. Blocks are
+    counted over the axes of the dim, the outermost first, and then over microbatches.
     """
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []
@@ -440,7 +450,7 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
         block = 0  # the number of this device's block among those of the dim
         for axis in form.dims[dim]:
             block = block * form.sizes[axis] + index[axis]
-        if dim == form.rows:
+        if dim == form.row_dim:
             block = block * form.microbatches + report.microbatch
         is_placed = dim in placed
         places.append(report.places[placed.index(dim)] if is_placed else block * n + np.arange(n))
@@ -448,8 +458,9 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """Returns a JAX array as a `Value`. Devices may have copies of a floating-point block. If such
-    copies differ, `differs` has the largest difference under the name "devices".
+    """Returns a JAX array as a `Value`. Devices may have copies of one block of the array. If
+    copies of a floating-point block differ, `differs` has the largest difference under the name
+    "devices". Copies of whole numbers are not compared.
     """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers
@@ -461,6 +472,6 @@ def _of_array(leaf: Any) -> Value:
     for shard in leaf.addressable_shards:  # `shard.index` is the place of its block in the array
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
-        if block.dtype.kind in "fV":  # floating-point; V is a type that NumPy lacks, as bfloat16
-            off = max(off, relative(_wide(first), _wide(block)))
+        if block.dtype.kind in "fV":  # floating-point; V: not NumPy's own, such as bfloat16
+            off = max(off, relative(_as_float(first), _as_float(block)))
     return Value(whole, {"devices": off} if off > 0 else {})

@@ -1,14 +1,14 @@
-"""Collectives written as tables of hops: drop-in replacements for `jax.lax`'s.
+"""Collectives written as tables of hops: drop-in replacements for the collectives of `jax.lax`.
 
 A hop is one message from each device to another. A table can be read, combined with other tables,
-and used to compute the cost of its collective. The collectives can be differentiated.
+and used to compute the cost of the collective. The collectives can be differentiated.
 
 Algorithms are values. Call `ring.all_reduce(x, "data")` in place of `lax.psum(x, "data")`, and pass
 `ring("data")` to a function that takes an axis. The module `tuning` measures links, and must be
 imported explicitly: `from parallax.collectives import tuning`.
 
-Each file is imported when one of its names is first used. So a layer that takes an axis does not
-import all algorithms.
+A file of this package is imported when a name of the file is first used. So a layer that takes an
+axis does not import all algorithms.
 """
 
 from importlib import import_module
@@ -81,11 +81,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the file or the object of this name, and imports its file if this is the first use.
+    """Returns the file or the object called `name`; the first use of a name imports the file.
 
-    Python calls it for a name that this package does not have yet. `_FILES` lists the names that
-    are files of the package. `_FILE_OF` maps the name of an object to its file; all other objects
-    are in the file `tables`.
+    Python calls this function for a name that this package does not have yet. `_FILES` lists the
+    names that are files of the package. `_FILE_OF` maps the name of an object to its file; all
+    other objects are in the file `tables`.
     """
     if name not in __all__:
         raise AttributeError(f"module 'parallax.collectives' has no attribute {name!r}")
@@ -95,5 +95,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the names for `dir`, including those whose file is not imported yet."""
+    """Returns the names for `dir`, including names whose file is not imported yet."""
     return sorted([*globals(), *__all__])

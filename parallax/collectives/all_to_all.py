@@ -1,9 +1,10 @@
-"""An all-to-all whose blocks go straight to their devices, hop by hop.
+"""An all-to-all in which each block goes straight to its new device, in one message.
 
-A table, a `Route`, is a list of rounds {step: offsets}. In a round each device sends the blocks of
-the devices that are `offsets` places after it to the device that is `step` places after it.
+A table is a `Route`, a list of rounds {step: offsets}. In a round each device sends a message to
+the device that is `step` places after it. The message holds the blocks for the devices that are
+`offsets` places after the sender.
 
-`A[I_X, J]` is split along dim I over the n devices of axis X; `A[I, J_X]` along dim J.
+`A[I_X, J]` is split along dim I over the n devices of axis X. `A[I, J_X]` is split along dim J.
 """
 
 from typing import TypeVar
@@ -30,51 +31,57 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def straight(n: int) -> Route:
-    """Returns the table in which each block goes straight to its device, in one message.
+    """Returns the table in which each block goes straight to the device that owns it.
 
     Each hop has a different distance, so the hops cannot be a loop, and the program grows with n.
     """
-    # {k: [k]} sends the block of the device that is k places further on straight there. Each hop is
-    # a round of its own: one round of all hops would need n - 1 links at a time.
+    # (n,): the devices form a box of one dim, a row of n. {k: [k]} sends the block of the device
+    # that is k places further on straight there. Each hop is a round of its own: one round of all
+    # hops would need n - 1 links at a time.
     return Route((n,), [{k: [k]} for k in range(1, n)])
 
 
 def _messages(size, n, itemsize):
-    """Returns the rounds of messages of `all_to_all`, by which `cost` computes its price.
+    """Returns the rounds of messages of `all_to_all`, from which `cost` computes a call's cost.
 
     A message has 1/n of the `size` numbers of the array, rounded up; `itemsize` is the bytes of a
-    number. `devices(n)` is n, or the product if n has the devices on each of several axes.
+    number. `n` is a number of devices, or a tuple with the number on each of several axes;
+    `devices(n)` is the number of all devices.
     """
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 
 
+# This is the all-to-all of the algorithm `ring`, so users call it as `ring.all_to_all`: that is its
+# name in errors and reports. `cost` gets its rounds from `_messages`.
 @priced(_messages, "ring.all_to_all")
 def all_to_all(
     x: Tree, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False
 ) -> Tree:
     """Sends block j of device i to device j: `A[I_X, J] -> A[I, J_X]`.
 
-    It works like `lax.all_to_all`.
+    `all_to_all` works like `lax.all_to_all`.
 
     In hop k device i sends the block of device i + k straight to that device. The transpose is the
     `all_to_all` that sends the blocks back.
 
     Args:
-        x: arrays whose dim `split_axis` has size n, or, if `tiled`, a multiple of n.
+        x: arrays. The size of their dim `split_axis` is n, the number of devices; if `tiled`, it is
+            a multiple of n.
         axis_name: the mesh axis, or several, in row-major order.
         split_axis: the dim that is distributed.
         concat_axis: the dim along which the received blocks are joined.
-        tiled: keep both dims (1/n and n times their size), instead of dropping one and adding one.
+        tiled: keep both dims: `split_axis` becomes n times smaller, `concat_axis` n times larger.
+            Otherwise `split_axis` is dropped, and a dim of size n is added at `concat_axis`.
 
     Raises:
-        ValueError: a leaf's `split_axis` has another size, or a leaf lacks one of the dims; or the
-            code does not run over `axis_name`.
+        ValueError: the size of a leaf's dim `split_axis` is not n or, if `tiled`, not a multiple of
+            n; or a leaf lacks one of the dims; or the code does not run over `axis_name`.
     """
 
     def leaf(x):
         """Returns one array after the exchange.
 
-        `linear_collective` states the transpose, so that JAX does not derive one hop by hop.
+        `linear_collective` states the transpose. JAX itself would derive the transpose hop by hop.
         """
         # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)
@@ -107,13 +114,15 @@ def _exchange(blocks, axis_name):
     # `received` starts as `blocks`: the own block is in its place, and the others are overwritten.
     received = blocks
     for sends in route.rounds:
-        # `straight` sends one block per message: the block of the device that is `offset` away.
+        # `straight` sends one block per message, to its owner: `step` and `offset` are the same
+        # point (k,), for the device that is k places further on.
         for step, (offset,) in sends.items():
             target = route.device_at(me, offset)
             message = lax.dynamic_index_in_dim(blocks, target, 0, keepdims=False)
             message = send(message, axis_name, route.pairs(step))
-            # The sender is the device that has this one at `offset`: it is at `-offset` from here,
-            # which is the place of offset 0 (`home`) after a hop of `offset`.
+            # This device also receives a message. Its sender is `offset` places before this device,
+            # at -`offset`. `device_at` takes no negative number, so `offset_after` computes
+            # `home` - `offset`, that is 0 - `offset`, modulo n.
             source = route.device_at(me, route.offset_after(route.home, offset))
             received = lax.dynamic_update_index_in_dim(received, message, source, 0)
     return received

@@ -1,4 +1,5 @@
-"""A mesh axis together with the collective algorithm along it: one argument, `axis`.
+"""A mesh axis together with the collective algorithm along it. Functions take both as one argument,
+`axis`.
 
     tensor.column(x, w, b, "tensor")          # a name, or a tuple of names: `jax.lax` is used
     tensor.column(x, w, b, ring("tensor"))    # an algorithm bound to the name
@@ -38,7 +39,7 @@ def _no_table(*sizes: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A collective algorithm: its functions take and return the same as `lax`'s collectives.
+    """A collective algorithm, whose functions take and return the same as `lax`'s collectives.
 
     ```python
     total = ring.all_reduce(gradients, "data")   # inside mesh.spmd; equals lax.psum
@@ -48,12 +49,12 @@ class Algorithm:
 
     Attributes:
         name: the name in errors and reports.
-        all_reduce: the twin of `lax.psum`.
-        reduce_scatter: the twin of `lax.psum_scatter`.
-        all_gather: the twin of `lax.all_gather`.
-        all_to_all: the twin of `lax.all_to_all`, which is the default.
-        table: returns the table (a `Route`, in route.py) for a number of devices, or several tables
-            that run side by side.
+        all_reduce: the counterpart of `lax.psum`.
+        reduce_scatter: the counterpart of `lax.psum_scatter`.
+        all_gather: the counterpart of `lax.all_gather`.
+        all_to_all: the counterpart of `lax.all_to_all`, which is the default.
+        table: a function that returns, for a number of devices, a table of messages (a `Route`), or
+            several tables that run side by side.
     """
 
     name: str
@@ -64,13 +65,13 @@ class Algorithm:
     table: Callable[..., Any] = _no_table
 
     def __call__(self, axis_name: AxisName) -> "Axis":
-        """Returns this algorithm along one mesh axis, or along several as one row-major group."""
+        """Returns this algorithm bound to one mesh axis, or to several as one row-major group."""
         return Axis(axis_name, self)
 
     def all_mean(self, x: Tree, axis_name: AxisName) -> Tree:
         """Returns the mean over devices, on every device: `A {U_X} -> A`.
 
-        It works like `lax.pmean`, and costs one `all_reduce`.
+        `all_mean` works like `lax.pmean`, and costs one `all_reduce`.
         """
         n = types.axis_size(axis_name)
         # Divided after the sum, as `lax.pmean` does: the sum of whole numbers stays exact.
@@ -81,7 +82,7 @@ class Algorithm:
 
 
 def refused(algorithm: str, collective: str, instead: str) -> Callable[..., NoReturn]:
-    """Returns a function that raises `ValueError`: `algorithm` has no such collective.
+    """Returns a function that raises `ValueError`, since `algorithm` lacks this `collective`.
 
     The arguments are words of the error's message; `instead` names the replacement.
     """
@@ -101,10 +102,11 @@ xla = Algorithm("xla", lax.psum, lax.psum_scatter, lax.all_gather)
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis, or several as one row-major group, with the algorithm of its collectives.
+    """A mesh axis, or several as one row-major group, with an algorithm for collectives along it.
 
-    Its collectives take trees of arrays. They return the same as `jax.lax`'s collectives, with the
-    same replication types. A function with an argument `axis` makes an `Axis` of it by `Axis.of`:
+    The collectives of an `Axis` take trees of arrays. They return the same as `jax.lax`'s
+    collectives, with the same replication types. A function that takes an argument `axis` turns it
+    into an `Axis` by `Axis.of`:
 
     ```python
     def mean_loss(losses, axis):                 # axis: "data", ("data", "context"), ring("data")
@@ -113,7 +115,7 @@ class Axis:
 
     Attributes:
         names: the axis, or several; `()` for one device alone.
-        algorithm: the algorithm; by default `jax.lax`.
+        algorithm: the algorithm; by default `xla`, the collectives of `jax.lax`.
     """
 
     names: AxisName
@@ -121,11 +123,12 @@ class Axis:
 
     @staticmethod
     def of(axis: "AxisLike") -> "Axis":
-        """Returns `axis` as an `Axis`. For a name, or a tuple of names, it uses `jax.lax`.
+        """Returns `axis` as an `Axis`. For a name, or a tuple of names, the result uses `jax.lax`.
 
-        A tuple that holds an `Axis`, such as `("replica", ring("data"))`, works along one part
-        after the other. It reduces and scatters from the first part to the last, and gathers from
-        the last to the first. So the values are those of `lax` for the tuple of names.
+        For a tuple that holds an `Axis`, such as `("replica", ring("data"))`, a collective works
+        along one part of the tuple after the other. It reduces and scatters from the first part to
+        the last, and gathers from the last to the first. So the values equal those of `lax` for a
+        tuple of the names.
 
         Raises `ValueError` for any other value.
         """
@@ -145,7 +148,8 @@ class Axis:
         return _in_order([Axis.of(part) for part in axis])
 
     def over(self, names: AxisName) -> "Axis":
-        """Returns this algorithm along those `names` that this axis has, ordered as in `names`."""
+        """Returns this algorithm along those `names` that `self` has too, in the order of
+        `names`."""
         return Axis(tuple(name for name in axes(names) if name in axes(self.names)), self.algorithm)
 
     def size(self) -> int:
@@ -183,7 +187,7 @@ class Axis:
         return self.algorithm.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
 
     def permute(self, x: Tree, perm: list[tuple[int, int]]) -> Tree:
-        """Returns device i's `x` on device j for each pair (i, j), else zeros: `lax.ppermute`."""
+        """Returns device i's `x` on device j for each (i, j) in `perm`; other devices get zeros."""
         return lax.ppermute(x, self.names, perm)
 
     def all_max(self, x: Tree) -> Tree:
@@ -201,21 +205,26 @@ AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
 def combined_axis(*parts: AxisLike) -> Axis:
     """Returns several axes as one axis.
 
-    If all have the same algorithm, their devices form one row-major group, in which the first axis
-    varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along one axis
-    after the other, in the order that `Axis.of` states. A part without a name, `()`, is left out.
-    If no part has a name, the result is `Axis(())`, the axis of one device.
+    If all parts have the same algorithm, the devices form one row-major group, in which the first
+    axis varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along one
+    axis after the other: it reduces and scatters from the first to the last, and gathers from the
+    last to the first. A part without a name, `()`, is left out. If no part has a name, the result
+    is `Axis(())`, the axis of one device.
     """
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
     if len({axis.algorithm for axis in named}) > 1:
         return _in_order(named)
     # One collective over a product of axes needs fewer messages than one for each axis.
     names = tuple(name for axis in named for name in axes(axis.names))
+    # Without a name, the algorithm is the default: `xla`, the collectives of `jax.lax`.
     return Axis(names, named[0].algorithm if named else xla)
 
 
 def _in_order(parts: list[Axis]) -> Axis:
-    """Returns an axis whose collectives work along one part after the other, as `Axis.of` states.
+    """Returns an axis whose collectives work along one part after the other.
+
+    The collectives reduce and scatter from the first part to the last, and gather from the last to
+    the first, as `Axis.of` states. An all-to-all is refused.
 
     The `axis_name` passed to a collective may name all axes of the parts, or only some of them.
     `_groups` joins neighbouring axes that have the same algorithm. Then the groups work one after
@@ -223,14 +232,14 @@ def _in_order(parts: list[Axis]) -> Axis:
     """
 
     def all_reduce(x, axis_name):
-        """Returns the sum over all parts: the sum over the first, summed over the next, ..."""
+        """Returns the sum over all parts: over the first part, then over the next, and so on."""
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
         """Returns this device's slices of the sum, scattered over `parts` from the first to the
         last.
 
-        `_groups` gives the axes of `parts` that are in `axis_name`, in groups with one algorithm.
+        `_groups` gives the axes in `axis_name`, in groups of neighbours with one algorithm.
         """
 
         def leaf(x):
@@ -266,16 +275,18 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     name = " then ".join(part.algorithm.name for part in parts)
+    # An all-to-all along one part after the other would also have to reorder the blocks: no code
+    # here does that.
     no_all_to_all = refused(name, "all_to_all", "one algorithm for all axes, such as ring(names)")
     names = tuple(name for part in parts for name in axes(part.names))
     return Axis(names, Algorithm(name, all_reduce, reduce_scatter, all_gather, no_all_to_all))
 
 
 def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
-    """Returns the axes `axis_name` in groups, each an `Axis` with the algorithm of its part.
+    """Returns the axes `axis_name` in groups; a group is an `Axis` with the algorithm of its part.
 
-    Neighbours that have the same algorithm form one group: a collective over two axes sends fewer
-    messages than two collectives.
+    Neighbouring axes that have the same algorithm form one group: a collective over two axes sends
+    fewer messages than two collectives.
     """
     groups: list[Axis] = []
     for name in axes(axis_name):

@@ -1,9 +1,10 @@
 """Many leaves in few messages: small arrays are packed into long ones, reduced, and unpacked.
 
-A message costs its latency whatever its size. Most leaves of a model (biases, norms) are far
-smaller than the data that a link carries during one latency. Packing copies each packed leaf twice
-(into a bucket and out of it), and on a TPU changes how the leaf is stored. So large leaves, which
-gain nothing, are sent as they are: a leaf that is alone in its bucket is not copied.
+A message takes at least the latency of the link, whatever the size of the message. Most leaves of a
+model (biases, norms) are far smaller than the data that a link carries during one latency. Packing
+copies each packed leaf twice (into a bucket and out of it), and on a TPU changes how the leaf is
+stored. Large leaves would gain nothing, so they are sent as they are: a leaf that is alone in its
+bucket is not copied.
 
 Source: Li et al., PyTorch Distributed: experiences on accelerating data parallel training (arXiv
 2006.15704), section 3.2.3.
@@ -36,14 +37,16 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 
     The values equal those of an `all_reduce` of each leaf, if the algorithm rounds a number's sum
     in the same way at any place in an array. Types and gradients are the same too. A bucket holds
-    leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. An
-    unreduced or reduced leaf has its own bucket, and so has a leaf of `nbytes` or more. A bucket is
-    padded to a multiple of the number of devices, so that a ring need not copy it again. With
-    `quantized`, numbers of neighbouring leaves share a scale. So reduce a loss apart from the
-    gradients: its magnitude would spoil their accuracy.
+    leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. A
+    leaf that JAX types as `unreduced` or `reduced` along an axis has its own bucket, and so has a
+    leaf of `nbytes` or more. A bucket is padded to a multiple of the number of devices, so that a
+    ring need not copy the bucket again. The int8 algorithm `quantized` rounds a block of
+    neighbouring numbers by one scale, and in a bucket a block may hold numbers of two leaves. So
+    reduce a loss apart from the gradients: the magnitude of the loss would spoil the accuracy of
+    the gradients.
 
     Args:
-        axis: the axis, or its name. Its other collectives stay as they are.
+        axis: the axis, or its name. All collectives but `all_reduce` stay as they are.
         nbytes: the size of a bucket on one device.
 
     Raises:
@@ -81,9 +84,9 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
     """Returns the buckets, each a list of the indices of its leaves.
 
-    A bucket has one leaf, or several of at most `nbytes` together. Leaves share a bucket if they
-    have one dtype and vary along the same axes. A leaf that is unreduced or reduced along an axis
-    is alone: JAX does not join such arrays.
+    A bucket has one leaf, or several leaves that have at most `nbytes` bytes together. Leaves share
+    a bucket if they have one dtype and vary along the same axes. A leaf that JAX types as
+    `unreduced` or `reduced` along an axis is alone in its bucket: JAX does not join such arrays.
     """
     # open_buckets: for each kind of leaf, the bucket that is being filled, and its bytes.
     buckets, open_buckets = [], {}
@@ -108,8 +111,8 @@ def _packed(leaves, axis_name):
     """Returns the leaves joined into one vector, padded to a multiple of the number of
     devices.
 
-    All have one dtype and vary along the same axes. Without the padding a ring would pad the vector
-    itself, and so copy it a second time.
+    All leaves have one dtype and vary along the same axes. Without the padding a ring would pad the
+    vector itself, and so copy it a second time.
     """
     missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
     # Typed as the leaves are: JAX joins only arrays that vary along the same axes.

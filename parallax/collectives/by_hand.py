@@ -1,5 +1,6 @@
-"""A ring of n devices, each of which sends to its right neighbour: the first lesson. `x` has one
-block for each device, `[n, *block]`. The tests compare `tables.ring` with it."""
+"""A ring in plain `ppermute`s, to read before all other files: each of n devices sends to its right
+neighbour. `x` has one block for each device, `[n, *block]`. The tests compare `tables.ring` with
+it."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,20 +1,21 @@
-"""The cost of each collective before it runs, computed from its table of messages.
+"""The cost of a collective before it runs, computed from the table of its messages.
 
     price = cost.of(ring.all_reduce, nbytes, n)  # hops, bytes per link, bytes sent, messages, ...
     cost.seconds(price, link)                    # start + alpha hops + beta bytes + gamma reduced
 
 A collective is a list of rounds. In a round every device sends a message, or several over separate
 links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
-program may send them at the same time, but a device with one port cannot. The other rounds have
-`waits` set. A round's `reduced` is the bytes that a device adds to its own numbers. All numbers are
-integers that count padding too, and equal the numbers that the tests read from the compiled
-programs. `tuning.fit` measures the time of a hop on the live mesh.
+program may send the messages of two such rounds at the same time, but a device with one port
+cannot. The other rounds have `waits` set. A round's `reduced` is the bytes that a device adds to
+its own numbers. All numbers are integers that count padding too, and they equal the numbers that
+the tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
 """
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -31,10 +32,11 @@ class Message(NamedTuple):
 
     Attributes:
         bytes: the size of the message.
-        step: the distance in devices along each dim of the table's box; negative if the message
-            goes backwards. A message crosses one link on a switch, and `step` links on a bare ring.
+        step: the distance of the message, in devices, along each dim of the box of devices (the
+            `shape` of the table); negative if the message goes backwards. A message crosses one
+            link on a switch, and `step` links on a bare ring.
         pieces: the number of permutes that send the message: one for each block if blocks are
-            large, else one for all.
+            large, else one for all blocks.
     """
 
     bytes: int
@@ -43,12 +45,12 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Rounds that send the same messages, one after another.
+    """One or more consecutive rounds that all have the same messages.
 
     Attributes:
         times: the number of rounds.
         messages: the messages that a device sends in each round, at the same time.
-        reduced: the received bytes that a device adds to its own in each round.
+        reduced: the received bytes that a device adds to its own numbers in each round.
         waits: whether each round makes the longest chain of dependent messages longer by one.
     """
 
@@ -61,13 +63,13 @@ class Round(NamedTuple):
 def priced(
     rounds: Callable[..., Sequence[Round]], name: str = ""
 ) -> Callable[[Function], Function]:
-    """Returns a decorator that gives a function its rounds, which `of` reads, and a name.
+    """Returns a decorator that gives a function a name, and the rounds of messages that `of` reads.
 
     Args:
-        rounds: `(size, n, itemsize, **options)` computes the rounds for an array of `size` numbers
-            of `itemsize` bytes on n devices.
-        name: the name in errors and reports, such as "ring.all_reduce"; by default the function's
-            own name.
+        rounds: `rounds(size, n, itemsize, **options)` returns the rounds for an array of `size`
+            numbers of `itemsize` bytes on n devices.
+        name: the name in errors and reports, such as "ring.all_reduce"; by default the name of the
+            function.
     """
 
     def with_rounds(function: Function) -> Function:
@@ -85,13 +87,13 @@ class Cost(NamedTuple):
 
     Attributes:
         hops: the rounds of messages, one after another.
-        bytes: the bytes over the busiest link: the largest message of each round, summed.
-        sent: the bytes that a device sends over all its links: those of the program's permutes.
-        messages: the messages that a device sends: the number of the program's permutes. A permute
-            in a loop counts once per trip, here and in `sent`.
-        reduced: the received bytes that a device adds to its own.
-        chain: the longest chain of messages in which each depends on the one before. It is below
-            `hops` if some rounds do not depend on the round before.
+        bytes: the bytes over the busiest link: the sum of the largest message of each round.
+        sent: the bytes that a device sends over all its links, in all permutes of the program.
+        messages: the number of messages that a device sends, which is the number of permutes in the
+            program. A permute in a loop counts once per iteration, here and in `sent`.
+        reduced: the received bytes that a device adds to its own numbers.
+        chain: the length of the longest chain of messages in which each message depends on the one
+            before it. `chain` is below `hops` if some rounds do not depend on the round before.
     """
 
     hops: int = 0
@@ -108,7 +110,7 @@ class Link(NamedTuple):
     Attributes:
         alpha: the seconds per hop.
         beta: the seconds per byte that is sent, received and stored.
-        gamma: the further seconds per received byte that is added to the device's own.
+        gamma: the further seconds per received byte, if the device adds it to its own numbers.
         start: the seconds per call.
         one_port: whether the messages of a round are sent one after another, as through one
             process's sockets, instead of each over its own link.
@@ -125,16 +127,17 @@ class Link(NamedTuple):
 
 
 def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4) -> Cost:
-    """Returns the cost of a call of `collective` on one array, all its rounds together.
+    """Returns the cost of a call of `collective` on one array: the sum of the costs of its rounds.
 
     Args:
-        collective: a function of this library, or a `functools.partial` of one that sets its
-            options.
-        nbytes: the bytes of the array on each device; for `matmul.matmul_reduce_scatter`, the bytes
-            of the product.
+        collective: a function of this library, or a `functools.partial` that sets options of such a
+            function.
+        nbytes: the bytes of the collective's argument on each device. For an all-gather the
+            argument is one block; for `matmul.matmul_reduce_scatter`, `nbytes` is the bytes of the
+            product.
         n: the number of devices on the axis, or on each of several axes.
         itemsize: the bytes of a number. An array is padded, with numbers of this size, to a
-            multiple of n.
+            multiple of n numbers.
 
     Raises:
         ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
@@ -156,7 +159,12 @@ def of_leaves(
 def rounds(
     collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4
 ) -> Sequence[Round]:
-    """Returns the rounds of a call of `collective`, with the arguments and errors of `of`."""
+    """Returns the rounds of a call of `collective`, with the arguments and errors of `of`.
+
+    `nbytes` is the bytes of the argument on one device (for an all-gather, of one block), and
+    `itemsize` is the bytes of a number. `n` is the number of devices on the axis, or on each of
+    several axes.
+    """
     # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}
     while isinstance(function, functools.partial):
@@ -171,25 +179,29 @@ def rounds(
             f"cost.of needs nbytes that are a multiple of itemsize={itemsize}; got {nbytes}. Pass "
             "itemsize=..., the bytes of a number of the array."
         )
-    # A sorted tuple can be a key of the cache. The name of an axis does not change the rounds.
-    options = tuple(sorted((name, value) for name, value in options.items() if name != "axis_name"))
+    # The function that gives the rounds takes only options that change them, as keywords; the name
+    # of an axis, or `tiled`, does not. A sorted tuple can be a key of the cache of `_rounds`.
+    known = inspect.signature(function.rounds).parameters
+    options = tuple(sorted((name, value) for name, value in options.items() if name in known))
     return _rounds(function, nbytes // itemsize, n, itemsize, options)
 
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
-    """Returns the rounds of a priced function, without empty rounds, and with equal ones joined.
+    """Returns the rounds of a priced function: empty rounds are left out, equal neighbours joined.
 
-    `options` are its (name, value) pairs, which can be a key of the cache.
+    The rounds are for an array of `size` numbers of `itemsize` bytes on each device. `n` is the
+    number of devices on the axis, or on each of several axes. `options` are the function's options,
+    as (name, value) pairs in a tuple: the cache of these rounds needs arguments that can be hashed.
     """
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
-        # XLA removes a message of no bytes, and a loop of no trips, so they cost nothing.
+        # XLA removes a message of no bytes, and a loop of no iterations, so they cost nothing.
         messages = tuple(message for message in planned.messages if message.bytes)
         if not planned.times or not messages:
             continue
-        # Equal rounds in a row become one entry: a ring has one for any n. All fields but `times`,
-        # the first, are compared.
+        # Equal rounds in a row become one entry: a ring has one entry for any n. All fields but
+        # `times`, the first, are compared.
         times = planned.times
         if joined and joined[-1][1:] == (messages, planned.reduced, planned.waits):
             times += joined.pop().times
@@ -208,12 +220,14 @@ def describe(collective: Callable[..., Any]) -> str:
 
 
 def total(rounds: Iterable[Round]) -> Cost:
-    """Returns the cost of `rounds`, one after another; each has at least one message."""
+    """Returns the cost of `rounds`, run one after another; each round has at least one message."""
     cost = np.zeros(len(Cost._fields), object)  # of Python's integers, which do not overflow
     for times, messages, reduced, waits in rounds:
         sizes = [message.bytes for message in messages]
         pieces = sum(message.pieces for message in messages)
-        # In the order of `Cost`'s fields. The links work at once, so the largest message counts.
+        # In the order of `Cost`'s fields: hops, bytes, sent, messages, reduced, chain. The links
+        # work at once, so the largest message counts as `bytes`. Each piece of a message is a
+        # permute of its own, so `messages` counts pieces.
         counts = 1, max(sizes), sum(sizes), pieces, reduced, int(waits)
         cost += times * np.array(counts, object)
     return Cost(*cost)
@@ -222,8 +236,8 @@ def total(rounds: Iterable[Round]) -> Cost:
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
     """Returns the numbers by which `seconds` multiplies a link's alpha, beta, gamma and start.
 
-    They are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round one
-    after another, they are (messages, sent, reduced, 1).
+    The numbers are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round
+    one after another, the numbers are (messages, sent, reduced, 1).
     """
     if one_port:
         return cost.messages, cost.sent, cost.reduced, 1
@@ -231,9 +245,9 @@ def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
 
 
 def seconds(cost: Cost, link: Link) -> float:
-    """Returns the seconds: start + alpha hops + beta bytes + gamma reduced.
+    """Returns the seconds of a call: start + alpha hops + beta bytes + gamma reduced.
 
-    Through one port they are start + alpha messages + beta sent + gamma reduced.
+    Through one port the seconds are start + alpha messages + beta sent + gamma reduced.
     """
     # The first four fields of a `Link` are alpha, beta, gamma and start, in the order of `terms`.
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))

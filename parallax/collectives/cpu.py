@@ -1,7 +1,7 @@
 """Workarounds that only XLA's CPU backend needs. Programs for other backends do not contain them.
 
-**Collectives in one order** (`sequence_after`), needed by jaxlib 0.10.2 and 0.12.0. XLA's CPU
-backend may run operations that follow a loop while the loop still runs, if they do not use the
+**Collectives in one order**: jaxlib 0.10.2 and 0.12.0 need `sequence_after`. XLA's CPU backend may
+run an operation that follows a loop while the loop still runs, if the operation does not use the
 loop's results. A collective after the loop can then meet a collective of the loop in the same
 rendezvous. The process aborts: "Id can't be larger than the number of participating threads". No
 XLA issue that reports this fault is known. The fault is rare: pipelined steps on more devices than
@@ -30,8 +30,8 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
     """Returns the tree `x`, which a CPU computes only after `after`; values and types do not
     change.
 
-    The result is differentiable in `x`. Random keys do not wait. Unreduced and reduced arrays do
-    not wait either, since JAX cannot index them.
+    The result is differentiable in `x`. Random keys do not wait, and neither do arrays that JAX
+    types as `unreduced` or `reduced`, since JAX cannot index them.
     """
     leaves, structure = jax.tree.flatten(x)
     waiting = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]
@@ -49,7 +49,7 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
 
 
 def _can_wait(leaf) -> bool:
-    """Returns whether a leaf is an array of numbers that is neither unreduced nor reduced."""
+    """Returns whether a leaf is an array of numbers, not typed as `unreduced` or `reduced`."""
     # Random keys have an extended dtype: `_selected` cannot convert them to numbers.
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
@@ -60,8 +60,8 @@ def _can_wait(leaf) -> bool:
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     """Returns the arrays `x`, each selected by a condition that is computed from `after`.
 
-    The condition is always true, but no compiler can prove that, so `x` waits for `after`. An
-    optimization barrier would not help: the CPU's compiler removes it.
+    The condition is always true, but XLA does not replace it by a constant, so `x` waits for
+    `after`. An optimization barrier would not help: the CPU's compiler removes it.
     """
     # One number of each array that is waited for makes the condition depend on it.
     first = [jnp.real(lax.stop_gradient(leaf).reshape(-1)[0]).astype(jnp.float32) for leaf in after]
@@ -69,12 +69,15 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     # expensive enough to be computed once.
     number = lax.tanh(sum(first[1:], start=first[0]))
     always = lax.eq(number, number) | lax.ne(number, number)  # the second holds for NaN
-    # `replicated` declares it the same on all devices: the selected leaves would otherwise vary
-    # along its axes too.
+    # `replicated` declares the condition the same on all devices: otherwise the selected leaves
+    # would vary along the condition's axes too.
     holds = replicated(always, varying_axes(always))
 
     def alternative(leaf):
-        """Returns a value that, for XLA, may differ from `leaf`: else it would drop the `where`."""
+        """Returns a value that, for XLA, may differ from `leaf`.
+
+        If XLA knew that both are equal, it would remove the `jnp.where` that selects one of them.
+        """
         # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)  # or complex
         return jnp.zeros((), leaf.dtype) if is_float else ~leaf
@@ -83,22 +86,29 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
 
 
 def pin_bits_by_loop(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """Returns `x`, computed once: the result of a loop is stored in memory for all of its users.
+    """Returns `x`, passed through a loop, so that `x` is computed only once.
 
-    It costs two or three passes over `x`.
+    XLA may compute a value again for each operation that uses it, and round it differently each
+    time. But XLA stores the result of a loop in memory, and all operations read the result there.
+    This costs two or three passes over `x`.
     """
-    # Two trips, since XLA replaces a loop of one trip by its body. The second trip writes `x`.
+    # `x` is an operand of the loop, so XLA computes it before the loop. Two iterations (trips),
+    # since XLA replaces a loop of one iteration by its body. Only the second iteration writes `x`:
+    # XLA could replace a loop whose iterations all return `x` by `x`.
     return lax.fori_loop(0, 2, lambda trip, y: jnp.where(trip == 1, x, y), jnp.zeros_like(x))
 
 
 def pin_buffer_by_loop(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns `x` after a loop that keeps XLA from fusing the last write of `x` with a later use.
+    """Returns `x`, an array that was written block by block. A loop keeps XLA from fusing the last
+    write with the operation that uses `x`.
 
-    The loop only writes the first number of `x` again.
+    If XLA fused them, it could round the numbers of the last block differently from the other
+    numbers of `x`. The loop only writes the first number of `x` again, so it is cheaper than
+    `pin_bits_by_loop`.
     """
     if not x.size:  # no number to write
         return x
     start = (0,) * x.ndim
     number = lax.slice(x, start, (1,) * x.ndim)
-    # Two trips, since XLA replaces a loop of one trip by its body.
+    # Two iterations, since XLA replaces a loop of one iteration by its body.
     return lax.fori_loop(0, 2, lambda _, y: lax.dynamic_update_slice(y, number, start), x)

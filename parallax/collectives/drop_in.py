@@ -1,9 +1,12 @@
 """Drop-in replacements for `lax`'s collectives, made from a scatter and a gather of slices.
 
-This file adds the dims, options, replication types and errors of `lax`'s functions.
+This file adds the dims, options, replication types and errors of `lax`'s functions. The scatter and
+the gather are a pair, `Slices`, and work along one dim of one array. Both keep this dim: a scatter
+makes it n times shorter, a gather n times longer.
 
 As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
-along a dim. Without `tiled` a scatter drops a dim of size n, and a gather adds one.
+along a dim. Without `tiled` the dim has size n: the scatter cuts it to size 1, and then it is
+dropped. Before a gather, a new dim of size 1 is added, along which the blocks are joined.
 """
 
 from collections.abc import Callable
@@ -28,7 +31,7 @@ OnSlices = Callable[[Shaped[Array, "..."], int, AxisName], Shaped[Array, "..."]]
 
 
 class Slices(NamedTuple):
-    """Two functions `(x, dim, axis_name)` of one varying array, each the other's transpose.
+    """Two functions of `(x, dim, axis_name)`, for one varying array; each is the other's transpose.
 
     Attributes:
         scatter: cuts `x` into n slices along `dim`; device i gets the sum over devices of slice i.
@@ -44,7 +47,8 @@ def reduce_scatter_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.psum_scatter` of one array, computed by `slices.scatter`.
 
-    The transpose is `slices.gather`.
+    The transpose is `slices.gather`. Both functions keep the dim along which they cut or join; so
+    if not `tiled`, the dim is dropped after the scatter, and added before the gather.
     """
     # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an error.
     x = check_summand("reduce_scatter", summable(x), axis_name)
@@ -66,9 +70,12 @@ def reduce_scatter_leaf(
 def all_gather_leaf(
     x: ArrayLike, axis_name: AxisName, slices: Slices, axis: int, tiled: bool, to: str = "varying"
 ) -> Shaped[Array, "..."]:
-    """Returns `lax.all_gather` of one array, computed by `slices`.
+    """Returns `lax.all_gather` of one array, of numbers or random keys.
 
-    `to` is the type of the result along the axis, in the words of `lax.pcast`.
+    `slices.gather` computes the result. The transpose is `slices.scatter`, or a slice if the result
+    is invariant. The gather and its transpose keep the dim along which they join or cut; so if not
+    `tiled`, the dim is added before the gather, and dropped after the transpose. `to` is the type
+    of the result along the axis, in the words of `lax.pcast`.
     """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(
@@ -91,12 +98,14 @@ def all_gather_leaf(
         return slices.gather(_add_dim(x, dim, tiled), dim, axis_name)
 
     def backward(cotangent):
-        """Returns the cotangent of this device's block, of `length` along `dim` of the result.
+        """Returns the cotangent of this device's block, from that of the gathered array.
 
-        `to` is the type of the gathered result along the axis.
+        The block has size `length` along dim `dim` of the gathered array. `to` is the type of the
+        gathered array along the axis.
         """
         # An invariant result has the whole cotangent on each device, so a device takes its slice.
-        # Otherwise the devices have different cotangents, and their sum is scattered.
+        # Otherwise each device has a cotangent of its own, and their sum is scattered. (The
+        # cotangent of a "reduced" result is unreduced: each device has one term of it.)
         if to == "invarying":
             start = axis_index(axis_name) * length
             local = lax.dynamic_slice_in_dim(cotangent, start, length, dim)
@@ -108,7 +117,7 @@ def all_gather_leaf(
 
 
 def _add_dim(x, dim: int, tiled: bool):
-    """Returns `x` if `tiled`, else `x` with a new dim of size 1 at `dim`, to be gathered along."""
+    """Returns `x` if `tiled`, else `x` with a new dim of size 1 at `dim`, for the gather."""
     return x if tiled else jnp.expand_dims(x, dim)
 
 
@@ -123,7 +132,8 @@ def split_blocks(
 ) -> Shaped[Array, "..."]:
     """Returns the n blocks of `x` as `[n, *block]`: the inverse of `merge_blocks`.
 
-    `tiled` cuts the dim into n blocks; otherwise the dim has size n and is the dim of blocks.
+    With `tiled` the dim `dim` is cut into n blocks. Without it this dim has size n, and each index
+    is one block.
     """
     if tiled:
         n = axis_size(axis_name)
@@ -134,7 +144,7 @@ def split_blocks(
 def merge_blocks(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[Array, "..."]:
     """Returns the n blocks `[n, *block]` stacked along a new dim at position `dim`.
 
-    With `tiled` they are joined along the existing dim instead.
+    With `tiled` the blocks are joined along the existing dim instead.
     """
     x = jnp.moveaxis(blocks, 0, dim)
     if not tiled:
@@ -160,7 +170,7 @@ def is_key(x: Shaped[Array, "..."]) -> bool:
 
 
 def dim_of(name: str, dim: int, rank: int) -> int:
-    """Returns `dim` counted from the front: it may be negative, as in `lax`.
+    """Returns `dim` counted from the front. The argument may be negative, as in `lax`.
 
     Raises `ValueError`, with the argument's `name`, if an array of this `rank` has no such dim.
     """
@@ -171,7 +181,7 @@ def dim_of(name: str, dim: int, rank: int) -> int:
         )
     if not -rank <= dim < rank:
         raise ValueError(
-            f"{name}={dim} needs an array of more dims than {rank}: use one of {list(range(rank))}."
+            f"{name}={dim} is no dim of an array of {rank} dims: use one of {list(range(rank))}."
         )
     return dim % rank
 
@@ -181,8 +191,8 @@ def check_divides(
 ) -> None:
     """Raises `ValueError` if dim `dim` of an array of this `shape` cannot be split into n blocks.
 
-    Its size must be a multiple of n if `tiled`, else n. `function` and `argument` are names for the
-    error.
+    The size of this dim must be a multiple of n if `tiled`, and n itself if not. `function` and
+    `argument` are names for the error.
     """
     if tiled and shape[dim] % n:
         raise ValueError(

@@ -1,19 +1,20 @@
-"""The executor of routes: it runs several tables at the same time, forwards or backwards.
+"""Runs one or several tables of messages (`Route`) at the same time, forwards or backwards.
 
-Run forwards, a table is a scatter: partial sums travel to their devices. Run backwards, it is a
-gather: blocks travel from their devices. Each table carries its own share of the array. A message
-is a list of arrays: one for each block, or a single array if the blocks are small enough to join.
+Run forwards, a table is a scatter: partial sums travel to the devices that own them. Run backwards,
+it is a gather: blocks travel from the devices that own them. Each table carries its own share of
+the array. A message is a list of arrays: one for each block, or only one if the blocks are small
+enough to join.
 
-An *offset* (a `Point`: one number for each dim of the devices' box) is a place relative to this
-device, which is at `route.home`, offset 0:
-`route.device_at(me, offset)` is the device there. A block is named by its table and by the offset
-of the device that owns it. A round of a `Route` is {step: offsets}; `offset_after(o, step)` is
-offset o after a hop of `step`, `offset_after(o, step, k)` after k hops, and `pairs(step)` are the
-hop's (sender, receiver), swapped with `back=True`.
+The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
+It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
+`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by the
+offset of the device that owns it. A round of a `Route` is {step: offsets}; offset o becomes
+`offset_after(o, step)` in a hop of `step`, and `offset_after(o, step, k)` in k hops. `pairs(step)`
+lists the (sender, receiver) of each message of the hop; `back=True` swaps the two.
 
-Consecutive rounds in which each table sends on exactly the blocks that just arrived are a *chain*.
-A long chain becomes a loop, so that its compile time does not grow with the devices. Other rounds
-are written out.
+Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
+that just arrived, as in a ring. A long chain becomes a loop, so that the compile time does not grow
+with the number of devices. Other rounds are written out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,12 +50,12 @@ def scatter(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> list[Shaped[Array, "..."]]:
-    """Returns this device's block of the sum over all devices: a list of its shares, one per table.
+    """Returns this device's block of the sum over all devices, as a list of shares, one per table.
 
     Args:
         routes: the tables, all with the same number of rounds.
-        term: `term(table, j)` returns this device's term of device j's block: the share of the
-            block that `routes[table]` carries.
+        term: `term(table, j)` returns this device's term of the share of device j's block that
+            `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
         unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
@@ -67,7 +68,7 @@ def scatter(
     def take(table, offset):
         """Returns the partial sum for the device at an offset, and removes it from `sums`.
 
-        If none has arrived, it returns this device's own term.
+        If no partial sum has arrived for that device, it returns this device's own term.
         """
         if offset in sums[table]:
             return sums[table].pop(offset)
@@ -75,6 +76,7 @@ def scatter(
 
     for chain in _chains(routes):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
+            # It updates `sums`, as the rounds below do.
             _scatter_in_a_loop(routes, chain, term, take, sums, axis_name, dim)
             continue
         for number in chain:
@@ -95,15 +97,17 @@ def gather(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> Any:
-    """Returns the result of `write(result, table, j, block)` for every device j's block in turn.
+    """Calls `result = write(result, table, j, block)` for every device j and every table, and
+    returns the last result.
 
     The device's own block is written first, then the other devices' blocks as they arrive.
 
     Args:
-        routes: the tables, all with the same number of rounds, which run backwards.
+        routes: the tables, which run backwards; all have the same number of rounds.
         blocks: the shares of this device's block, one for each table.
         write: `write(result, table, j, block)` returns `result` with `block`, the share of device
-            j's block that `routes[table]` carries. It must keep the shapes and types of `result`.
+            j's block that `routes[table]` carries. `write` must keep the shapes and types of
+            `result`.
         result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
@@ -135,9 +139,10 @@ def gather(
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains, as ranges of round numbers; a single round may be a chain.
 
-    In each round of a chain after the first, a table sends on exactly the blocks that just arrived.
-    Or it sends nothing in the whole chain. At any other round a new chain begins.
+    From the second round of a chain on, each table passes on exactly the blocks that just arrived,
+    or the table sends nothing in the whole chain. Any other round begins a new chain.
     """
+    # `_hands_on` tells whether a round passes on, by the same step, the blocks of the round before.
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
         if number == count or not all(_hands_on(route, number) for route in routes):
@@ -146,7 +151,7 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether round `number` sends on, by the same step, the blocks of the round before.
+    """Returns whether round `number` passes on, by the same step, the blocks of the round before.
 
     Each of the two rounds must have one step. The result is also True if both send nothing.
     """
@@ -162,8 +167,8 @@ def _arrivals(
 ) -> list[tuple[int, Point, Any]]:
     """Sends round `number` of all tables, and returns the blocks that arrive.
 
-    Each is (table, offset of its owner, block). `take(table, offset)` gives the block to send,
-    which belongs to the device at that offset. Small blocks are joined along `dim`.
+    Each arrival is (table, offset of the block's owner, block). `take(table, offset)` gives the
+    block to send, which belongs to the device at that offset. Small blocks are joined along `dim`.
     """
     arrivals = []
     for table, route in enumerate(routes):
@@ -181,19 +186,21 @@ def _arrivals(
 
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
-    """Runs a chain of a scatter as a loop, one hop per trip (iteration), and updates `sums`.
+    """Runs a chain of a scatter as a loop, one hop per iteration, and updates `sums`.
 
-    After each hop a device adds its own terms to the partial sums that arrived. `term`, `take` and
-    `sums` are as in `scatter`.
+    After each hop a device adds its own terms to the partial sums that arrived. `sums` has partial
+    sums from earlier chains, by table and offset. `take(table, offset)` removes and returns one of
+    these partial sums, or returns this device's term if there is none. `term(table, j)` returns
+    this device's term of device j's block. The blocks of one message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
     def terms_by_trip(table, step, offsets):
-        """Returns a function from a trip to the terms that this device adds to a table's message.
+        """Returns a function from `trip`, an iteration's number, to the terms that this device
+        adds.
 
-        The table's first message holds the partial sums for the devices at `offsets`. `sums` are
-        partial sums from earlier chains, by table and offset. `take` removes and returns one of
-        them, or returns this device's term if there is none.
+        The device adds these terms to the message of `table`. The first such message holds the
+        partial sums for the devices at `offsets`.
         """
         route = routes[table]
 
@@ -201,7 +208,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return [route.offset_after(offset, step, trips) for offset in offsets]
 
         def own_terms(trip):
-            """Returns the terms for the devices to which the sums that arrive in a trip belong."""
+            """Returns the terms that this device adds to the partial sums of iteration `trip`."""
             arriving = offsets_after(trip + 1)
             return _joined([term(table, route.device_at(me, offset)) for offset in arriving], dim)
 
@@ -209,8 +216,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         # If no earlier chain left partial sums for these devices, a device adds only its own terms.
         if not any(offset in sums[table] for arriving in offsets_by_trip for offset in arriving):
             return own_terms
-        # The loop's trip is traced, so it cannot index `sums`, a dict. So the sums of all trips are
-        # stacked: `by_trip` has the arrays of a message for each trip.
+        # The iteration's number, `trip`, is traced, so it cannot index `sums`, a dict. So the sums
+        # of all iterations are stacked: `by_trip` has the arrays of a message for each iteration.
         by_trip = [_joined([take(table, o) for o in arriving], dim) for arriving in offsets_by_trip]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 
@@ -219,8 +226,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def hop(trip, partial_sums):
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
-        `messages` are (table, step, offsets) of the chain's first round; `terms[table](trip)` are
-        the terms to add.
+        `messages` lists (table, step, offsets) of the chain's first round; `terms[table](trip)` are
+        the terms to add in iteration `trip`.
         """
         arrived = {}
         for table, step, _ in messages:
@@ -242,7 +249,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
 
 
 def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
-    """Returns the function from a trip to entry number `trip` of each stack."""
+    """Returns a function of `trip` that returns entry number `trip` of each stack."""
 
     def entries(trip):
         return [lax.dynamic_index_in_dim(stack, trip, 0, keepdims=False) for stack in stacks]
@@ -251,27 +258,31 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
-    """Returns `result` after a chain of a gather, run backwards as a loop, and updates `copies`.
+    """Returns `result` after a chain of a gather ran backwards as a loop, and updates `copies`.
 
-    A trip (iteration) is one hop: each table sends on the blocks that it just received, and the
-    arriving blocks are written. The rounds before the chain run after it, since a gather runs
-    backwards, and send these blocks again. So if there are such rounds, all blocks are also kept in
-    stacks: one `[length, *block]` for each array of a message.
+    Each iteration is one hop: each table passes on the blocks that it just received, and the
+    arriving blocks are written. `copies` has, for each table, the blocks that this device has, by
+    the offset of their owners. `write`, `result` and `dim` are as in `gather`:
+    `write(result, table, j, block)` returns `result` with device j's block written into it.
+
+    A gather runs backwards: the rounds that stand before the chain in the table run after the
+    chain, and send the same blocks again. So if there are such rounds, all blocks are also kept in
+    stacks, one of shape `[length, *block]` for each array of a message.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
 
     def owners_after(trip, table, step, offsets):
-        """Returns the offsets of the owners of the blocks that arrive in a trip."""
-        # Backwards: the last trip brings the blocks of the chain's first round.
+        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`."""
+        # Backwards: the last iteration brings the blocks of the chain's first round.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
         """Returns the carry after one hop: the messages that arrived, the stacks, and the result.
 
-        `messages` are (table, step, offsets) of the chain's first round. `stacks` keep each arrived
-        block for rounds after the loop, and are empty if no rounds follow. `owners_after` gives the
-        offsets of the devices that own a trip's blocks.
+        `messages` lists (table, step, offsets) of the chain's first round. `stacks` keep each
+        arrived block for rounds after the loop, and are empty if no rounds follow. `owners_after`
+        gives the offsets of the devices that own the blocks of an iteration.
         """
         last_messages, stacks, result = carry
         arrived = {}
@@ -313,10 +324,10 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets of the chain's first round) for each table that sends in it.
+    """Returns (table, step, offsets) of the chain's first round, for each table that sends in it.
 
-    That is enough for the whole chain: in each later round a table sends, by the same step, the
-    blocks that just arrived. Their offsets are the first ones after one hop more per round.
+    The first round is enough: in each later round a table sends, by the same step, the blocks that
+    just arrived. So the offsets of a round are those of the round before, after one more hop.
     """
     messages = []
     for table, route in enumerate(routes):
@@ -326,14 +337,15 @@ def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point,
 
 
 def _loop(length: int, hop, carry):
-    """Returns the carry after `hop(trip, carry)` for each trip."""
+    """Returns the carry after `hop(trip, carry)` for each `trip` below `length`."""
     # int32 bounds: with Python's integers the counter would be int64 in 64-bit mode, and so would
     # the device numbers that are computed from it.
     return lax.fori_loop(np.int32(0), np.int32(length), hop, carry)
 
 
 def _joined(blocks, dim: int) -> list:
-    """Returns the arrays of a message: small blocks joined into one, large ones without a copy."""
+    """Returns the arrays of a message: all small blocks as one array, or large blocks as they
+    are."""
     nbytes = blocks[0].size * blocks[0].dtype.itemsize
     # `pieces_of` is the number of permutes for the message. One block is not joined.
     is_joined = pieces_of(len(blocks), nbytes) < len(blocks)
@@ -352,17 +364,17 @@ def pieces_of(count: int, nbytes: int) -> int:
 
 
 def _send(message, axis_name, pairs) -> list:
-    """Returns the arrays of the message that arrives, one permute for each."""
+    """Returns the arrays of the message that arrives; each is sent by a permute of its own."""
     return [send(piece, axis_name, pairs) for piece in message]
 
 
 def empty_like(
-    make: Callable[..., Any], shape: Point, block: Shaped[Array, "..."]
+    make: Callable[..., Any], shape: tuple[int, ...], block: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
-    The caller overwrites all of it, so its numbers do not matter. `make(shape, dtype)` makes the
-    array, unless the mesh has Explicit axes.
+    The caller overwrites the whole array, so its numbers do not matter. `make(shape, dtype)` makes
+    the array, unless the mesh has Explicit axes.
     """
     # An empty block has no number to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
@@ -373,22 +385,25 @@ def empty_like(
 
 
 def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """Returns `x`, which XLA cannot recompute: the local copy equals the one that was sent.
+    """Returns `x`, which XLA cannot recompute: the `x` that a device uses has the same bits as the
+    `x` that it sends.
 
     XLA may compute a value once for the message, and again inside the operation that uses it
-    locally. There it may fuse a product and a sum into one rounding. Then the last bit differs, and
-    replicas drift apart in silence. `lax.optimization_barrier` forbids that. The CPU's compiler
-    removes the barrier, so a loop does it there.
+    locally. There XLA may fuse a product and a sum, and round only once. Then the last bit differs,
+    and replicas drift apart in silence. `lax.optimization_barrier` forbids XLA to compute the value
+    again. The CPU's compiler removes the barrier, so on a CPU a loop takes the barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_bits_by_loop, default=lax.optimization_barrier)
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns `x`, whose blocks XLA cannot join inside the operation that uses them.
+    """Returns `x`, an array that a gather wrote block by block. XLA cannot fuse these writes into
+    the operation that uses `x`.
 
-    Otherwise XLA may fuse a product and a sum into one rounding for some of the blocks only. Which
-    blocks these are depends on the device, so replicas would drift apart. The CPU's compiler
-    removes a barrier, so a loop does it there.
+    Otherwise XLA may fuse a product and a sum, and round only once, in some of the blocks only,
+    such as the blocks written last. Which blocks these are depends on the device, so replicas would
+    drift apart. The CPU's compiler removes an optimization barrier, so on a CPU a loop takes the
+    barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 
@@ -397,7 +412,7 @@ def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> 
     """Returns `function` of each array of the tree `x`.
 
     With more than `UNROLLED` devices, hops may be loops. Then, on a CPU, each leaf waits for the
-    one before. Otherwise collectives of two leaves could run at the same time, which aborts the
+    leaf before it. Otherwise collectives of two leaves could run at the same time, which aborts the
     process (see `cpu`).
     """
     leaves, structure = jax.tree.flatten(x)

@@ -1,4 +1,4 @@
-"""Drop-in replacements for `jax.lax`'s collectives from a table, with gradients and prices.
+"""Drop-in replacements for `jax.lax`'s collectives from a table, with gradients and computed costs.
 
     @algorithm
     def direct(n):
@@ -6,9 +6,9 @@
 
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
-A table, a `Route`, is a list of rounds {step: offsets}: in a reduce-scatter, the blocks of the
-devices `offsets` places further on go to the device `step` places further on. Several tables may
-run side by side: each carries its own *share* of every block.
+A table is a `Route`, a list of rounds {step: offsets}. In a reduce-scatter, the blocks that belong
+to the devices `offsets` places further on go to the device `step` places further on. Several tables
+may run side by side. Then each table carries its own *share* of every block.
 """
 
 import functools
@@ -38,7 +38,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 def algorithm(
     maker: Callable[[int], Tables], *, name: str = "", all_to_all: Collective = lax.all_to_all
 ) -> Algorithm:
-    """Returns the algorithm whose table for n devices is `maker(n)`; also a decorator of makers.
+    """Returns the algorithm that has the table `maker(n)` for n devices; usable as a decorator.
 
     ```python
     @collectives.algorithm
@@ -48,18 +48,22 @@ def algorithm(
     total = all_at_once.all_reduce(gradients, "data")
     ```
 
-    Its functions work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on trees of any
-    dtype and shape, with the same replication types and derivatives. They work along one axis or
-    several. For an input of S bytes on each device, padded to a multiple of n numbers, a device
-    sends (n - 1)/n S in a reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an
-    all-reduce. The transpose of an all-reduce is free. The functions raise `ValueError` if a leaf
-    lacks the dim, if the dim's size is no multiple of n, or if the code runs in no `shard_map` over
-    the axis.
+    The functions of the algorithm work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on
+    trees of any dtype and shape, with the same replication types and derivatives. The functions
+    work along one axis or several. Whatever table `maker(n)` returns, a device sends n - 1 blocks.
+    So for an input of S bytes on each device, a device sends (n - 1)/n S in a reduce-scatter,
+    (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that
+    cannot be cut into n equal blocks. The transpose of an all-reduce sends nothing.
+
+    The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
+    reduce-scatter also raises `ValueError` if a leaf lacks the dim `scatter_dimension`, or if this
+    dim cannot be cut into n blocks. The all-gather also raises `ValueError` if a leaf lacks the dim
+    `axis`.
 
     Args:
-        maker: gives the `Route` for n devices, or several that run side by side, each with a share
-            of every block.
-        name: the name in errors and reports; the maker's by default.
+        maker: returns the `Route` for n devices, or a tuple of routes that run side by side, each
+            with a share of every block.
+        name: the name in errors and reports; by default the name of `maker`.
         all_to_all: the all-to-all of the algorithm; by default that of `lax`.
     """
     name = name or maker.__name__
@@ -79,7 +83,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     """Returns the algorithm that runs `tables_for(sizes)`.
 
     `sizes` has the number of devices on each axis. `maker` becomes the attribute `table` of the
-    algorithm. The tables give no all-to-all, since they add or copy blocks on their way; so
+    algorithm. The tables give no all-to-all, since they add or copy blocks on the way; so
     `all_to_all` is an argument.
     """
 
@@ -104,7 +108,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     slices = drop_in.Slices(scatter_slices, gather_slices)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's block of the sum of each array over devices: `lax.psum_scatter`.
+        """Returns this device's block of the sum of each array, as `lax.psum_scatter` does.
 
         `slices` are the scatter and the gather of one array by the tables.
         """
@@ -134,7 +138,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
         return all_reduce_leaves(x, axis_name, total)
 
     scatter_rounds, gather_rounds, all_reduce_rounds = _prices(tables_of)
-    # `priced` gives each function the rounds from which `cost` computes its price.
+    # `priced` gives each function the rounds from which `cost` computes its cost.
     return Algorithm(
         name,
         priced(all_reduce_rounds, f"{name}.all_reduce")(all_reduce),
@@ -146,11 +150,12 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 
 
 def _prices(tables_of):
-    """Returns three functions that `cost.priced` takes: for reduce-scatter, gather and all-reduce.
+    """Returns three functions for `cost.priced`: for the reduce-scatter, all-gather and all-reduce.
 
-    Each takes (numbers of the array, devices, bytes of a number) and returns the rounds of
-    messages. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
-    `devices(n)` is their product.
+    Each function takes (size, n, itemsize) and returns the rounds of messages. `size` counts the
+    numbers in one device's input, and `itemsize` is the bytes of a number. `n` is a number of
+    devices, or a tuple with the number on each of several axes; `devices(n)` is the number of all
+    devices. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
     """
 
     def rounds(block_size, n, itemsize, *, back):
@@ -180,14 +185,17 @@ def _prices(tables_of):
 
 
 def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
-    """Raises `ValueError` unless all tables have n devices and the same number of rounds."""
+    """Raises `ValueError` unless all tables have n devices, and as many rounds as the first table.
+
+    Tables that run side by side send the messages of their k-th rounds at the same time.
+    """
     rounds = len(tables[0].rounds)
     for table in tables:
         if table.n != n or len(table.rounds) != rounds:
             raise ValueError(
-                f"{name}: tables side by side need {n} devices and {rounds} rounds each, as the "
-                f"first has; one has {table.n} devices and {len(table.rounds)} rounds. Add empty "
-                "rounds, {}, to the tables that have fewer."
+                f"{name}: each of the tables side by side needs {n} devices, and {rounds} rounds "
+                f"as the first table has; one has {table.n} devices and {len(table.rounds)} "
+                "rounds. Add empty rounds, {}, to the tables that have fewer."
             )
 
 
@@ -198,16 +206,17 @@ def messages(
     back: bool = False,
     added: Sequence[int] | None = None,
 ) -> list[Round]:
-    """Returns the rounds of tables that run side by side, each with its messages, for `cost`.
+    """Returns, for `cost`, the rounds of messages of tables that run side by side.
 
     Args:
         routes: the tables.
         nbytes: for each table, the bytes of a block.
         back: whether the tables run backwards, as a gather.
-        added: for each table, the bytes of numbers that a device adds for each arriving block; by
-            default it adds none.
+        added: for each table, the bytes that a device adds to its own numbers for each arriving
+            block; by default a device adds nothing.
     """
-    # After each round, the longest chain of dependent messages so far, over all tables.
+    # After each round: the length of the longest chain of messages so far, in any table, in which
+    # each message waits for the one before.
     longest = [0, *map(max, zip(*(route.hops(back=back) for route in routes), strict=True))]
     sends_by_round = list(zip(*(route.rounds for route in routes), strict=True))
     rounds = []
@@ -217,12 +226,14 @@ def messages(
             for step, offsets in sends.items():
                 count = len(offsets)
                 distance = tuple(-s for s in step) if back else step
+                # The permutes that send this message: one for each block if blocks are large.
                 pieces = pieces_of(count, nbytes[table])
                 in_round.append(Message(nbytes[table] * count, distance, pieces))
                 reduced += added[table] * count if added else 0
-        # If the longest chain stays as long, the messages do not depend on the round before.
+        # A round waits if it makes the number in `longest` larger. Any other round adds no hop to a
+        # program that sends each message as soon as its blocks have arrived.
         waits = longest[number + 1] > longest[number]
-        rounds.append(Round(1, tuple(in_round), reduced, waits))
+        rounds.append(Round(times=1, messages=tuple(in_round), reduced=reduced, waits=waits))
     return rounds
 
 
@@ -234,14 +245,16 @@ def _unchanged(cotangent):
 def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """Returns `lax.psum` of the tree `x`, computed leaf by leaf by `total(leaf, axis_name)`.
 
-    `total` takes a varying array, and must return the same bits on every device. The transpose is
-    free: the result is the same on all devices, so its cotangent is too, and is returned unchanged.
+    `total` gets an array that varies along the axis, and must return the same bits on every device.
+    The transpose sends nothing: the result is the same on all devices, so its cotangent is the same
+    on all devices too, and the transpose returns the cotangent unchanged.
     """
 
     def leaf(x):
         """Returns the sum of one array, computed by `total` and typed as invariant."""
-        # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an
-        # error.
+        # `check_summand` casts `x` to vary along the axis, unless `x` is unreduced there. An
+        # unreduced `x` is cast by `linear_collective`, so `total` gets this device's term. Booleans
+        # are counted. Random keys, and replication types that `lax` refuses, raise an error.
         x = check_summand("all_reduce", drop_in.summable(x), axis_name)
         if not axes(axis_name):  # no axis, so one device: the sum is `x`
             return x
@@ -249,6 +262,9 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
         def forward(x):
             return total(x, axis_name)
 
+        # `linear_collective` computes `forward(x)`, with `backward` as its transpose, and declares
+        # the result to be the same on all devices. JAX's own transpose would go through the hops of
+        # `total`.
         return linear_collective(x, axis_name, forward=forward, backward=_unchanged, to="invarying")
 
     return leaf_by_leaf(leaf, x, axis_name)

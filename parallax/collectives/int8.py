@@ -1,32 +1,35 @@
 """Collectives that send int8: each block of numbers as 8-bit integers and one power of two.
 
-They are accurate enough for gradients, and send a quarter of the bytes: use `quantized("data")` for
+Int8 is accurate enough for gradients, and needs a quarter of the bytes: use `quantized("data")` for
 the data axis. Rounding harms activations, and the sums of a cross-entropy, more than gradients: a
 small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 
+Notation: `A {U_X}` is a sum that is not taken yet, of which each device on axis X has one term.
+`A[I_X]` is split along dim I over these devices.
+
 A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
-the exponent of s. Here s is a power of two, at most a / 64 for the largest magnitude a in the
+the exponent of s. Here s is a power of two, at most a / 64, where a is the largest magnitude in the
 block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
 by a power of two is exact. So the number Q(x) that arrives for x has only the error of the
 rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
-The rounding error, x - Q(x), is computed without rounding: `ErrorFeedback` adds it to the next
-call, so nothing is lost. Whole numbers up to 127 in magnitude pass unchanged. A block with an
-infinity or NaN becomes NaN.
+The rounding error, x - Q(x), is computed without rounding: `ErrorFeedback` adds this error to the
+input of the next call, so nothing is lost. Whole numbers up to 127 in magnitude pass unchanged. A
+block with an infinity or NaN becomes NaN.
 
 Feedback helps optimizers that are linear in the gradients. After 40 steps of SGD with momentum,
 with feedback, the weights of a small GPT-2 were nine times as close to the exact run's weights as
-without feedback. AdamW divides by the gradients' second moment, for which a correction one step
-later is noise. After 200 steps of AdamW the held-out loss was 0.4 % above the exact run's without
-feedback, and 1.1 % above it with feedback.
+without feedback. AdamW divides by the root of a mean of squared gradients. There a correction that
+comes one step later acts as noise. After 200 steps of AdamW the held-out loss was above the loss of
+the exact run: by 0.4 % without feedback, and by 1.1 % with feedback.
 
 An array is cut into n parts, one for each device, and each part into blocks. A device quantises its
 term of part j once and sends it straight to device j. Device j adds the terms of its own part in
 float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
-sum: n/2 times the bound above.
+sum: on average it is n/2 times the bound above.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|
@@ -34,14 +37,14 @@ sum: n/2 times the bound above.
 | `all_gather` | (n - 1) (1 + 1/block_size) S/4 | n - 1 |
 | `all_reduce` | 2 (n - 1)/n (1 + 1/block_size) S/4 | 2 (n - 1) |
 
-With blocks of 32 these are 0.258 of the exact ring's bytes. (float64 sends two bytes per exponent.)
-A hop is one message, of integers and exponents together. Hop k of the reduction spans k devices. On
-a switch it is as fast as a hop to a neighbour; on a bare ring it crosses k links.
+With blocks of 32 a device sends 0.258 of the exact ring's bytes. (float64 sends two bytes per
+exponent.) A hop is one message, of integers and exponents together. Hop k of the reduction spans k
+devices. On a switch hop k is as fast as a hop to a neighbour; on a bare ring it crosses k links.
 
 The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
-exact function, and is sent as int8 too. On an axis of one device nothing is sent or rounded. Leaves
-with fewer numbers than a block (a loss, a norm) and leaves that are not real floats are sent by the
-exact ring.
+exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
+Leaves with fewer numbers than a block (a loss, a norm) are sent by the exact ring, and so are
+leaves of integers or complex numbers.
 
 Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et
 al., 1-bit stochastic gradient descent (2014), for error feedback; Dettmers, 8-bit approximations
@@ -79,9 +82,11 @@ def _exact_below_a_block(
 ) -> Callable[..., Sequence[Round]]:
     """Returns a function that computes a collective's rounds of messages, for `cost.priced`.
 
-    For an array of one block or more, `sent` computes the rounds. A shorter array is sent by the
-    collective `exact`, so its rounds are those of `exact`. `sent` gets only the number of devices:
-    n, or the product if n has the devices on each of several axes.
+    The function takes (size, n, itemsize): each device has an array of `size` numbers, each of
+    `itemsize` bytes before it is quantised. `n` is a number of devices, or a tuple with the number
+    on each of several axes. For an array of one block or more, the result is
+    `sent(size, number of all devices, itemsize, block_size)`. A shorter array is sent by the
+    collective `exact`, so its rounds are those of `exact`.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -95,28 +100,31 @@ def _exact_below_a_block(
 def _scatters(size, n, itemsize, block_size):
     """Returns the rounds of messages of a reduce-scatter of `size` numbers over n devices.
 
-    A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised.
+    A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised;
+    the bytes of an exponent depend on `itemsize`.
     """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
-    # `messages` gives the rounds of tables for these bytes of a block. `straight(n)` sends each
-    # part straight to its device, which adds in float32 or wider.
+    # `straight(n)` sends each part straight to its device, in a message of `nbytes` bytes. For each
+    # message that arrives, the device adds `part` numbers in float32 or wider.
     return messages([straight(n)], nbytes, added=[part * max(itemsize, 4)])
 
 
 def _gathers(size, n, itemsize, block_size):
-    """Returns the rounds of messages of an all-gather round a ring, of parts of `size` numbers.
+    """Returns the rounds of messages of a ring all-gather over n devices, each with `size` numbers.
 
     `itemsize` is the bytes of a number before it is quantised.
     """
+    # A ring passes on the bytes as they arrive, so nothing is rounded again on the way. Its table
+    # is that of a reduce-scatter: a gather runs it backwards (`back`).
     return messages([ring.table(n)], [_nbytes(size, itemsize, block_size)], back=True)
 
 
 def _scatters_and_gathers(size, n, itemsize, block_size):
     """Returns the rounds of messages of an all-reduce of `size` numbers over n devices.
 
-    They are a reduce-scatter and a gather. `itemsize` is the bytes of a number before it is
-    quantised.
+    The rounds are those of a reduce-scatter, then those of a gather. `itemsize` is the bytes of a
+    number before it is quantised.
     """
     part = -(-size // n)  # a device sums and owns a padded n-th
     return [
@@ -130,7 +138,7 @@ def _nbytes(size, itemsize, block_size):
 
     `itemsize` is the bytes of a number before it is quantised.
     """
-    # The exponents of float64 need two bytes: see `_code`.
+    # The exponents of float64 need two bytes: see `_exponent_dtype`.
     exponent = 2 if itemsize == 8 else 1
     return size + -(-size // block_size) * exponent
 
@@ -139,12 +147,13 @@ def _nbytes(size, itemsize, block_size):
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
-    It works like `lax.psum`.
+    `quantized_all_reduce` works like `lax.psum`.
 
-    The error of a number is at most (sum of a_i over the other devices + A) / 127. Here a_i is the
-    largest magnitude in the number's block on device i, and A is the largest in the sum's block.
-    The flattened leaf is padded to a multiple of n numbers; blocks are cut from each of its n
-    parts.
+    A leaf is flattened, padded to a multiple of n numbers and cut into n parts, and each part is
+    cut into blocks. The error of a number is at most (sum of a_i + A) / 127. Here a_i is the
+    largest magnitude in the number's block on device i, for each device but the one that adds the
+    block up, and A is the largest magnitude in this block of the sum. The float additions, and the
+    cast of the sum to 16 bits if `x` has 16, add further rounding.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -160,7 +169,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     def exact(x):
         return ring.all_reduce(x, axis_name)
 
-    # Leaves of real floats with a block or more are quantised; other leaves are sent exactly.
+    # Floating-point leaves of a block or more are quantised; `exact` sends the other leaves.
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
@@ -173,16 +182,19 @@ def quantized_reduce_scatter(
     tiled: bool = False,
     block_size: int = BLOCK,
 ) -> Tree:
-    """Returns block i of an approximate sum over devices, on device i: `A[I] {U_X} -> A[I_X]`.
+    """Returns this device's part of an approximate sum over devices: `A[I] {U_X} -> A[I_X]`.
 
-    It works like `lax.psum_scatter`.
+    `quantized_reduce_scatter` works like `lax.psum_scatter`.
 
-    The error of a number is at most (sum of a_i over the other devices) / 127, where a_i is the
-    largest magnitude in the number's block on device i. The transpose is `quantized_all_gather`.
+    The error of a number is at most (sum of a_i over the other devices) / 127. Here a_i is the
+    largest magnitude in the number's block of `block_size` numbers on device i. This device's own
+    term is not quantised. The float additions, and the cast of the sum to 16 bits if `x` has 16,
+    add further rounding. The transpose is `quantized_all_gather`.
 
     Raises:
         ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
     """
+    # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
     slices = _slices(block_size)
 
     def quantized_leaf(x):
@@ -192,6 +204,7 @@ def quantized_reduce_scatter(
         options = {"scatter_dimension": scatter_dimension, "tiled": tiled}
         return ring.reduce_scatter(x, axis_name, **options)
 
+    # Floating-point leaves of a block or more are quantised; `exact` sends the other leaves.
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
@@ -199,16 +212,18 @@ def quantized_reduce_scatter(
 def quantized_all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
-    """Returns every device's rounded block, the same bits on every device: `A[I_X] -> A[I]`.
+    """Returns every device's rounded part, the same bits on every device: `A[I_X] -> A[I]`.
 
-    It works like `lax.all_gather`.
+    `quantized_all_gather` works like `lax.all_gather`.
 
-    The error of a number is at most a / 127, where a is the largest magnitude in its block. A
-    device's own part is rounded too. The transpose is `quantized_reduce_scatter`.
+    The error of a number is at most a / 127, where a is the largest magnitude in the number's block
+    of `block_size` numbers. A device's own part is rounded too. The transpose is
+    `quantized_reduce_scatter`.
 
     Raises:
         ValueError: as `ring.all_gather`; or `block_size` is below 1.
     """
+    # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
     slices = _slices(block_size)
 
     def quantized_leaf(x):
@@ -217,38 +232,42 @@ def quantized_all_gather(
     def exact(x):
         return ring.all_gather(x, axis_name, axis=axis, tiled=tiled)
 
+    # Floating-point leaves of a block or more are quantised; `exact` sends the other leaves.
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """int8 collectives that add the rounding error of a call to the next call.
+    """int8 collectives that add the rounding error of a call to the input of the next call.
 
         feedback = ErrorFeedback("data")
         error = feedback.initial(gradients)
         gradients, error = feedback.all_reduce(gradients, error)
 
-    Nothing is lost: result + sum of the new errors = sum of (x + error) over the devices, up to the
-    rounding of the float additions. So the error of the sum of the results over T calls is the
-    error of the last call, for any T. A block that is not finite leaves no error. There is no
-    derivative: use it on gradients, after differentiation.
+    The result plus the sum of the new errors over the devices equals the sum of (x + error) over
+    the devices, up to the rounding of the float additions. So nothing is lost: after any number of
+    calls, the sum of their results has only the error of the last call. A block with an infinity or
+    NaN leaves no error. There is no derivative: use an `ErrorFeedback` on gradients, after
+    differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
-        block_size: the numbers that share a scale.
+        block_size: how many numbers share a scale.
 
     Raises:
-        ValueError: the error of a leaf [*dims] is not [1, *dims]; or `block_size` is below 1.
+        ValueError: the error of a leaf of shape [*dims] does not have the shape [1, *dims]; or
+            `block_size` is below 1.
     """
 
     axis_name: AxisName
     block_size: int = BLOCK
 
     def initial(self, x: PyTree) -> PyTree:
-        """Returns the error before the first call, for the tree `x`: zeros.
+        """Returns zeros for the tree `x`: the error before the first call.
 
-        A leaf `[*dims]` has the error `[1, *dims]`, in float32 or wider, different on each device
-        of `axis_name`. Because of the dim of 1, the spec of the error for `mesh.spmd` is
+        The error of a leaf `[*dims]` has the shape `[1, *dims]`, in float32 or wider. The error is
+        typed as varying along `axis_name`, since later errors differ between devices. Its dim of
+        size 1 stands for the device, so the spec of the error for `mesh.spmd` is
         `P(axis_name, *spec of the leaf)`.
         """
 
@@ -261,11 +280,14 @@ class ErrorFeedback:
         return jax.tree.map(leaf, x)
 
     def all_reduce(self, x: Tree, error: PyTree) -> tuple[Tree, PyTree]:
-        """Returns `quantized.all_reduce` of `x + error`, and this device's new error."""
+        """Returns `quantized.all_reduce` of `x + error`, and this device's new error.
+
+        `error` is `initial(x)`, or the new error that the call before returned.
+        """
         axis_name = self.axis_name
 
         def leaf(x, error):
-            """Returns the sum of one leaf, and `[1, *dims]` of new errors."""
+            """Returns the sum of one leaf, and the new errors, of shape `[1, *dims]`."""
             total, error = _all_reduce(_with(x, error, axis_name), axis_name, self.block_size)
             # All devices have the same bits, which their types cannot show: so it is declared.
             return replicated(total, axis_name).astype(x.dtype), error[None]
@@ -274,6 +296,7 @@ class ErrorFeedback:
         def exact(x, error):
             return ring.all_reduce(x, axis_name), error
 
+        # The pairs (result, error) become two trees with the structure of `x`.
         return _unzipped(_map_leaves(x, self.block_size, leaf, exact, error), x)
 
     def reduce_scatter(
@@ -281,30 +304,33 @@ class ErrorFeedback:
     ) -> tuple[Tree, PyTree]:
         """Returns `quantized.reduce_scatter` of `x + error`, and this device's new error.
 
-        If `x` has 16 bits, the error includes the rounding of the result to 16 bits.
+        `error` is `initial(x)`, or the new error that the call before returned. If `x` has 16 bits,
+        the new error includes the rounding of the result to 16 bits.
         """
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
         def leaf(x, error):
-            """Returns this device's slice of the sum, and `[1, *dims]` of new errors."""
+            """Returns this device's slice of the sum, and the new errors, of shape `[1, *dims]`."""
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
             drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             # `_with` adds the error of the call before. The parts of the devices are [n, ...].
             parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
             # The sum of this device's part, and the errors of its terms for all parts, [n, size].
-            total, error = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
+            total, errors = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
             result = total.astype(x.dtype)
+            # `_finite` makes an infinity or NaN 0: it would be added in every later call.
             result_error = _finite(total - result.astype(total.dtype))
             # The own part was not quantised: its only error is the rounding to the result's dtype.
-            error = jnp.where(_is_local(error, axis_name), result_error, error)
-            error = drop_in.merge_blocks(error.reshape(parts.shape), dim, tiled)
-            return result.reshape(parts.shape[1:]), error[None]
+            errors = jnp.where(_is_local(errors, axis_name), result_error, errors)
+            new_error = drop_in.merge_blocks(errors.reshape(parts.shape), dim, tiled)
+            return result.reshape(parts.shape[1:]), new_error[None]
 
         # Without rounding there is no new error: the old one stays 0.
         def exact(x, error):
             options = {"scatter_dimension": scatter_dimension, "tiled": tiled}
             return ring.reduce_scatter(x, axis_name, **options), error
 
+        # The pairs (result, error) become two trees with the structure of `x`.
         return _unzipped(_map_leaves(x, self.block_size, leaf, exact, error), x)
 
 
@@ -326,7 +352,7 @@ def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*le
     rounded = jnp.clip(jnp.round(scaled), -LARGEST, LARGEST)
     integers = jnp.where(finite[..., None], rounded, jnp.zeros_like(scaled)).astype(jnp.int8)
     integers = integers.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
-    code = _code(x.dtype)
+    code = _exponent_dtype(x.dtype)
     # The smallest code marks a block that is not finite.
     codes = jnp.where(finite, exponent, jnp.iinfo(code).min).astype(code)
     code_bytes = lax.bitcast_convert_type(codes, jnp.int8).reshape(*x.shape[:-1], -1)
@@ -338,9 +364,9 @@ def dequantize(
 ) -> Float[Array, "*lead size"]:
     """Returns the `size` numbers of a message that `quantize` made.
 
-    They are integers times powers of two, or NaN in a block that was not finite.
+    The numbers are integers times powers of two, or NaN in a block that was not finite.
     """
-    code = _code(dtype)
+    code = _exponent_dtype(dtype)
     # The first `size` bytes are the integers; the exponents, one per block, follow.
     exponents = message[..., size:]
     # A bitcast joins the last dim, the two bytes of an int16, into one number.
@@ -355,7 +381,7 @@ def dequantize(
 def _all_reduce(x, axis_name, block_size):
     """Returns the sum of `x` over devices, and this device's rounding errors.
 
-    Both have the shape of `x`, and its type, which is float32 or wider.
+    The sum and the errors have the shape and the dtype of `x`, which is float32 or wider.
     """
     n = types.axis_size(axis_name)
     # Row j is the part that device j adds up.
@@ -369,10 +395,10 @@ def _all_reduce(x, axis_name, block_size):
 
 
 def _slices(block_size):
-    """Returns a reduce-scatter and an all-gather whose messages are all int8, for `drop_in`, which
-    makes replacements of the collectives of `lax` from them.
+    """Returns a reduce-scatter and an all-gather of one array, whose messages are all int8.
 
-    Their rounding errors, the second results of `_reduce` and `_gather`, are not used.
+    `drop_in` makes replacements of the collectives of `lax` from these two functions. The rounding
+    errors, the second results of `_reduce` and `_gather`, are not used.
     """
 
     def scattered(x, dim, axis_name):
@@ -385,6 +411,7 @@ def _slices(block_size):
 
     def gathered(x, dim, axis_name):
         """Returns all devices' rounded `x`, joined along `dim`."""
+        # `_widened` casts to float32 or wider: float16 has no scale for small numbers.
         blocks, _ = _gather(_widened(x).reshape(-1), axis_name, block_size)
         # True: the blocks are joined along the existing dim.
         return drop_in.merge_blocks(blocks.reshape(-1, *x.shape).astype(x.dtype), dim, True)
@@ -393,10 +420,13 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """Returns this device's part of the sum over devices, and the rounding errors of its terms.
+    """Returns this device's part of the sum over devices, and the rounding errors of this device's
+    terms of all parts.
 
-    Row j of `parts` is this device's term of part j. The shapes are `[n, size] -> [size],
-    [n, size]`. The errors of the own part are 0: its exact numbers are added.
+    Row j of `parts` is this device's term of part j. The shapes are
+    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since its exact
+    numbers are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it would come
+    back in every later call.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.
@@ -404,16 +434,19 @@ def _reduce(parts, axis_name, block_size):
     received = ring.all_to_all(sent, axis_name, 0, 0)
 
     def values(message):
-        """Returns the numbers [n, size] of messages [n, bytes]; in the own row, the exact ones."""
+        """Returns the decoded numbers of `message`: the shape [n, bytes] becomes [n, size].
+
+        This device's own row is exact, since it is taken from `parts`.
+        """
         return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
 
     return jnp.sum(values(received), 0), _finite(parts - values(sent))
 
 
 def _gather(part, axis_name, block_size):
-    """Returns all devices' rounded parts, and the rounding error of the own part.
+    """Returns all devices' rounded parts, and the rounding error of this device's own part.
 
-    The shapes are `[size] -> [n, size], [size]`.
+    The shapes are `[size] -> [n, size], [size]`. An error that would be infinite or NaN is 0.
     """
     if types.axis_size(axis_name) == 1:  # nothing is sent, so nothing is rounded
         return part[None], jnp.zeros_like(part)
@@ -427,15 +460,17 @@ def _gather(part, axis_name, block_size):
 
 
 def _is_local(parts, axis_name):
-    """Returns a mask [n, 1] that is true for this device's part of `parts`, [n, size]."""
+    """Returns a mask of shape [n, 1] that is true for this device's row of `parts`, [n, size]."""
     return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] == types.axis_index(axis_name)
 
 
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
-    """Returns `quantized_leaf` of each float leaf of a block or more, and `exact` of the others.
+    """Returns `quantized_leaf` of some leaves of the tree `x`, and `exact` of the other leaves.
 
-    Both are functions of a leaf. `more` are trees like `x`: the functions also get the same leaf of
-    each of these.
+    Both are functions. `quantized_leaf` gets the floating-point leaves that have `block_size`
+    numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm) have few bytes to
+    save. `more` are trees like `x`: both functions also get the corresponding leaf of each of these
+    trees.
     """
     if block_size < 1:
         raise ValueError(
@@ -443,7 +478,7 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
         )
 
     def leaf(x, *more):
-        """Returns the result for one leaf of `x`; `more` are the same leaf of the other trees."""
+        """Returns the result for one leaf of `x`; `more` has the same leaf of each other tree."""
         x = jnp.asarray(x)
         is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
         return (quantized_leaf if is_quantized else exact)(x, *more)
@@ -458,9 +493,9 @@ def _unzipped(pairs, x):
 
 
 def _with(x, error, axis_name):
-    """Returns the leaf `x` plus its rounding error of the last call, `error` of [1, *dims].
+    """Returns the leaf `x` plus `error`, its rounding error of the last call, of shape [1, *dims].
 
-    The sum has the type of the error: float32 or wider, different on each device.
+    The sum has the dtype of the error, float32 or wider, and varies along `axis_name`.
     """
     if error.shape != (1, *x.shape):
         raise ValueError(
@@ -485,16 +520,20 @@ def _power_of_two(exponent, dtype):
     return jnp.ldexp(jnp.ones((), dtype), exponent)
 
 
-def _code(dtype):
-    """Returns the integer dtype that holds the exponents of `dtype`; its smallest value means NaN.
+def _exponent_dtype(dtype):
+    """Returns the integer dtype in which `quantize` stores the exponents of blocks of `dtype`.
 
-    The exponents of float64, up to 1024, need 16 bits. Those of the other float types fit in 8.
+    The exponents run from `minexp` to `maxexp` - 7 of `dtype`. In float32 that is from -126 to 121,
+    which int8 holds, and -128 is left to mean NaN. The exponents of float64 need 16 bits.
     """
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 
 
 def _finite(error):
-    """Returns the errors, with 0 in place of infinities and NaN: such a block leaves no error."""
+    """Returns the errors, with 0 in place of infinities and NaN.
+
+    An infinity or NaN in the errors would be added in every later call.
+    """
     return jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))
 
 
@@ -504,13 +543,15 @@ def _wide(dtype):
 
 
 def _widened(x):
+    """Returns floats as float32 or wider: float16 has no power of two small enough to be the scale
+    of small numbers, and sums in 16 bits are less accurate."""
     return x.astype(_wide(x.dtype))
 
 
 def quantized_in(block_size: int) -> Algorithm:
     """Returns `quantized` with blocks of `block_size` numbers instead of 32.
 
-    Its functions raise `ValueError` if `block_size` is below 1.
+    The functions of this algorithm raise `ValueError` if `block_size` is below 1.
     """
     # The all-reduce, the reduce-scatter and the all-gather, in the order of `Algorithm`'s fields.
     functions = (functools.partial(f, block_size=block_size) for f in _FUNCTIONS)

@@ -1,14 +1,14 @@
 """Matrix products that overlap with their collective, hop by hop.
 
-If a gather ends before its product begins, the multipliers wait for the links. Here a device
-multiplies a block while the next blocks arrive from both neighbours. In a product before a scatter,
-partial sums travel from both sides to the device that owns them, and in each hop a block's product
-is added. The whole gathered operand, or the whole product before the scatter, never exists, neither
-forward nor backward.
+If a product begins only after its operand is gathered, the matrix units wait for the links. Here a
+device multiplies a block while the next blocks arrive from both neighbours. In a product before a
+scatter, partial sums travel from both sides to the device that owns them, and in each hop the
+product of one block is added. The whole gathered operand, or the whole product before the scatter,
+never exists, neither forward nor backward.
 
-Legend: T rows (tokens), D and F the two sizes of the weight, n devices on the axis X, S the bytes
-of one device's `[T_X, D]`. T_X: each device has 1/n of the rows (F_X: of F). {U_X}: each device has
-a term of the sum.
+Legend: T is the number of rows (tokens), D and F are the sizes of the weight, n is the number of
+devices on axis X, and S is the bytes of one device's `[T_X, D]`. T_X means that each device has 1/n
+of the rows, and F_X that it has 1/n of F.
 
 | function | messages | bytes sent, half each way | gradients of the operand and of the weight |
 |---|---|---|---|
@@ -48,30 +48,34 @@ from parallax.collectives.types import (
 
 
 def _from_both_sides(n: int) -> Route:
-    """Returns the table of a scatter in which each block goes home by the shorter way round.
+    """Returns the table of a scatter in which each block goes the shorter way to its owner.
 
-    The farthest blocks start first. A gather runs the table backwards.
+    The devices form a ring. The farthest blocks start first. A gather runs the table backwards.
     """
-    # A round is {step: offsets}: the blocks of the devices `offsets` places further on go `step`
-    # places on.
+    # A table is a list of rounds {step: offsets}: the blocks of the devices `offsets` places
+    # further on go `step` places on. With step 1 the block at offset h arrives at offset h - 1. The
+    # receiver adds its term, and sends the block on in the next round: so h falls.
     rounds = []
     for h in range(n // 2, 0, -1):
         # The device n - h places further on is h places back. The opposite device is equally far on
         # both sides: its block goes one way only.
         rounds.append({1: [h], -1: [n - h]} if 2 * h < n else {1: [h]})
-    return Route((n,), rounds)
+    return Route((n,), rounds)  # (n,): a box of one dim, with n devices
 
 
-def _gathered(size, n, itemsize):
+def _rounds_of_gather(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
 
-    `size` is the number of numbers of one device's `x`, and `itemsize` the bytes of a number.
-    `devices(n)` is n, or the product if n has the devices on each of several axes.
+    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of a number. `n` is a
+    number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
+    number of all devices.
     """
+    # A message is one device's `x`. `messages` takes a list of tables, here one, and for each the
+    # bytes of a block; with `back` the tables run backwards, as a gather.
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
-@priced(_gathered, "all_gather_matmul")
+@priced(_rounds_of_gather, "all_gather_matmul")
 def all_gather_matmul(
     x: Inexact[Array, "*batch inputs"],
     weight: Inexact[Array, "inputs *outputs_shard"],
@@ -81,17 +85,18 @@ def all_gather_matmul(
 ) -> Inexact[Array, "*gathered_and_outputs_shard"]:
     """Returns `x`, gathered along its dim `axis`, times `weight`.
 
-    In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole. It equals
-    `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight, axes=1)`,
-    with one product per block. The transpose in `x` is `matmul_reduce_scatter` with the
-    transposed weight. Reverse-mode differentiation works to any order, also under `vmap`, `scan`
-    and `checkpoint`; forward-mode does not work.
+    In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole in memory. The
+    result equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight,
+    axes=1)`, computed by one product per block. The transpose in `x` is `matmul_reduce_scatter`
+    with the transposed weight. Reverse-mode differentiation works to any order, also under `vmap`,
+    `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
-        x: one device's rows. Its last dim is multiplied; the others are the batch.
+        x: one device's rows. The last dim of `x` is summed over in the product; the other dims are
+            the batch.
         weight: `[D, *F]`; the outputs may have several dims, as in `tensor.column`.
-        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`,
-            a plain product.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`
+            for a plain product without messages.
         axis: the dim of `x` that is gathered.
 
     Raises:
@@ -104,18 +109,19 @@ def all_gather_matmul(
     return _all_gather_matmul(*_alike(x, weight, axis_name), axis_name, axis)
 
 
-def _reduced(size, n, itemsize):
+def _rounds_of_scatter(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
 
-    `size` is the number of numbers of the product, and `itemsize` the bytes of a number.
-    `devices(n)` is n, or the product if n has the devices on each of several axes.
+    `size` counts the numbers in the product, and `itemsize` is the bytes of a number. `n` is a
+    number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
+    number of all devices.
     """
-    # A message is one of n blocks of the product, rounded up; it is added to the receiver's.
+    # A message is one of n blocks of the product, rounded up. The receiver adds it.
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 
 
-@priced(_reduced, "matmul_reduce_scatter")
+@priced(_rounds_of_scatter, "matmul_reduce_scatter")
 def matmul_reduce_scatter(
     x: Inexact[Array, "*batch_and_inputs_shard"],
     weight: Inexact[Array, "*inputs_shard outputs"],
@@ -125,7 +131,7 @@ def matmul_reduce_scatter(
 ) -> Inexact[Array, "*scattered outputs"]:
     """Returns block i of the sum over devices of `x` times `weight`, on device i.
 
-    In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. It equals
+    In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. The result equals
     `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
     scatter_dimension=..., tiled=True)`, up to the order of the additions. The whole product, before
     the sum, never exists. The partial sums that are sent have the type of `x`. The transpose in `x`
@@ -134,15 +140,15 @@ def matmul_reduce_scatter(
 
     Args:
         x: all rows, and this device's share of the inputs.
-        weight: `[*F, D]`; the inputs may have several dims, the last ones of `x`, as in
-            `tensor.row`.
-        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`,
-            a plain product.
+        weight: `[*F, D]`; the inputs may have several dims, as in `tensor.row`. The last dims of
+            `x` are the same inputs.
+        axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`
+            for a plain product without messages.
         scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
 
     Raises:
-        ValueError: `scatter_dimension` is the last dim of the product, or no dim of it, or its size
-            is not a multiple of the number of devices.
+        ValueError: `scatter_dimension` is the last dim of the product, or no dim of the product; or
+            the size of this dim is not a multiple of the number of devices.
     """
     # The number of batch dims: `x` is [*batch, *F], the weight [*F, D], and their product
     # [*batch, D].
@@ -152,8 +158,10 @@ def matmul_reduce_scatter(
         "matmul_reduce_scatter", "scatter_dimension", dim, (*x.shape[:batch], weight.shape[-1])
     )
     check_divides(
-        "matmul_reduce_scatter", "scatter_dimension", x.shape, dim, axis_size(axis_name), True
+        "matmul_reduce_scatter", "scatter_dimension", x.shape, dim, axis_size(axis_name), tiled=True
     )
+    # `_alike` gives both operands the same varying axes. It is outside of the custom derivative, so
+    # JAX transposes it: the gradient of each operand is summed over the axes that were added.
     return _matmul_reduce_scatter(*_alike(x, weight, axis_name), axis_name, dim)
 
 
@@ -162,12 +170,13 @@ def matmul_reduce_scatter(
 def _all_gather_matmul(x, weight, axis_name, axis):
     """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X].
 
-    The derivative is written by hand, so that its products overlap with their messages too. It
-    gathers `x` again: JAX's own derivative would keep every block of `x` until the backward pass.
+    The derivative is written by hand, so that the products in it overlap with messages too. The
+    backward pass gathers `x` again: JAX's own derivative would keep every block of `x` until the
+    backward pass.
     """
 
     def multiply(y, j, block):
-        """Returns the result `y` with the product of device j's block of `x` in its place."""
+        """Returns `y` after the product of device j's block of `x` is written into it."""
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
@@ -189,7 +198,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     """
     x, weight = residuals
     # Without the barrier XLA would reuse the forward pass's blocks of `x`, and so keep all of these
-    # blocks between the two passes.
+    # blocks between the two passes. The cotangent passes through the barrier too: so the second
+    # gather of `x` cannot begin before the backward pass, which computes the cotangent.
     x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
@@ -213,12 +223,13 @@ _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backwar
 def _matmul_reduce_scatter(x, weight, axis_name, dim):
     """Returns this device's block, along `dim`, of the sum over devices of `x` times the weight.
 
-    The derivative is written by hand, so that its products overlap with their messages too.
+    The derivative is written by hand, so that the products in it overlap with messages too.
     """
     n = axis_size(axis_name)
 
     def product(j):
-        """Returns this device's term of device j's block: its rows of `x` times the weight."""
+        """Returns this device's term of device j's block: the block's rows of `x`, times
+        `weight`."""
         # All dims of the weight [*F, D] but the last are summed over.
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
@@ -232,14 +243,14 @@ def _matmul_reduce_scatter_forward(x, weight, axis_name, dim):
 def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
     """Returns the gradients of `x`, [*batch, *F], and of the weight, [*F, D].
 
-    One gather of the cotangent, whose dim `dim` is split over the devices, gives both.
+    One gather of the cotangent, whose dim `dim` is split over the devices, gives both gradients.
     """
     x, weight = residuals
     # `transposed` is [D, *F]; `batch` is the number of dims of `*batch`.
     transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
 
     def multiply_and_add(gradients, j, block):
-        """Returns both gradients with the part that device j's block of the cotangent gives."""
+        """Returns both gradients, updated by device j's block of the cotangent."""
         d_x, d_weight = gradients
         # The block's rows of `d_x`, and the block's term of the sum `d_weight`.
         d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
@@ -259,14 +270,17 @@ _matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_sca
 def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """Returns `carry` after `visit(carry, j, device j's x)` for every j.
 
-    The device's own `x` is visited first, then the other devices', the nearest on both sides first.
+    The device's own `x` is visited first, then the `x` of the other devices, the nearest on both
+    sides first, since a gather runs the table backwards.
     """
 
     def write(carry, _, j, block):  # `_` is the number of the table: there is only one
         return visit(carry, j, block)
 
+    # A table is a list of rounds of messages.
     table = _from_both_sides(axis_size(axis_name))
-    # Infinity: the hops are never a loop. XLA overlaps products with messages only outside loops.
+    # `unrolled` is the most hops that are written out instead of run as a loop. It is infinite: XLA
+    # overlaps products with messages only outside loops.
     return gather([table], [x], write, carry, axis_name, unrolled=math.inf)
 
 
@@ -280,24 +294,29 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
         return product(j)
 
     table = _from_both_sides(axis_size(axis_name))
-    # Infinity: the hops are never a loop. XLA overlaps products with messages only outside loops.
+    # `unrolled` is the most hops that are written out instead of run as a loop. It is infinite: XLA
+    # overlaps products with messages only outside loops.
     (total,) = scatter([table], term, axis_name, unrolled=math.inf)
     return total
 
 
 def _alike(x, weight, axis_name):
-    """Returns both operands as varying along the axis and along the axes of either operand.
+    """Returns both operands typed as varying along the same axes.
 
-    The transpose of this cast sums each gradient over the axes that its operand lacked.
+    These axes are `axis_name` and all axes along which one of the operands varies. The gradients
+    vary along all these axes, and JAX demands that a custom derivative returns gradients of the
+    operands' types. The transpose of this cast sums each gradient over the axes that its operand
+    lacked.
     """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
 
 
 def _outer(x, y, batch: int):
-    """Returns the outer product summed over the batch: `[*batch, D], [*batch, *F] -> [D, *F]`.
+    """Returns the outer product of `x` and `y`, summed over the batch.
 
-    `batch` is the number of batch dims. The result is in float32 or wider.
+    The shapes are `[*batch, D], [*batch, *F] -> [D, *F]`; `batch` is the number of batch dims. The
+    result is in float32 or wider.
     """
     dims = list(range(batch))
     kind = accumulation_dtype(x.dtype)
@@ -305,12 +324,15 @@ def _outer(x, y, batch: int):
 
 
 def _transposed(weight, inputs: int):
-    """Returns the weight as `[*outputs, *inputs]`; `inputs` counts its first dims, the inputs."""
+    """Returns the weight `[*inputs, *outputs]` as `[*outputs, *inputs]`.
+
+    `inputs` is the number of input dims of the weight.
+    """
     return jnp.moveaxis(weight, range(inputs), range(-inputs, 0))
 
 
 def _block(x, j, dim: int, length: int):
-    """Returns block j of `x` along `dim`, of this length."""
+    """Returns block j of `x`, if `x` is cut along `dim` into blocks of this `length`."""
     return lax.dynamic_slice_in_dim(x, j * length, length, dim)
 
 
@@ -325,15 +347,16 @@ def _zeros(shape, dtype, *, like):
 
 
 def _times(shape, dim: int, n: int):
-    """Returns a shape whose dim `dim` is n times as long."""
+    """Returns `shape` with the dim `dim` n times as long."""
     return (*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
     """Raises `ValueError` if `dim` is the last dim of `shape`, the shape of `x` or of the product.
 
-    The last dim of `x` is summed over, and that of the product comes from the weight. Only dims of
-    the batch can be gathered or scattered. `function` and `argument` are names for the error.
+    The last dim of `x` is summed over, and the last dim of the product comes from the weight. Only
+    dims of the batch can be gathered or scattered. `function` and `argument` are names for the
+    error.
     """
     if dim == len(shape) - 1:
         raise ValueError(

@@ -14,17 +14,18 @@ from parallax.collectives.types import AxisName, axes, axis_size
 def _rounds_of_one_hop(size: int, n: int, itemsize: int, distance: int = 1) -> list[Round]:
     """Returns the rounds of `send_next`, for `cost`: one round of one message, the whole array.
 
-    The array has `size` numbers of `itemsize` bytes. The price does not depend on the number of
-    devices, `n`.
+    The array has `size` numbers of `itemsize` bytes. The message goes to the device that is
+    `distance` places further on. The cost does not depend on the number of devices, `n`.
     """
-    return [Round(1, (Message(size * itemsize, (distance,)),))]
+    # The step is a tuple, with one number for each dim of the devices: they form one row.
+    return [Round(times=1, messages=(Message(size * itemsize, (distance,)),))]
 
 
 @priced(_rounds_of_one_hop)
 def send_next(
     x: Shaped[Array, "*dims"], axis_name: AxisName, *, distance: int = 1
 ) -> Shaped[Array, "*dims"]:
-    """Returns device i's `x` on device i + `distance`, round the ring: one hop."""
+    """Returns device i's `x` on device i + `distance`, in one hop; the devices form a ring."""
     n = axis_size(axis_name)
     return send(x, axis_name, [(i, (i + distance) % n) for i in range(n)])
 
@@ -32,16 +33,20 @@ def send_next(
 def send(
     x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, "*dims"]:
-    """Returns device i's `x` on device j for each pair (i, j), and zeros on all other devices."""
+    """Returns device i's `x` on device j for each pair (i, j), and zeros on all other devices.
+
+    Devices are numbered in row-major order of the axes in `axis_name`.
+    """
+    # `lax.ppermute` numbers the devices in the order of the mesh's axes: device i is `places[i]`.
     names, places = _in_mesh_order(axes(axis_name))
     return lax.ppermute(x, names, [(places[i], places[j]) for i, j in pairs])
 
 
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """Returns the axes in the mesh's order, and the number of each device in that order.
+    """Returns the axes in the mesh's order, and a list of the devices' numbers in that order.
 
-    The list is indexed by the number of the device in the order of `names`. `lax.ppermute` numbers
-    the devices in the mesh's order, whatever the order of the names.
+    Entry i of the list belongs to the device whose number is i in the order of `names`.
+    `lax.ppermute` numbers the devices in the mesh's order, whatever the order of the names.
     """
     if len(names) < 2:
         return names, list(range(axis_size(names)))

@@ -1,12 +1,13 @@
 """Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
 
-It suits small arrays, whose time depends only on the number of hops. Legend: n is the number of
-devices, p the greatest power of two not above n, and S the bytes of the array on one device.
-`A {U_X} -> A`: before, each device on axis X has one term of a sum; after, each has the sum.
+Recursive doubling suits small arrays, whose time depends only on the number of hops. Legend: n is
+the number of devices, p the greatest power of two not above n, and S the bytes of the array on one
+device. `A {U_X} -> A`: before, each device on axis X has one term of a sum; after, each has the
+sum.
 
-| function | bytes a device sends, at most | hops | transpose |
+| function | bytes a device sends, at most | hops | transpose sends |
 |---|---|---|---|
-| `all_reduce` | S log2 p, and 2 S more unless n = p | log2 p, and 2 more unless n = p | free |
+| `all_reduce` | S log2 p, and 2 S more unless n = p | log2 p, and 2 more unless n = p | nothing |
 
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH
 (2005).
@@ -33,9 +34,10 @@ Tree = TypeVar("Tree", bound=PyTree)
 def _hops_of(n: int) -> list[list[tuple[int, int]]]:
     """Returns the pairs (sender, receiver) of each hop.
 
-    In hop k each of the first p devices exchanges sums with the device whose number differs in bit
-    k. Unless n = p, there are two more hops. In the first hop, the devices from p on send their
-    terms to the first devices; in the last, they receive the result.
+    Let p be the greatest power of two not above n. In hop k each of the first p devices exchanges
+    sums with the device whose number differs in bit k. Unless n = p, there are two more hops. In
+    the first hop, the devices from p on send their terms to the first devices; in the last, they
+    receive the result.
     """
     count = n.bit_length() - 1  # p = 2**count is the greatest power of two not above n
     folded = [(i, i - 2**count) for i in range(2**count, n)]
@@ -46,7 +48,8 @@ def _hops_of(n: int) -> list[list[tuple[int, int]]]:
 def _messages(size, n, itemsize):
     """Returns the rounds of `_all_reduce`, for `cost`: each message carries all `size` numbers.
 
-    `devices(n)` is n, or the product if n has the devices on each of several axes.
+    `n` is a number of devices, or a tuple with the number on each of several axes; `devices(n)` is
+    the number of all devices. `itemsize` is the bytes of a number.
     """
     hops, nbytes = _hops_of(devices(n)), size * itemsize
     is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
@@ -56,8 +59,8 @@ def _messages(size, n, itemsize):
         adds = not (is_folded and number == len(hops) - 1)
         # All pairs of a hop are equally far apart, so the first pair gives the distance.
         step = (pairs[0][1] - pairs[0][0],)
-        # One round of one message, and the bytes that its receiver adds.
-        rounds.append(Round(1, (Message(nbytes, step),), nbytes * adds))
+        # One round of one message; `reduced` is the bytes that its receiver adds.
+        rounds.append(Round(times=1, messages=(Message(nbytes, step),), reduced=nbytes * adds))
     return rounds
 
 
@@ -65,13 +68,14 @@ def _messages(size, n, itemsize):
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the sum over devices, on every device: `A {U_X} -> A`. It suits small arrays.
 
-    In hop k device i exchanges its sum, all of `x`, with device i XOR 2**k; there are log2 p hops.
-    Both devices add the same two numbers, and a + b equals b + a to the last bit, so all devices
-    end with the same bits. Unless n is a power of two, there are 2 more hops. The n - p last
-    devices first send their terms to the front, and receive the result at the end. (Without this
-    first step, as in `halving`, there is one hop less, but each device adds in its own order.) The
-    transpose is free. No `Route` describes this: a route sends each block away once, and here both
-    devices keep their sum.
+    p is the greatest power of two not above n. In hop k each device i of the first p and its
+    partner, device i XOR 2**k, send each other their partial sums, arrays like `x`; there are
+    log2 p hops. Both add the same two numbers, and a + b equals b + a to the last bit, so all
+    devices end with the same bits. Unless n = p, there are 2 more hops: at first the other devices
+    send their terms to the first devices, and at the end they receive the result. The transpose
+    sends nothing: the cotangent of the sum is already the same on all devices. No table of messages
+    (`Route`) describes this: in a table a device sends each block away, and here both partners keep
+    their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 
@@ -82,30 +86,30 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
     # XLA may compute a sum more than once. `pin_bits` fixes this device's term, so each time the
     # sum has the same bits.
     x = pin_bits(x)
-    hops, results = _hops_of(n), []
+    hops, return_pairs = _hops_of(n), []
     # If n is no power of two, the first hop adds the last devices' terms to the first devices (the
     # other devices receive zeros), and the last hop sends the result back.
     if n & (n - 1):
-        folded, *hops, results = hops
-        x = x + send(x, axis_name, folded)
+        fold_pairs, *hops, return_pairs = hops
+        x = x + send(x, axis_name, fold_pairs)
     for pairs in hops:
         # `_as_sent` is `x` as the partner receives it, so that both add the same two numbers.
         x = _as_sent(x) + send(x, axis_name, pairs)
-    if results:
+    if return_pairs:
         # The last hop gives the result to the devices p, p + 1, ...; the first receiver is p. A
         # `ppermute` gives zeros to all other devices, so these keep their own sum.
-        first_folded = results[0][1]
+        first_folded = return_pairs[0][1]
         is_exchanging = types.axis_index(axis_name) < first_folded
-        x = jnp.where(is_exchanging, x, send(x, axis_name, results))
+        x = jnp.where(is_exchanging, x, send(x, axis_name, return_pairs))
     return x
 
 
 def _as_sent(x):
     """Returns `x` rounded to the precision of its type, as the partner receives it.
 
-    XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of them. Then a device would
-    add another number than its partner received, and replicas would differ. A cast to the type that
-    `x` has already would be removed; `reduce_precision` is not.
+    XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of these bits. Then a device
+    would add another number than its partner received, and replicas would differ. A cast to the
+    type that `x` has already would be removed; `reduce_precision` is not.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

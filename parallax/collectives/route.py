@@ -1,7 +1,7 @@
 """A collective as a table of messages, checked when it is made. `execute` runs it.
 
-Number the blocks on a device by their *offset*: the block at offset o belongs to the device that is
-o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight.
+Each block on a device has a number, its *offset*: the block at offset o belongs to the device that
+is o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight.
 Offsets and steps are points of the box, and are added dim by dim. If the box has one dim, plain
 integers may be used. A *round* is {step: offsets}: it sends the blocks at these offsets to the
 device that is `step` places after this one, where offset o becomes o - step. The blocks of one step
@@ -11,8 +11,8 @@ form one message. The messages of a round do not wait for each other.
 
 In a *scatter* a block that arrives is added to the block at its new offset, so each block ends,
 summed, on the device that owns it. A *gather* runs the same table backwards: the last round first,
-and each message from its receiver to its sender. So each device's block is copied to all others.
-The two are each other's transpose; one after the other they are an all-reduce.
+and each message from its receiver to its sender. So each device's block is copied to all others. A
+scatter and a gather are each other's transpose; a scatter and then a gather is an all-reduce.
 
 The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. In a scatter, the block that belongs
 to device 0 goes this way:
@@ -22,7 +22,7 @@ to device 0 goes this way:
     round 3   device 3 sends it (offset 1); device 0, the owner, offset 0, adds the last term
 
 All four blocks move at once, each to the next device. In a gather, the block of device 0 goes the
-same way back: device 0 sends it to 3, device 3 sends its copy to 2, and device 2 to 1.
+same way back: device 0 sends the block to 3, device 3 sends its copy to 2, and device 2 to 1.
 
 A step is the same for all devices: each sends its message to the device that is `step` places after
 it. A collective in which the distance depends on the device is no `Route`. An example is Swing (De
@@ -46,7 +46,7 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """A table of messages: a reduce-scatter, an all-gather (run backwards), or both: an all-reduce.
+    """A table of messages: a reduce-scatter or, run backwards, an all-gather.
 
     ```python
     ring_of_4 = Route((4,), [{1: [3]}, {1: [2]}, {1: [1]}])
@@ -55,9 +55,9 @@ class Route:
     ```
 
     Attributes:
-        shape: the box that the devices form; they are numbered in row-major order.
-        rounds: each is {step: offsets}, and may be empty. Points of a box of one dim may be plain
-            numbers. A step may be negative: -1 means n - 1.
+        shape: the box that the devices form; the devices are numbered in row-major order.
+        rounds: a list of rounds, each {step: offsets}; a round may be empty. Points of a box of one
+            dim may be plain numbers. A step may be negative: -1 means n - 1.
 
     Raises:
         ValueError: a block is sent twice, arrives at an offset whose block was sent already, or
@@ -96,8 +96,8 @@ class Route:
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
         """Returns the offset that a block has after `times` hops of `step`.
 
-        A hop brings a block nearer to its owner, so each dim falls by the step, modulo the box.
-        `times` may be traced.
+        A hop brings a block nearer to its owner, so along each dim the offset falls by the step,
+        modulo the size of the box. `times` may be traced.
         """
         dims = zip(offset, step, self.shape, strict=True)
         return tuple([(o - times * s) % length for o, s, length in dims])
@@ -113,12 +113,18 @@ class Route:
         return number
 
     def device_at(self, me: Any, offset: Sequence[Any]) -> Any:
-        """Returns the number of the device at an offset from device `me`; both may be traced."""
+        """Returns the number of the device at `offset` from device `me`; both may be traced.
+
+        No number in `offset` may be negative.
+        """
         number, stride = 0, self.n
         for o, length in zip(offset, self.shape, strict=True):
             whole, stride = stride, stride // length
-            # In row-major order the place of device `me` along the dim is me % whole // stride. The
-            # constants are int32: in 64-bit mode a Python int would widen the traced number.
+            # In row-major order the place of device `me` along the dim is me % whole // stride.
+            # `lax.rem` and `lax.div` are fewer operations than `%` and `//`, which also handle
+            # negative numbers: here there are none. The constants are int32, since `lax.div` and
+            # `lax.rem` do not convert a Python int to the type of the other operand, as `*` and `+`
+            # do: in 64-bit mode it would be an int64.
             place = lax.div(lax.rem(me, np.int32(whole)), np.int32(stride))
             number += lax.rem(place + o, np.int32(length)) * stride
         return number
@@ -135,7 +141,8 @@ class Route:
         return sorted(pairs) if back else pairs  # in both cases by sender
 
     def traffic(self) -> dict[tuple[int, int], int]:
-        """Returns the number of blocks that device i sends to j in a reduce-scatter, by (i, j)."""
+        """Returns, for each pair (i, j), how many blocks device i sends to j in a
+        reduce-scatter."""
         blocks: dict[tuple[int, int], int] = {}
         for sends in self.rounds:
             for step, offsets in sends.items():
@@ -144,16 +151,18 @@ class Route:
         return blocks
 
     def hops(self, *, back: bool = False) -> list[int]:
-        """Returns the length of the longest chain of messages so far, after each round.
+        """Returns a list: for each round, the length of the longest chain of messages up to the end
+        of that round.
 
         In a chain, each message waits for the one before. The rounds are in the order in which they
         run; with `back` they run backwards, as in a gather.
         """
-        return self._hops[back]  # `back` is False or True: index 0 or 1
+        # `_hops` is computed once for each table. `back` is False or True: index 0 or 1.
+        return self._hops[back]
 
     @functools.cached_property
     def _hops(self) -> tuple[list[int], list[int]]:
-        """The results of `hops` for the scatter and for the gather."""
+        """Returns the results of `hops` for the scatter and for the gather."""
         return _hops(self, False), _hops(self, True)
 
 
@@ -166,7 +175,8 @@ def _point(place: Any) -> Point:
 
 
 def _hops(route: Route, back: bool) -> list[int]:
-    """Returns the length of the longest chain of messages so far, after each round.
+    """Returns a list: for each round, the length of the longest chain of messages up to the end of
+    that round.
 
     In a chain, each message waits for the one before. The rounds are in the order in which they
     run; with `back` they run backwards, as in a gather.
@@ -193,8 +203,8 @@ def _hops(route: Route, back: bool) -> list[int]:
 def _check(route: Route) -> None:
     """Raises `ValueError` unless each device's term of a block reaches the block's owner once.
 
-    That holds if a device sends every block except its own once, and adds nothing to a block after
-    it was sent.
+    Each term arrives once if a device sends each block once, except its own block, and adds nothing
+    to a block that it has sent.
     """
     if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(
@@ -266,10 +276,11 @@ def _describe(point: Point) -> str:
 
 
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
-    """Writes a table as a file: a line with the box and the number of rounds, a line of titles, and
-    a line for each block sent.
+    """Writes a table to a file: a line with the box and the number of rounds, a line of titles, and
+    one line for each block that is sent.
 
-    A block's line has its round, step and offset. Points are written as `1 0`.
+    The line of the file for a block has the round, the step and the offset of the block. The point
+    (1, 0) is written as `1 0`.
     """
 
     def words(point):
@@ -287,7 +298,7 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
 def from_csv(path: str | os.PathLike[str]) -> Route:
     """Returns the table of a file that `to_csv` wrote.
 
-    Raises `ValueError` for other files and wrong tables.
+    Raises `ValueError` for any other file, and for a table that `Route` refuses.
     """
     with open(path, encoding="utf-8", newline="") as file:
         lines = list(csv.reader(file))

@@ -3,12 +3,13 @@
 
 `ring.table(8)` is the table of a ring of 8 devices, and `ring.all_reduce(x, "data")` runs it. A
 table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that
-belong to the devices `offsets` places further on go to the device `step` places further on.
-`product(tables, order)` is one table that runs several in this order, each along its own dims of a
-box.
+belong to the devices `offsets` places further on go to the device `step` places further on. The
+devices form a *box*, such as 2 machines x 8 devices. `product(tables, order)` joins several tables,
+each along its own dims of the box, into one table. The joined table has the rounds of all tables:
+table after table, in the order that `order` gives.
 
-The table below is for n devices; a torus has k axes, of a, b .. devices. A *message* is the data
-that a device sends to another at once.
+The list below is for n devices; a torus has k axes, which have a, b .. devices. A *message* is the
+data that a device sends to another in one transfer.
 
 | algorithm | messages of a reduce-scatter | one after another | blocks that a device sends |
 |---|---|---|---|
@@ -23,7 +24,7 @@ that a device sends to another at once.
 
 A block has 1/n of the array's bytes. An all-gather sends the same messages backwards, and an
 all-reduce is a reduce-scatter and then an all-gather. Blocks of more than `execute.JOINED` bytes
-are sent as one permute each: joining them would take longer.
+are sent as one permute each, since it would take longer to join them.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et
 al., Collective communication: theory, practice, and experience (2007), for `two_rings`; Bruck et
@@ -43,19 +44,22 @@ from parallax.collectives.from_table import algorithm, algorithm_of_axes
 from parallax.collectives.route import Point, Route
 
 
+# A table gives no all-to-all. `ring` and `direct` have the one of this package, and the other
+# algorithms that of `lax`.
 @functools.partial(algorithm, all_to_all=all_to_all)
 def ring(n: int) -> Route:
     """In each round a device sends one block to its right neighbour.
 
-    After the first round this is the block that just arrived. Such rounds run as a loop if n is
-    large, so the program does not grow with n.
+    After the first round the block that is sent is the one that just arrived. If n is large,
+    `execute` runs such rounds, which pass on what just arrived, as a loop. So the program does not
+    grow with n.
     """
     return Route((n,), [{1: [n - h]} for h in range(1, n)])
 
 
 @algorithm
 def two_rings(n: int) -> tuple[Route, Route]:
-    """Two rings in opposite directions, each for half of every block: links carry data both
+    """Two rings run in opposite directions, each with half of every block: links carry data both
     ways."""
     return ring.table(n), Route((n,), [{-1: [h]} for h in range(1, n)])
 
@@ -67,8 +71,9 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
 
-    It sends the others. The sent blocks leave in at most `by` - 1 messages, and each lands on an
-    offset that is kept. With by=2 no table of one message per round has fewer rounds, for any n.
+    The device sends its other blocks, in at most `by` - 1 messages. Each of these blocks arrives at
+    an offset whose block the receiver keeps. With by=2 no table of one message per round has fewer
+    rounds, for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
@@ -92,7 +97,10 @@ def halving_by(by: int) -> Algorithm:
 
 @algorithm
 def pairs(n: int) -> Route:
-    """Recursive halving for powers of two: in round i, partners along dim i swap half their blocks.
+    """Recursive halving for powers of two: in each round, partners swap half of their blocks.
+
+    Partners are devices whose numbers differ in one bit: the highest bit in the first round, and
+    the next lower bit in each later round.
 
     Raises:
         ValueError: n is no power of two.
@@ -109,12 +117,12 @@ def pairs(n: int) -> Route:
 
 @functools.cache  # equal calls return one algorithm, since `combined_axis` compares algorithms
 def machines(g: int, between: Algorithm = ring) -> Algorithm:
-    """Returns an algorithm: a ring inside each machine of `g` devices, then `between` over
-    machines.
+    """Returns an algorithm: a ring inside each machine of `g` devices, then the algorithm `between`
+    over the machines.
 
-    n/g - 1 blocks of each device leave its machine. In a ring over all devices, (n - 1)/g blocks
-    per device, on average, would leave it. If there are many machines, `between=halving` needs
-    fewer rounds. The functions of the algorithm raise `ValueError` unless g divides n.
+    n/g - 1 blocks of each device leave the machine. In a ring over all devices, (n - 1)/g blocks
+    per device, on average, would leave the machine. If there are many machines, `between=halving`
+    needs fewer rounds. The functions of the algorithm raise `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:
@@ -133,9 +141,11 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
 
 @algorithm_of_axes
 def hierarchical(*sizes: int) -> Route:
-    """A ring along the last axis, then along the axis before it, and so on.
+    """Runs a ring along the last axis, then a ring along the axis before it, and so on.
 
-    This is `machines` with mesh axes in place of machines.
+    `sizes` are the numbers of devices on the axes. This is `machines` with mesh axes in place of
+    machines: the last axis has the fast links, inside a machine. The reduce-scatter along the last
+    axis leaves fewer bytes for the slower axes.
     """
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
@@ -143,23 +153,32 @@ def hierarchical(*sizes: int) -> Route:
 @algorithm_of_axes
 def torus(*sizes: int) -> tuple[Route, ...]:
     """All axes carry data at once: part k of each block goes round the ring of axis k first, then
-    round the rings of the other axes."""
+    round the rings of the other axes.
+
+    `sizes` are the numbers of devices on the axes. The tables returned, one for each part, run side
+    by side.
+    """
     longest, axes = max(sizes), range(len(sizes))
-    # Shorter rings get empty rounds, so that all parts change to their next axis together.
+    # Shorter rings get empty rounds, so that all parts change to their next axis together, and no
+    # two parts use the links of one axis at the same time.
     rings = [Route((n,), [*ring.table(n).rounds, *[{}] * (longest - n)]) for n in sizes]
+    # `product` returns one table that runs the rings one after another, in the order given.
     return tuple(product(rings, [*axes[k:], *axes[:k]]) for k in axes)
 
 
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
-    """Returns the table that runs `routes` in `order`, over the box with the dims of all of them.
+    """Returns the table that runs `routes` in `order`, over the box with the dims of all routes.
 
     `order` lists indices of `routes`. An offset is a point of a box; `home` is offset 0, that of a
-    device's own block. A message holds one block for each offset along the boxes of the routes that
-    run later. So messages grow shorter from route to route.
+    device's own block. A route names offsets along its own box. For each of these offsets, a
+    message of the product holds several blocks: those at all offsets along the boxes of later
+    routes, and at `home` along the boxes of earlier routes, which have brought all blocks there. So
+    the messages of each route have fewer blocks than those of the route before.
     """
     rounds = []
     for turn, k in enumerate(order):
-        # For each route, the offsets that blocks still have along its box: only home, if it ran.
+        # For each route, the offsets that blocks still have along the route's box: only home, if
+        # the route ran already.
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
@@ -177,8 +196,9 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns the points of the product of `spans` whose k-th part is `point`.
+    """Returns the points that have `point` along box k, and a point of `spans[i]` along any other
+    box i, in all combinations; `spans[k]` is not used.
 
-    `spans` has the points of each box; a point of the product is one point of each, joined.
+    Such a point is one tuple: the points along the boxes, joined.
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

@@ -2,11 +2,12 @@
 
 A TPU stores an array of two dims or more in tiles of 8 x 128 numbers, so flattening copies the
 array. By the cycles that the compiler states, an all-reduce of 105 MB on v5e takes 10.3 ms
-flattened and 5.0 ms on slices. So blocks are slices that are read in place and written once. A
-dim fits if its slices are whole tiles. An array without a fitting dim is sent as a padded vector.
+flattened and 5.0 ms on slices. So blocks are slices that are read in place and written once. A dim
+fits if the n slices along it are whole tiles. An array without a fitting dim is sent as a padded
+vector.
 
-`routes` are the tables of an algorithm, which run side by side. Each carries one *part*, or share,
-of every block.
+`routes` are the tables of an algorithm, which run side by side. Each table carries one *part*, or
+share, of every block.
 """
 
 import itertools
@@ -16,14 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from parallax.collectives.execute import empty_like, gather, pin_bits, pin_buffer, scatter
-from parallax.collectives.route import Point
 
 
 def all_reduce_array(x, routes, axis_name):
     """Returns the sum over devices of `x`, the same bits on every device.
 
     `x` is cut into n blocks, along one of its dims or as a vector. Each block is summed on one
-    device and then sent to all, so all have the same bits.
+    device and then sent to all, so all devices have the same bits.
     """
     n, parts = routes[0].n, len(routes)
     # The first dim that fits: slices along an outer dim are contiguous in memory.
@@ -31,8 +31,8 @@ def all_reduce_array(x, routes, axis_name):
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
     # A vector needs only n equal blocks: the parts of a block may differ by one number. But int32
-    # cannot index 2**31 numbers, so a vector of that many is cut into rows of 128 numbers, equally
-    # many in each part.
+    # cannot index 2**31 numbers, so a vector of that many is cut into rows of 128 numbers, and
+    # `_in_rows` demands equally many in each part.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -44,8 +44,9 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
     n, parts = routes[0].n, len(routes)
     if _keeps_tiles(x.shape, dim, n * parts):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
-    # Otherwise the slices are sent as a vector, or, if int32 cannot index it, in rows of 128
-    # numbers.
+    # Otherwise the slices are sent as a vector, in which `_as_vector` puts one slice along `dim`
+    # after the other. If int32 cannot index the vector, it is cut into rows of 128 numbers, and
+    # `_in_rows` raises an error unless these form n * parts equal blocks.
     rows = _in_rows(_as_vector(x, dim), x.size, n * parts)
     blocks = _scatter_slices(rows, 0, routes, axis_name)
     shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -61,9 +62,10 @@ def all_gather_array(x, dim: int, routes, axis_name):
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
     # Otherwise `x` is sent as a vector, or, if int32 cannot index the result, in rows of 128
-    # numbers. It is one block already, so only its parts must have equally many rows.
+    # numbers. `_in_rows` raises an error unless the rows of `x` form `parts` equal blocks. The
+    # result then has n * parts equal blocks, as `reduce_scatter_array`, the transpose, needs.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
-    shares = shares_of(len(rows), parts)
+    shares = shares_of(len(rows), parts)  # (start, length) for each route
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]
     return _from_vector(_gather_slices(blocks, 0, routes, axis_name), shape, dim)
 
@@ -83,14 +85,16 @@ def _all_reduce_slices(x, dim: int, routes, axis_name):
 
 
 def _scatter_slices(x, dim: int, routes, axis_name) -> list:
-    """Returns this device's slice, along `dim`, of the sum over devices: a list of one share per
-    route."""
+    """Returns this device's slice, along `dim`, of the sum over devices, as a list of shares, one
+    per route."""
     length = x.shape[dim] // routes[0].n
+    # (start, length) of each route's share of a slice.
     shares = shares_of(length, len(routes))
 
-    def slice_of(table, device):
-        """Returns this device's term of the slice of `device`, in the share of one table."""
-        start, share_length = shares[table]
+    def slice_of(part, device):
+        """Returns this device's term of the slice that `device` owns: the share that route number
+        `part` carries."""
+        start, share_length = shares[part]
         return lax.dynamic_slice_in_dim(x, device * length + start, share_length, dim)
 
     return scatter(routes, slice_of, axis_name, dim=dim)
@@ -99,25 +103,29 @@ def _scatter_slices(x, dim: int, routes, axis_name) -> list:
 def _gather_slices(blocks, dim: int, routes, axis_name):
     """Returns all devices' slices joined along `dim`, from this device's shares, one per route."""
     length = sum(block.shape[dim] for block in blocks)
+    # (start, length) of each route's share of a slice.
     shares = shares_of(length, len(routes))
 
-    def write(result, table, device, block):
-        """Returns the result with `block`, the share of one table in the slice of `device`."""
-        start = device * length + shares[table][0]
-        return lax.dynamic_update_slice_in_dim(result, block, start, dim)
+    def write(result, part, device, block):
+        """Returns `result` with `block` written into it: the share of `device`'s slice that route
+        number `part` carries."""
+        start, _ = shares[part]
+        return lax.dynamic_update_slice_in_dim(result, block, device * length + start, dim)
 
     shape = (*blocks[0].shape[:dim], length * routes[0].n, *blocks[0].shape[dim + 1 :])
-    # Every place is written later, so no time is spent on zeros.
+    # Every place is written later, so no time is spent on zeros: `lax.empty` makes the array, with
+    # the dtype and the varying axes of a block.
     empty = empty_like(lax.empty, shape, blocks[0])
-    # Without `pin_buffer` XLA could fuse some blocks with later operations, and not the same blocks
-    # on each device.
+    # Without `pin_buffer` XLA could fuse some blocks, such as the last to arrive, with later
+    # operations, and round these blocks differently. Blocks arrive in another order on each device,
+    # so replicas would differ.
     return pin_buffer(gather(routes, blocks, write, empty, axis_name, dim=dim))
 
 
-def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
+def _keeps_tiles(shape: tuple[int, ...], dim: int, n: int) -> bool:
     """Returns whether n equal slices along `dim` are whole tiles of 8 x 128, in the last two dims.
 
-    A vector has no such tiles, so the result is False.
+    A vector has no such tiles, so for a vector the result is False.
     """
     # A slice must be a multiple of 128 along the last dim, and of 8 along the dim before it.
     unit = {1: 128, 2: 8}.get(len(shape) - dim, 1)
@@ -127,7 +135,7 @@ def _keeps_tiles(shape: Point, dim: int, n: int) -> bool:
 def _in_rows(flat, size: int, blocks: int):
     """Returns the vector `flat`, or its rows of 128 numbers if int32 cannot count `size` numbers.
 
-    `size` is the number of numbers of the whole array, of which `flat` may be one device's block.
+    `size` counts the numbers in the whole array, of which `flat` may be one device's block.
     Raises `ValueError` unless the rows form `blocks` equal blocks.
     """
     if size < 2**31:
@@ -145,6 +153,6 @@ def _as_vector(x, dim: int):
     return jnp.moveaxis(x, dim, 0).reshape(-1)
 
 
-def _from_vector(x, shape: Point, dim: int):
+def _from_vector(x, shape: tuple[int, ...], dim: int):
     """Returns the array of this shape from its vector: the inverse of `_as_vector`."""
     return jnp.moveaxis(x.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :]), 0, dim)

@@ -3,9 +3,9 @@
     link = tuning.fit(mesh, "data")          # alpha, beta, gamma, for the formulas of `cost`
     auto, why = tuning.auto(mesh, "data")    # an algorithm, and a text with the choice and why
 
-The formulas of `cost` select the functions that are raced, and the race decides. All processes of
-the mesh must call these functions together. All get the same result: each time is the
-time of the slowest process.
+In a *race* several functions are timed on the same arrays. The formulas of `cost` select the
+functions that are raced, and the times decide. All processes of the mesh must call these functions
+together. All processes get the same result: each time is the time of the slowest process.
 """
 
 import functools
@@ -41,13 +41,15 @@ REFINED = 2
 def exact(n: Sizes) -> list[Callable[..., Any]]:
     """Returns the library's all-reduces that send numbers without rounding (not the int8 ones).
 
-    XLA's own `lax.psum` is not among them, since no formula predicts its time.
+    XLA's own `lax.psum` is not among them, since no formula predicts the time of `lax.psum`.
 
     Args:
         n: the number of devices on the axis, or a tuple with the number on each of several axes.
     """
     algorithms = [ring, two_rings, halving, doubling]
-    # These have tables by axis, so they need several axes; `hierarchical` is tried for two only.
+    # The tables of these two are made from the size of each axis, so they need several axes.
+    # `hierarchical` is listed for two axes only, one inside machines and one between them; for more
+    # axes, pass it in the `among` of `auto` or `fastest`.
     if isinstance(n, tuple) and len(n) > 1:
         algorithms.append(torus)
     if isinstance(n, tuple) and len(n) == 2:
@@ -68,9 +70,9 @@ def fastest(
     Args:
         nbytes: the bytes of the array on each device.
         n: the number of devices on the axis, or on each of several axes.
-        link: the link of that axis.
-        among: the functions to choose from; by default `exact(n)`, those that do not round. If two
-            are equally fast, the first is taken.
+        link: the `Link` of the axis.
+        among: the functions to choose from; by default `exact(n)`, the functions that do not round.
+            If two are equally fast, the first is taken.
         itemsize: the bytes of a number.
 
     Raises:
@@ -89,16 +91,18 @@ def fit(
     """Returns the `Link` of one axis of `mesh`, fitted to the measured times of five collectives.
 
     The five are one hop, an all-gather by one ring and by two rings, a reduce-scatter by a ring,
-    and an all-reduce by recursive doubling. The fit has the least sum of relative differences, over
-    arrays of `sizes` bytes per device, with no negative rate. `Link.error` is the median
-    difference that remains. It is not zero, since a hop takes longer per byte once messages outgrow
-    a cache. `fit` takes some seconds, most of them to compile.
+    and an all-reduce by recursive doubling. A `Link` has four rates: the seconds per hop (alpha),
+    per byte (beta), per byte added (gamma) and per call (start). The fitted rates have the least
+    sum of relative differences from the measured times, over arrays of `sizes` bytes per device,
+    and no rate is negative. `Link.error` is the median difference that remains. This error is not
+    zero, since a hop takes longer per byte once messages outgrow a cache. `fit` takes some seconds,
+    most of them to compile.
 
     Args:
         mesh: the mesh; its other axes are used at the same time, as in a training step.
         axis_name: the axis, or several, which then form one ring.
-        sizes: the bytes per device of the arrays that are measured.
-        rounds: how often each measurement is repeated; the median counts.
+        sizes: the bytes per device of the arrays on which the collectives are timed.
+        rounds: the number of times that each measurement is made; the median is used.
     """
     n = _size(mesh, axis_name)
     calls, costs = [], []
@@ -114,6 +118,7 @@ def fit(
             (doubling.all_reduce, size, {}),
         ]
         for f, count, options in probes:
+            # `_call` applies `f` to the first `count` numbers of the array of `nbytes` bytes.
             calls.append((functools.partial(_call, f, count, axis_name, options), nbytes))
             costs.append(cost.of(f, 4 * count, n))  # a float32 has 4 bytes
     return solved(costs, measure(mesh, axis_name, calls, rounds=rounds))
@@ -129,11 +134,13 @@ def _call(
 def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
     """Returns the `Link` with the least sum of relative differences from the seconds `measured`.
 
-    `costs[i]` is the cost of the collective that took `measured[i]` seconds. No rate (alpha, beta,
-    gamma or start) is below 0. A sum of squares would give too much weight to a time that a busy
-    machine made longer, so absolute differences are summed. Their sum is minimised by weighted
-    least squares (Weiszfeld's iteration). That is done for every choice of the rates that are not
-    0, and the best fit without a negative rate is taken.
+    `costs[i]` is the cost of the collective that took `measured[i]` seconds. A `Link` has four
+    rates, none below 0: the seconds per hop (alpha), per byte (beta), per byte added (gamma) and
+    per call (start). A sum of the squares of the differences would give too much weight to a time
+    that a busy machine made longer, so their absolute values are summed. The sum is minimised by
+    weighted least squares (Weiszfeld's iteration), which may make rates negative. So the
+    minimisation is repeated for each subset of the rates, with the other rates set to 0, and the
+    best fit without a negative rate is taken.
     """
     best, link = math.inf, Link(0.0, 0.0)
     # Both kinds of link are tried: one port for all messages of a round, or a port for each.
@@ -143,7 +150,8 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
         # Seconds, and seconds per byte, differ by nine decades: without a scale, the solution would
         # lose the smaller ones.
         scale = np.maximum(relative.max(axis=0), 1e-300)
-        # The four terms are those of alpha, beta, gamma and start; `count` of them are not 0.
+        # The four terms, one column each, are those of alpha, beta, gamma and start. Rates of
+        # `count` of them are fitted; the others are 0.
         for terms in map(list, itertools.combinations(range(4), count)):
             rates = np.zeros(4)
             # `relative` times the rates is the predicted time, divided by the measured one.
@@ -159,9 +167,10 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 def _least_absolute(relative: np.ndarray) -> np.ndarray:
     """Returns the vector x with the least sum of |relative @ x - 1|, by Weiszfeld's iteration.
 
-    A row of `relative` is one measurement, and a column one of the rates that `solved` fits: some
-    of alpha, beta, gamma and start. x has the best value of each of them, in the unit of its
-    column. `relative @ x` is the predicted time of each measurement, divided by the measured one.
+    A row of `relative` is for one measurement. A column is for one of the rates that `solved` fits,
+    which are some of alpha, beta, gamma and start. Entry i of x is the best value of the rate of
+    column i, times the scale by which the caller divided that column. `relative @ x` is the
+    predicted time of each measurement, divided by the measured one.
     """
     weights = np.ones(len(relative))
     for _ in range(30):
@@ -173,7 +182,7 @@ def _least_absolute(relative: np.ndarray) -> np.ndarray:
 
 
 class Choice(NamedTuple):
-    """The result of a race on one axis: an all-reduce for each size of an array.
+    """The result of a race on one axis; `fastest` chooses an all-reduce for each size of an array.
 
     Attributes:
         sizes: the bytes per device at which the functions were raced, in rising order.
@@ -187,8 +196,11 @@ class Choice(NamedTuple):
         """Returns the function that is expected to be the fastest for `nbytes`.
 
         Between two sizes of the race, the logarithm of the time is interpolated over the logarithm
-        of the size. Below the smallest and above the largest size, the time at that size counts.
+        of the size. Below the smallest and above the largest size, the time at the smallest or the
+        largest size is used.
         """
+        # `times` maps each function to its seconds at each of `sizes`. Logarithms, since both sizes
+        # and times span several decades.
         log_nbytes = math.log(max(nbytes, 1))
         log_sizes = [math.log(size) for size in self.sizes]
 
@@ -201,9 +213,12 @@ class Choice(NamedTuple):
         """Returns the sizes to race next: one between each two neighbouring sizes of the race with
         different winners.
 
-        It is their geometric mean, rounded down to whole float32 numbers. If that is the smaller
-        size again, it is left out, since it was raced already.
+        A new size is the geometric mean of its two neighbours, rounded down to whole float32
+        numbers. A mean that equals the smaller neighbour is left out, since that size was raced
+        already.
         """
+        # `times` maps each function to its seconds at each of the `sizes`. The winner at a size is
+        # the function with the shortest time there.
         functions = list(self.times)
         winners = [functions[k] for k in np.argmin(list(self.times.values()), axis=0)]
         pairs = zip(itertools.pairwise(self.sizes), itertools.pairwise(winners), strict=True)
@@ -213,10 +228,11 @@ class Choice(NamedTuple):
         return tuple(size for size, a in halfway if size > a)
 
     def joined(self, sizes: Sequence[int], measured: Sequence[float]) -> "Choice":
-        """Returns this choice with the seconds `measured` at more `sizes`, all in rising order.
+        """Returns a choice that also has the seconds `measured` at `sizes`, which may be in any
+        order. The sizes of the result are in rising order.
 
-        `measured` lists the seconds of the first function at each size, then the seconds of the
-        next.
+        `measured` lists the seconds of the first function in `times` at each of `sizes`, then the
+        seconds of the second function, and so on.
         """
         by_function = np.reshape(measured, (len(self.times), len(sizes)))
         order = np.argsort([*self.sizes, *sizes])
@@ -237,18 +253,21 @@ def auto(
 ) -> tuple[Algorithm, str]:
     """Returns an algorithm whose all-reduce is the fastest at each size, and a report as text.
 
-    For each axis it calls `fit`, then races some functions: those that the formulas rank first or
-    second at one of the sizes, and `lax.psum`, which has no formula. Then, twice, it measures
-    between two sizes with different winners (`Choice.next_sizes`). The choice depends on the bytes
-    of each leaf and is made at trace time, so it costs nothing in the step. Along axes that were
-    not raced, and for the other collectives, the algorithm uses `jax.lax`.
+    For each axis `auto` calls `fit`, then races some functions: those that the formulas rank first
+    or second at one of the sizes, and `lax.psum`, which has no formula. Then it races twice more,
+    at sizes between neighbouring sizes with different winners (`Choice.next_sizes`). The choice
+    depends on the bytes of each leaf and is made at trace time, so the choice costs nothing in the
+    step. Along axes that were not raced, and for the other collectives, the algorithm uses
+    `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
-        axis_names: the axes along which it will reduce; a tuple for several axes at once.
-        among: the functions to choose from besides `lax.psum`; all exact all-reduces of the library
-            by default.
-        sizes: the bytes per device of the race, in rising order.
+        axis_names: the axes along which the algorithm will reduce; a tuple stands for several axes
+            at once.
+        among: the functions to choose from besides `lax.psum`; by default all exact all-reduces of
+            the library.
+        sizes: the bytes per device of the arrays on which the functions are timed first, in rising
+            order.
         rounds: the number of measurements of each function at each size; the median counts.
         link: the link of these axes, if it was fitted before.
     """
@@ -306,7 +325,8 @@ def _worth_a_race(
 ) -> list[Callable[..., Any]]:
     """Returns the functions that are predicted to be the fastest or second fastest at some size.
 
-    The fastest at each size come first, then the second fastest.
+    The functions that are the fastest at some size come first, then those that are the second
+    fastest.
     """
     predicted = _predicted(rivals, sizes, n, link)
     ranked = [sorted(rivals, key=lambda f: predicted[f][k]) for k in range(len(sizes))]
@@ -327,14 +347,14 @@ def measure(
     spec, n = P(axis_name), _size(mesh, axis_name)
 
     def placed(x, spec, n):
-        """Returns a global array [n, ...] whose blocks on the devices are all `x`, [1, ...]."""
+        """Returns a global array [n, ...]; the block of each device is `x`, of shape [1, ...]."""
         sharding = NamedSharding(mesh, spec)
         return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
 
     def compiled(f):
         """Returns the jitted program of `f` on each device's block [1, numbers].
 
-        Its first call compiles it.
+        The first call of the program compiles it.
         """
 
         def body(x):
@@ -373,7 +393,8 @@ def _report(
 ) -> str:
     """Returns the measurements and the choice on one axis as text.
 
-    `predicted` has, for each function, the seconds by the formulas at each size of the choice.
+    `predicted` has, for each function, the seconds at each size of the choice, by the formulas of
+    `cost`.
     """
     in_a_round = "one after another" if link.one_port else "at the same time"
     lines = [

@@ -1,4 +1,4 @@
-"""Replication types of JAX that its public functions cannot state: results equal on all devices.
+"""Replication types that JAX's public functions cannot state: a result is equal on all devices.
 
 Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
 devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
@@ -35,7 +35,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 AxisName = str | tuple[str, ...]  # one mesh axis, or several, or none: ()
 OneArray = Callable[[Shaped[Array, "..."]], Shaped[Array, "..."]]
 
-type_error = (
+NO_MAT_MESSAGE = (
     "parallax.collectives needs the replication types of JAX 0.10.2 to 0.12 "
     f"(`jax.typeof(x).mat.varying`), and JAX {jax.__version__} has others. Install a JAX in that "
     "range, or a newer parallax-jax."
@@ -59,20 +59,20 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 def axes_of_type(aval: Any) -> tuple[str, ...]:
     """Returns the mesh axes along which a value of this type may differ between devices, sorted.
 
-    `aval` is an abstract type: that of a value, by `jax.typeof`, or of a variable in a traced
-    program. Raises `TypeError` under a version of JAX whose types have no `mat`.
+    `aval` is the abstract type of a value, by `jax.typeof`, or of a variable in a traced program.
+    Raises `TypeError` under a version of JAX whose types have no `mat`, which holds these axes.
     """
     try:
         return tuple(sorted(aval.mat.varying))
     except AttributeError as error:
-        raise TypeError(type_error) from error
+        raise TypeError(NO_MAT_MESSAGE) from error
 
 
 def varying(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the tree `x` typed as varying along `axis_name`, with the same values.
 
     This is `lax.pcast(..., to="varying")` for Equinox trees; leaves that vary already are accepted.
-    Its transpose is a `psum` over the axes that were added.
+    The transpose of `varying` is a `psum` over the axes that were added.
 
     Raises:
         ValueError: the code runs in no `shard_map` over an axis of `axis_name`.
@@ -80,7 +80,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     """
 
     def leaf(x):
-        """Returns one leaf, cast along the axes along which it does not vary yet."""
+        """Returns one leaf, cast to varying along the axes along which it does not vary yet."""
         # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
@@ -98,7 +98,7 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 
     The words are those of `lax.pcast`. An unreduced value is a sum over the axis that was not taken
     yet: each device has one term. A reduced value is the same on all devices, and its cotangent is
-    unreduced. Raises `TypeError` as `varying_axes` does.
+    unreduced. Raises `TypeError` under a version of JAX whose types have no `mat`.
     """
     return reduction_state_of_type(jax.typeof(x))
 
@@ -106,13 +106,13 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
 
-    It maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError` as
-    `axes_of_type` does.
+    The dict maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError`
+    under a version of JAX whose types have no `mat`.
     """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
     except AttributeError as error:
-        raise TypeError(type_error) from error
+        raise TypeError(NO_MAT_MESSAGE) from error
     return dict.fromkeys(unreduced, "unreduced") | dict.fromkeys(reduced, "reduced")
 
 
@@ -121,7 +121,7 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
 
     `states` maps an axis to "varying", "invarying" (invariant), "unreduced" or "reduced". Along
     other axes the type stays. As with `replicated`, the declaration must be true, and there is no
-    derivative: use it inside `linear`.
+    derivative: use `cast_unchecked` inside `linear`.
     """
     # All axes become varying first: `lax.pcast` has no direct way between the other states.
     for axis, state in reduction_state(x).items():
@@ -165,10 +165,10 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def _check_bound(names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if no map around this code is over one of the axes `names`.
+    """Raises `ValueError` for the first of `names` that is not an axis of a map around this code.
 
-    The name may be misspelt, for example. Inside a map, JAX itself fails for such an axis without a
-    message.
+    The name may be misspelt, for example. Inside a map, `lax.pcast` and JAX's collectives would
+    fail for this axis with an assertion that has no text.
     """
     # The axes of the `shard_map`s around this code.
     bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
@@ -188,7 +188,8 @@ def check_typed() -> None:
     """Raises `ValueError` inside a map whose types do not record which values vary over devices.
 
     Such a map is `jax.shard_map(check_vma=False)`, or a `pmap`, over an axis of several devices. An
-    axis index differs between devices by definition, so its type shows whether types are kept.
+    axis index differs between devices by definition, so the type of an axis index shows whether the
+    map records varying axes.
     """
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         index_type = jax.make_jaxpr(lambda name=name: lax.axis_index(name))().out_avals[0]
@@ -201,15 +202,16 @@ def check_typed() -> None:
 
 
 def axis_index(axis_name: AxisName) -> jax.Array:
-    """Returns the device's place on the axis (on several: in row-major order), an int32 scalar."""
+    """Returns the device's place on the axis (row-major on several axes), as an int32 scalar."""
     return lax.axis_index(axis_name) if axes(axis_name) else jnp.zeros((), jnp.int32)
 
 
 def match_varying(x: Tree, reference: PyTree) -> Tree:
-    """Returns the tree `x`, with each leaf also varying as the same leaf of `reference` varies.
+    """Returns the tree `x`, typed as varying along the axes of `x` and those of `reference`.
 
-    That is, a leaf is typed as varying along all mesh axes of either leaf. A loop needs this for
-    its first carry, whose type must be the type of the later carries.
+    A leaf of the result is typed as varying along each mesh axis along which this leaf of `x`, or
+    the same leaf of `reference`, varies. A loop needs this for its first carry, whose type must be
+    the type of the later carries.
     """
     return jax.tree.map(lambda leaf, like: varying(leaf, varying_axes(like)), x, reference)
 
@@ -217,19 +219,22 @@ def match_varying(x: Tree, reference: PyTree) -> Tree:
 def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*dims"]:
     """Returns `x` declared the same on all devices along `axis_name`, at no cost.
 
-    Nothing checks the declaration. It is true after a gather, which gives each device a copy of all
-    blocks. It is also true after a sum in which each block is added up on one device and then
-    copied to all. It has no derivative: use it inside `linear`, which states the transpose.
+    Nothing checks that the value really is the same on all devices. A value is the same after a
+    gather, which gives each device a copy of all blocks, and after a sum in which each block is
+    added up on one device and then copied to all devices. `replicated` has no derivative: use it
+    inside `linear`, which states the transpose.
     """
     return replicated_p.bind(x, axes=axes(axis_name))
 
 
 def _replicated_type(x, *, axes):
-    """Returns the abstract type `x` without `axes` among its varying axes."""
+    """Returns the type of the result of `replicated_p` on an operand of the type `x`: the same type
+    without `axes` among its varying axes."""
+    # `mat`, the "manual axis type", has the sets of varying, unreduced and reduced axes.
     try:
         return x.update(manual_axis_type=x.mat.update(varying=x.mat.varying - frozenset(axes)))
     except AttributeError as error:  # a JAX whose types have no `mat`
-        raise TypeError(type_error) from error
+        raise TypeError(NO_MAT_MESSAGE) from error
 
 
 # A declaration and no operation: its lowering returns its operand, so no compiled program has it.
@@ -245,10 +250,11 @@ def linear(
 ) -> Shaped[Array, "..."]:
     """Returns `forward(x)`, for a linear function whose transpose is `backward`.
 
-    Policies of `jax.checkpoint` can recognise the result by its `name`. `linear` can be
-    differentiated to any order, forward and reverse, and used under `vmap`, `scan`, `checkpoint`
-    and `jit`, inside and outside `shard_map`. `backward` must take and return the types of a
-    transpose: a result that is invariant along an axis has an invariant cotangent.
+    Policies of `jax.checkpoint` can recognise the result by `name`. `linear` can be differentiated
+    to any order, forward and reverse, and used under `vmap`, `scan`, `checkpoint` and `jit`, inside
+    and outside `shard_map`. `backward` must take the cotangent type of the result and return the
+    cotangent type of `x`: for example, a result that is invariant along an axis has an invariant
+    cotangent.
     """
     return linear_p.bind(x, forward=forward, backward=backward, name=name)
 
@@ -261,12 +267,13 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
 def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: bool) -> Jaxpr:
     """Returns the jaxpr of `forward`, for an equation of `linear` in a traced program.
 
-    The equation holds two functions and no jaxpr, so `forward` is traced again. It may use the axes
-    of the `shard_map` around the equation, so it is traced inside a `shard_map` with the same axes.
+    The equation holds two functions and no jaxpr, so `forward` is traced again. `forward` may use
+    the axes of the `shard_map` around the equation, so it is traced inside a `shard_map` with the
+    same axes.
 
     Args:
         eqn: the equation of `linear`.
-        mesh: the mesh of the `shard_map` around it; None outside.
+        mesh: the mesh of the `shard_map` around the equation; None if there is no `shard_map`.
         check_vma: the option of that `shard_map`.
     """
     x: Any = eqn.invars[0].aval
@@ -274,7 +281,7 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
     programs = []
 
     def body():
-        """Traces `forward` on zeros of the type of the operand, and appends the jaxpr."""
+        """Traces `forward` on zeros of the operand's type, and appends the jaxpr to `programs`."""
         zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
         zeros = cast_unchecked(zeros, reduction_state_of_type(x))
         programs.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
@@ -288,9 +295,10 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
 
 
 def operands(x: Any) -> tuple[Any, ...]:
-    """Returns the traced values from which `x` was computed; `()` if its trace keeps none.
+    """Returns the traced values from which `x` was computed; `()` if no equation was recorded.
 
-    A tracer of JAX has the equation that made it as `parent`, and its operands as `in_tracers`.
+    If JAX records a program, the `parent` of a tracer is the equation that made it. The
+    `in_tracers` of the equation are its operands.
     """
     return tuple(getattr(getattr(x, "parent", None), "in_tracers", ()))
 
@@ -307,18 +315,20 @@ def _linear_type(x, *, forward, backward, name):
 
 
 def _linear_transpose(cotangent, x, *, forward, backward, name):
-    """Returns a list of one: the cotangent of `x`, `backward(cotangent)`.
+    """Returns a list with one element: the cotangent of `x`, `backward(cotangent)`.
 
-    Its own transpose is `forward`. `x` is not read, since the function is linear.
+    The transpose of `backward` is `forward` again. The value of `x` is not read, since the function
+    is linear.
     """
     # Without a name: policies of `jax.checkpoint` look only for the forward result.
     return [linear_p.bind(cotangent, forward=backward, backward=forward, name="")]
 
 
 def _batched(arguments, dims, *, forward, backward, name):
-    """Returns `linear` of a batch under `vmap`, and the batch dim of the result, which is 0.
+    """Returns the result of `linear` for a batched operand, and the batch dim of the result, 0.
 
-    `arguments` is `(x,)`, the batched operand, and `dims` is `(dim,)`, its batch dim.
+    This is the rule of `linear` for `vmap`. `arguments` is `(x,)`, the batched operand, and `dims`
+    is `(dim,)`, its batch dim.
     """
     (x,), (dim,) = arguments, dims
     # The result has its batch dim in front, and so has its cotangent. The operand's cotangent must
@@ -343,12 +353,14 @@ def linear_collective(
     backward: OneArray,
     to: str = "varying",
 ) -> Shaped[Array, "..."]:
-    """Returns `forward(x)`, with `backward` as the transpose, and with the types declared.
+    """Returns `forward(x)`, with `backward` as its transpose, and declares the type of the result.
 
     `forward` and `backward` take and return arrays that vary along `axis_name`. `x` may be varying
-    or unreduced along it: it is cast before `forward`. The result is declared as the state `to`:
-    "varying", "invarying" or "reduced". The result of the transpose is declared "reduced" if `x` is
-    unreduced, else "varying". Along other axes the types stay as they are.
+    or unreduced along that axis, but not reduced. An unreduced `x` is cast to varying before
+    `forward`, so `forward` gets this device's term. The result is declared to have the state `to`
+    along the axis: "varying", "invarying" or "reduced". The result of the transpose is declared
+    "reduced" if `x` is unreduced, and "varying" if not. Along other axes the types stay as they
+    are.
     """
 
     def on_varying(function, state):
@@ -357,21 +369,28 @@ def linear_collective(
         """
 
         def typed(x):
-            """Returns `function(x)`, with `x` cast to varying and the result's states declared.
+            """Returns `function` of `x` cast to varying, with the result declared to have `state`.
 
-            Along other axes the result has the states of `x`: `function` is linear and sends
-            nothing along them, so terms of a sum give terms, and equal values give equal ones.
+            The result has `state` along `axis_name`. Along other axes it has the states of `x`,
+            such as "unreduced", since `function` is linear and sends nothing along those axes. So
+            if the devices hold terms of a sum, the results are terms of a sum, and if they hold
+            equal values, the results are equal.
             """
+            # A dict of the axes along which `x` is unreduced or reduced; it lacks all other axes.
             states = reduction_state(x)
             other_states = {name: states[name] for name in states if name not in axes(axis_name)}
             # JAX does not index arrays that are unreduced or reduced along any axis.
             varying_everywhere = dict.fromkeys((*axes(axis_name), *other_states), "varying")
             result_states = {**other_states, **dict.fromkeys(axes(axis_name), state)}
+            # `lax.pcast` lacks some of these casts, such as from varying to invariant.
             return cast_unchecked(function(cast_unchecked(x, varying_everywhere)), result_states)
 
         return typed
 
-    # JAX's types demand this pair: the cotangent of an unreduced value is reduced.
+    # JAX's types demand this pair: the cotangent of an unreduced value is reduced. The dict
+    # `reduction_state(x)` has only the axes along which `x` is unreduced or reduced. Along
+    # `axis_name` it is not reduced (`check_summand` and `check_block` refuse that), so an entry for
+    # such an axis says "unreduced".
     unreduced = any(axis in axes(axis_name) for axis in reduction_state(x))
     transposed_state = "reduced" if unreduced else "varying"
     return linear(
@@ -380,16 +399,18 @@ def linear_collective(
 
 
 def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
-    """Returns `x` for a sum: typed as varying, or as unreduced, along all axes of `axis_name`.
+    """Returns `x` with a type that can be summed along all axes of `axis_name`.
 
-    `name` is the collective's name in the errors.
+    An `x` that is unreduced along all these axes stays unreduced; any other `x` is typed as varying
+    along all of them. `name` is the name of the collective in the errors.
 
     Raises:
         ValueError: `x` is reduced along one of the axes, or unreduced along some of them only.
             `lax` refuses such arrays too.
     """
+    # Only the axes along which `x` is unreduced or reduced.
     states = _states_along(x, axis_name)
-    # Along all axes each device has one term of an unreduced `x`: these terms are summed.
+    # Unreduced along all axes: each device has one term, and these terms are summed.
     if set(states.values()) == {"unreduced"} and len(states) == len(axes(axis_name)):
         return x
     if "unreduced" in states.values():
@@ -398,15 +419,18 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
             f"along none; this one, of shape {x.shape}, is {_describe(states)}. Sum it over its "
             "unreduced axes first, then over the others."
         )
+    # Refuses an `x` that is reduced along one of the axes.
     return check_block(name, x, axis_name)
 
 
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
-    """Returns `x` typed as varying along `axis_name`.
+    """Returns `x`, this device's block or its term of a sum, typed as varying along `axis_name`.
 
     Raises `ValueError`, with the collective's `name`, if `x` is unreduced or reduced along that
-    axis, as `lax` does.
+    axis; `lax` refuses such an `x` too.
     """
+    # Only the axes along which `x` is unreduced or reduced: if there are none, it is varying or
+    # invariant along each.
     states = _states_along(x, axis_name)
     if not states:
         return varying(x, axis_name)
@@ -421,7 +445,7 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
 
 
 def _states_along(x, axis_name: AxisName) -> dict[str, str]:
-    """Returns the `reduction_state` of `x`, unreduced or reduced, along these axes only."""
+    """Returns the entries of `reduction_state(x)`, axis to state, for axes in `axis_name` only."""
     states = reduction_state(x)
     return {axis: states[axis] for axis in states if axis in axes(axis_name)}
 
@@ -433,7 +457,7 @@ def _describe(states: dict[str, str]) -> str:
 def coordination_client() -> Any:
     """Returns the client of JAX's coordination service, whose key-value store all processes share.
 
-    It is `None` before `jax.distributed.initialize`. JAX has no public name for it.
+    The client is `None` before `jax.distributed.initialize`. JAX has no public name for it.
     """
     return distributed.global_state.client
 
@@ -441,6 +465,7 @@ def coordination_client() -> Any:
 def rank_and_processes() -> tuple[int, int]:
     """Returns this process's rank and the number of processes, without making JAX's devices.
 
-    `jax.process_index` would make them, after which the number of virtual CPU devices is fixed.
+    `jax.process_index` would make the devices, and then the number of virtual CPU devices could no
+    longer be set.
     """
     return distributed.global_state.process_id, distributed.global_state.num_processes

@@ -1,4 +1,4 @@
-"""`parallax compare` and `parallax bisect`: check a split step on virtual CPU devices."""
+"""The commands `parallax compare` and `parallax bisect` check a split step on virtual CPUs."""
 
 import argparse
 from pathlib import Path
@@ -53,13 +53,13 @@ def compare(options: argparse.Namespace) -> str:
     chosen = model(options)
     layout = layout_of(options, chosen.config, options.devices)
     use_cpus(layout.devices)
-    devices = mesh.make(devices=jax.devices(), **layout.axes)
+    world = mesh.make(devices=jax.devices(), **layout.axes)
     train_step = decoder.train_step(
         chosen.family,
         chosen.config,
         plans.ADAMW,
         layout,
-        devices,
+        world,
         batch=options.batch,
         key=jax.random.key(0),
     )
@@ -68,21 +68,22 @@ def compare(options: argparse.Namespace) -> str:
     windows = jax.ShapeDtypeStruct(
         (options.batch, chosen.config.context + 1),
         jnp.int32,
-        sharding=mesh.shardings(jax.P(layout.batch_axes), devices),
+        sharding=mesh.shardings(jax.P(layout.batch_axes), world),
     )
     compiled = train_step.train.lower(train_step.shapes, windows).compile()
     predicted = plans.plan(chosen.config, layout, hardware.VIRTUAL_CPU, batch=options.batch)
+    # `plans.compare` returns a row for each prediction, and `plans.compared` writes them as text.
     return plans.compared(plans.compare(predicted, compiled))
 
 
 def first_difference(options: argparse.Namespace) -> str:
-    """Returns a report, as text, of the first value in the training step of `--layout` that differs
-    from the step on one device; with `--record`, from an earlier run. With `--save` it also writes
-    a record of the run to a file.
+    """Returns a report, as text, of the first value in which the training step of `--layout`
+    differs from the step on one device. With `--record`, the step is compared with an earlier run
+    instead. With `--save`, a record of this run is also written to a file.
 
     Raises:
-        ValueError: the layout does not fit, there is no record, or the folder of `--save` does not
-            exist.
+        ValueError: the layout does not fit, the file of `--record` does not exist, or the folder of
+            the file of `--save` does not exist.
     """
     import jax
     import jax.numpy as jnp
@@ -113,8 +114,8 @@ def first_difference(options: argparse.Namespace) -> str:
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def run(layout: Layout):
-        """Returns the training step of a layout and its arguments, the state and the token windows:
-        the pair that `bisect.record` needs.
+        """Returns the pair that `bisect.record` needs: the training step of a layout, and the
+        step's arguments `(state, windows)`.
         """
         train_step = decoder.train_step(
             chosen.family,
@@ -130,9 +131,9 @@ def first_difference(options: argparse.Namespace) -> str:
 
     if reference is None:
         reference = bisect.record(lambda: run(Layout()))
-    # A device's loss is the mean over its own sequences. With a context axis it is also the mean
-    # over its own tokens. `rows` and `means` name these axes, so that the record can join the
-    # losses.
+    # `rows` names the axes that split the sequences of the batch; the loss is a mean along them.
+    # `means` names the other axes along which the loss is a mean: along "context", each device has
+    # the mean loss of its own tokens.
     split = bisect.record(lambda: run(layout), rows=layout.batch_axes, means=("context",))
     if options.save:
         split.save(options.save)

@@ -1,4 +1,4 @@
-"""`parallax compile`: compile a step for a TPU or GPU machine that is not here."""
+"""The command `parallax compile` compiles a step for a TPU or GPU machine that is not here."""
 
 import argparse
 import time
@@ -38,12 +38,12 @@ def add_compile(commands: Any) -> None:
 
 
 def compile_for(options: argparse.Namespace) -> str:
-    """Compiles a training step for the machine `--target`, and returns a report of it as text. Also
-    writes the files of `--trace`, `--picture` and `--text`.
+    """Compiles a training step for the machine `--target`, and returns a report about the compiled
+    step as text. Also writes the files of `--trace`, `--picture` and `--text`.
 
     Raises:
-        ValueError: the layout does not fit the model or the machine, or the step does not fit the
-            memory.
+        ValueError: the layout does not fit the model or the machine, or the step does not fit into
+            the memory.
         ImportError: the compiler of the machine is not installed.
     """
     import jax
@@ -60,11 +60,14 @@ def compile_for(options: argparse.Namespace) -> str:
         canvas.figure(1, 1)  # if matplotlib is missing, this raises before the long compilation
     chosen, target = model(options), targets.target(options.target)
     step, arguments = _step(options, chosen, target)
+    # The processor time of all threads does not grow when other programs use the processors.
     start = time.process_time()
     program = targets.compile(step, *arguments, target=target)
     seconds = time.process_time() - start
     timeline = program.timeline()
-    rows = draw.replay(timeline, options.picture)  # as text; also writes the picture, if asked for
+    # The timeline as text: a line for computing, and one for each set of axes. `replay` also writes
+    # the picture, if `options.picture` names a file.
+    lines = draw.replay(timeline, options.picture)
     if options.trace:
         draw.replay_trace(timeline, options.trace)
     if options.text:
@@ -77,14 +80,14 @@ def compile_for(options: argparse.Namespace) -> str:
         operations = plans.model_flops(chosen.config, batch)
     table = report.table(program, operations=operations, timeline=timeline)
     sizes = f"{chosen.config.parameters:,} parameters, batch {batch} x {chosen.config.context}"
-    return f"{sizes} tokens\n{table}\n\n{rows}\n\n{_compile_time(seconds)}"
+    return f"{sizes} tokens\n{table}\n\n{lines}\n\n{_compile_time(seconds)}"
 
 
 def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any, tuple[Any, Any]]:
     """Returns the training step on the devices of `target`, and the shapes of its two arguments,
     the state and the token windows. Islands are groups of devices that train separately and
-    exchange their weights only once in many steps. With several islands, each has the layout and
-    the batch of the options. Raises `ValueError` if the islands or the layout do not fit.
+    exchange their weights only once in many steps. With several islands, each island has the layout
+    and the batch of the options. Raises `ValueError` if the islands or the layout do not fit.
     """
     import jax
     import jax.numpy as jnp
@@ -102,12 +105,14 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
     layout = layout_of(options, chosen.config, len(target.devices) // count, fixed=("devices",))
     key, batch = jax.random.key(0), count * options.batch
     axes = {"island": count, **layout.axes} if count > 1 else layout.axes
-    devices = mesh.make(devices=target.devices, **axes)
-    parts = (chosen.family, chosen.config, plan.ADAMW, layout, devices)
+    world = mesh.make(devices=target.devices, **axes)
+    parts = (chosen.family, chosen.config, plan.ADAMW, layout, world)
     if count == 1:
         train_step = decoder.train_step(*parts, batch=batch, key=key)
     else:
         one_island = decoder.train_step(*parts, batch=options.batch, key=key)
+        # In each exchange, every `every` steps, the outer optimizer applies the mean change of the
+        # islands' weights.
         train_step = on_islands.train_step(
             one_island, islands.outer_nesterov(), every=options.every
         )
@@ -115,7 +120,7 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
     windows = jax.ShapeDtypeStruct(
         (batch, chosen.config.context + 1),
         jnp.int32,
-        sharding=mesh.shardings(jax.P(island_axes + layout.batch_axes), devices),
+        sharding=mesh.shardings(jax.P(island_axes + layout.batch_axes), world),
     )
     return train_step.train, (train_step.shapes, windows)
 

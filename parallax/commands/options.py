@@ -32,8 +32,8 @@ class Model(NamedTuple):
     """A decoder.
 
     Attributes:
-        family: its `models.family.Family`.
-        config: its sizes, a configuration of that family.
+        family: the `models.family.Family` of the decoder.
+        config: the sizes of the decoder, as a configuration of its family.
     """
 
     family: Any
@@ -41,11 +41,13 @@ class Model(NamedTuple):
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and shows each default that an option has."""
+    """A formatter of help texts. It keeps the line breaks of the description, and shows the default
+    of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """Returns an option's help, followed by its default if it has one. (argparse alone would
-        write "default: None" for the others.)"""
+        write "default: None" for an option without a default.)
+        """
         return action.help if action.default is None else super()._get_help_string(action)
 
 
@@ -125,8 +127,9 @@ def use_cpus(devices: int) -> None:
 
 
 def check_folder(options: argparse.Namespace, name: str) -> None:
-    """Raises `ValueError` if the option `name` gives a file to write whose folder does not exist.
-    Commands call it first, so that no long work is lost."""
+    """Raises `ValueError` if the option `name` is an output file in a folder that does not exist.
+    Commands call this function first, so that no long work is lost.
+    """
     file = getattr(options, name)
     if file and not (folder := Path(file).absolute().parent).is_dir():
         raise ValueError(f"--{name} needs an existing folder; {folder} does not exist.")
@@ -195,7 +198,8 @@ def layout_of(
     sizes = {**config.sizes, "batch": options.batch}
     if devices is not None:
         sizes["devices"] = devices
-    fixed = ("heads", "hidden", "rows", *fixed)  # no flag sets these sizes of the model
+    # No flag sets these sizes of the model; "rows" are the rows of its padded vocabulary.
+    fixed = ("heads", "hidden", "rows", *fixed)
     # `Wording` tells an error how to write a size, and a change that it proposes, as flags of the
     # command.
     wording = validate.Wording(_flag_or_field, _flags, fixed=fixed)
@@ -213,8 +217,8 @@ def flag(name: str, value: Any) -> str:
 
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """Returns the flags for a `change` that an error proposes: `--name value` for each of its
-    fields. The first argument has the fields that the user has written. It is not used here.
+    """Returns the flags for a `change` that an error proposes: `--name value` for each field of the
+    change. The first argument, the fields that the user has written, is not used here.
     """
     return " ".join(flag(name, value) for name, value in change.items())
 

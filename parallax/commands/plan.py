@@ -1,4 +1,4 @@
-"""`parallax plan`: predict the memory, traffic and time of a step, or rank all layouts."""
+"""The command `parallax plan` predicts memory, traffic and time of a step, or ranks all layouts."""
 
 import argparse
 import math
@@ -83,13 +83,13 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Returns a plan as text: the predicted memory, traffic and time of a step. If a file or
-    `--mesh` is given, it is the plan of the step in that file. If `--layout` is given, it is the
-    plan of this layout. Otherwise the best layouts are searched.
+    """Returns a plan as text: the predicted memory, traffic and time of a step. With a file and
+    `--mesh`, it is the plan of the step in that file. With `--layout`, it is the plan of this
+    layout. With neither a file nor `--layout`, the best layouts are searched.
 
     Raises:
-        ValueError: neither a layout nor a number of devices is given, a chip is unknown, or a
-            layout does not fit.
+        ValueError: there is no layout, no file and no number of devices; only one of a file and
+            `--mesh` is given; a chip is unknown; or a layout does not fit.
     """
     from parallax import plan as plans
 
@@ -115,8 +115,10 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
-    """Returns a table of the fastest layouts of `--devices`, and the plan of the simplest layout
-    among those that are nearly as fast as the first.
+    """Returns a text in several parts: a table of the fastest layouts of `--devices`; the plan of
+    the simplest layout among those that are nearly as fast as the first; a table of the fastest
+    algorithm for each axis of this layout along which `jax.lax` moves data, if there is such an
+    axis; and the best interval between checkpoints, if `--failures-per-device-year` is given.
 
     Raises:
         ValueError: `--devices` is missing or below 1, or nothing fits.
@@ -157,7 +159,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
 def kernel_of(options: argparse.Namespace) -> bool | None:
     """Returns True with `--attention-kernel`: the attention keeps no scores. Returns None without
-    it: the plan assumes the attention that the training recipe uses on the chip.
+    this option: the plan assumes the attention that the training recipe uses on the chip.
     """
     return options.attention_kernel or None
 

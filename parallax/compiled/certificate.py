@@ -1,4 +1,5 @@
-"""The collectives that a compiled program runs, read from its text and compared with a prediction.
+"""Reads from the text of a compiled program which collectives it runs, and compares these with a
+prediction.
 
     entries = certificate.read(jax.jit(f).lower(x).compile(), mesh)
     print(certificate.table(entries))
@@ -6,10 +7,10 @@
     print(*certificate.differences(entries, predicted), sep="\\n")
 
 A collective in a loop counts once for each trip. XLA writes the numbers of a group's devices; the
-mesh tells along which axes these devices differ. In a *chain* each collective waits for the one
-before it; its length is counted in `hops`. A *computation* is a list of instructions with a name,
-such as a loop's body. `hlo.runs` yields the collectives of a program, each with its number of runs
-(`times`); the `ops` of a collective are the arrays that it returns.
+mesh tells along which axes these devices differ. In a *chain* each collective waits for the
+collective before it; `hops` is the length of a chain. A *computation* is a list of instructions
+with a name, such as a loop's body. `hlo.runs` yields the collectives of a program, each with its
+number of runs (`times`); the `ops` of a collective are the arrays that it returns.
 """
 
 import functools
@@ -33,15 +34,18 @@ class Entry(NamedTuple):
     """All collectives of one kind along the same axes, on one device, in one call of a program.
 
     Attributes:
-        kind: XLA's name, such as "collective-permute".
+        kind: XLA's name of the collectives, such as "collective-permute".
         axes: the mesh axes along which a group's devices differ, in the mesh's order; for a
             permute, the axes along which data moves.
         count: the number of runs over all trips of loops.
-        bytes: the bytes of the results over all runs; for a permute, those that a device receives.
-        hops: the length of the longest chain in which each collective waits for the one before.
-        conditional: whether they stand in a branch that may not be taken. The collectives of all
-            branches are counted.
-        unbounded: whether they stand in a loop of unknown length, which counts as one trip.
+        bytes: the bytes of the results, summed over all runs; for a permute, the bytes that a
+            device receives.
+        hops: the length of the longest chain in which each collective waits for the one before. A
+            chain counts all collectives of this kind along these axes, both conditional and
+            unconditional.
+        conditional: whether the collectives are in a branch that may not be taken. The collectives
+            of all branches are counted.
+        unbounded: whether the collectives are in a loop of unknown length, counted as one trip.
     """
 
     kind: str
@@ -55,7 +59,7 @@ class Entry(NamedTuple):
 
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     """Returns the collectives of a compiled program or of its text, added up in entries: one entry
-    for each kind, set of axes, and value of `conditional` and `unbounded`.
+    for each combination of kind, set of axes, `conditional` and `unbounded`.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
@@ -79,14 +83,16 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     entries = []
     for key in sorted(counts, key=lambda key: ([position[name] for name in key[1]], key)):
         kind, names, conditional, unbounded = key
-        hops = int(chains[kind, names])  # rounded down: a mean number of trips may be a fraction
+        # A chain may go through conditional and other collectives, so entries of one kind and axes
+        # have the same hops. They are rounded down: a mean number of trips may be a fraction.
+        hops = int(chains[kind, names])
         entries.append(Entry(kind, names, counts[key], sizes[key], hops, conditional, unbounded))
     return entries
 
 
 def hops(compiled: jax.stages.Compiled | str, *, kind: str = "collective-permute") -> int:
     """Returns the length of the longest chain of collectives of one kind, along any axes, in which
-    each waits for the one before."""
+    each collective waits for the one before."""
     program = hlo.module(compiled)
     return int(_chain(program, program.entry, lambda instruction: instruction.collective, {})[kind])
 
@@ -120,10 +126,11 @@ def differences(
 
     Args:
         entries: the result of `read`.
-        predicted: a list of entries; or a mapping from an axis (a name, or a tuple of names) to
-            the bytes of all results along this axis, or to a `Cost`. The `sent`, `messages` and
-            `chain` of a `Cost` are compared with the bytes, the count and the hops. Fewer hops than
-            predicted are no difference, since several arrays may travel side by side.
+        predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
+            tuple of names. The value of a key is the number of bytes of all results along this
+            axis, or a `Cost`, whose `sent`, `messages` and `chain` are compared with the bytes, the
+            count and the hops. Fewer hops than predicted are no difference, since several arrays
+            may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -177,14 +184,14 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """Returns a sentence for each of the bytes, the count and the hops whose sum over `entries`
-    differs from its prediction. Fewer hops than predicted are no difference.
+    """Returns a sentence for each number that differs from its prediction: the bytes, the count and
+    the hops of all `entries`. Fewer hops than predicted are no difference.
 
     Args:
         what: the words with which each sentence begins, such as "all-reduce along data".
         predicted: the predicted bytes, count and hops; a number that is None is not compared. None
             stands for no prediction at all.
-        entries: the program's entries; an empty list if the program has none.
+        entries: the program's entries along the same axes; an empty list if the program has none.
     """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
@@ -198,6 +205,8 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
+        if field == "hops":  # entries of one kind have the hops of one chain, which counts once
+            actual = sum({entry.kind: entry.hops for entry in entries}.values())
         # The predicted hops are an upper bound: they assume that arrays go one after another.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue
@@ -242,7 +251,8 @@ def _chain(
         program: the program.
         name: the name of the computation.
         key: a function from a collective to its key, such as its kind.
-        known: the results for computations that were counted before; this function adds to them.
+        known: the results for computations that were counted before. This function adds its own
+            result to `known`.
     """
     if name in known:
         return known[name]
@@ -291,8 +301,8 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns the largest length of each key in any of the counters: the union (`|`) of two
-    counters takes the larger number."""
+    """Returns, for each key, the largest length that any of the counters has for this key. The
+    union (`|`) of two counters takes the larger number."""
     return functools.reduce(operator.or_, chains, Counter())
 
 

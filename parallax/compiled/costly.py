@@ -3,8 +3,9 @@
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
 
 A *computation* is a list of instructions with a name, such as a loop's body. `line.called` has the
-computations that an instruction runs, each with its number of runs: 0 for a loop whose text does
-not state its trips. `line.counted` is the mean number of trips that the loop's name gives, or 0.
+computations that an instruction runs, each with its number of runs. This number is 0 for a loop
+whose text does not state its trips. `line.counted` is the mean number of trips of a run of the
+loop, if tracing wrote this number into the loop's name; if not, `line.counted` is 0.
 """
 
 import itertools
@@ -22,11 +23,11 @@ class Costly(NamedTuple):
     """An instruction that takes time.
 
     Attributes:
-        seconds: its time in a whole step, without messages.
-        times: the number of runs in a step.
-        name: its name in the program's text.
-        opcode: its operation, such as "fusion".
-        result: the type of its result, such as "f32[8,16]{1,0}".
+        seconds: the instruction's time in a whole step, without messages.
+        times: how often the instruction runs in a step.
+        name: the instruction's name in the program's text.
+        opcode: the instruction's operation, such as "fusion".
+        result: the type of the instruction's result, such as "f32[8,16]{1,0}".
         line: the source line, as "file:line"; "" if the text does not tell.
     """
 
@@ -47,7 +48,7 @@ def instructions(
 
     Args:
         compiled: the program, or its text.
-        chip: the chip that it was compiled for.
+        chip: the chip that the program was compiled for.
         cores: the number of devices that share a chip.
 
     Raises:
@@ -59,7 +60,7 @@ def instructions(
     costs = seconds.Costs(program, chip, cores)
 
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
-        """Returns the instructions of a computation that runs `times` times in a step.
+        """Returns the costs of the instructions of a computation that runs `times` times in a step.
 
         `times` is a fraction if the number of trips of a loop is a mean. The number of runs of an
         instruction is rounded down.
@@ -94,8 +95,9 @@ def _total(expensive: Iterable[Costly]) -> float:
 
 
 def table(expensive: list[Costly], *, rows: int = 20) -> str:
-    """Returns a text with a line for each of the first `rows` instructions: its time, its share of
-    the time of all instructions in `expensive`, its runs, and its source line."""
+    """Returns a text with a line for each of the first `rows` instructions: the instruction's time,
+    its share of the time of all instructions in `expensive`, its number of runs, and its source
+    line."""
     total = _total(expensive)
     lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
     for instruction in expensive[:rows]:

@@ -1,5 +1,5 @@
-"""The text of a compiled program as data: its instructions, and its collectives with their numbers
-of runs and their devices.
+"""Reads the text of a compiled program as data: the instructions of the program, and for each
+collective its number of runs and its devices.
 
 XLA numbers the devices in the order of the program's mesh. It writes groups of devices in four
 notations, and this module reads all four. A *computation* is a list of instructions with a name,
@@ -66,11 +66,12 @@ class Instruction(NamedTuple):
     """A line of a compiled module.
 
     Attributes:
-        name: the name of its result.
-        result: the type of its result, such as "f32[8,16]{1,0}"; the type of a tuple has lost its
-            brackets.
+        name: the name of the instruction's result.
+        result: the type of its result, such as "f32[8,16]{1,0}"; for a tuple, the types of its
+            elements without the brackets around them.
         opcode: the operation, such as "dot".
-        operands: the names of its operands, and of the instructions that it waits for.
+        operands: the names of the instruction's operands, and of other instructions that it waits
+            for.
         attributes: the text after the operands.
         trips: the trips of a loop whose text does not state them, as `module` reads them from the
             loop's condition; 0 if the condition does not tell.
@@ -106,8 +107,8 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, int]]:
-        """The names of the computations that the instruction runs, each with its number of runs; 0
-        if the number is unknown."""
+        """The name of each computation that the instruction runs, in a pair with the number of
+        runs. The number is 0 if it is unknown."""
         # The start and the end of an asynchronous instruction both name its computations. They
         # count at the start only.
         if self.opcode.endswith(("-done", "-update")):
@@ -129,6 +130,8 @@ class Instruction(NamedTuple):
         fraction if some trips of the outer loop do not run this loop. It is 0 unless
         `jaxprs.counted_scope` wrote the number into the loop's name when the program was traced.
         """
+        # In a name such as "head.3_of_8", group 2 is 3, the trips of this loop in all trips of the
+        # outer loop, and group 3 is 8, the trips of the outer loop.
         scope = COUNTED.search(self.attributes)
         return Fraction(int(scope[2]), int(scope[3])) if scope else Fraction(0)
 
@@ -173,8 +176,8 @@ class Run(NamedTuple):
     Attributes:
         instruction: the collective.
         times: the number of runs over all trips of the loops around it.
-        conditional: whether it stands in a branch that may not be taken.
-        unbounded: whether it stands in a loop of unknown length, which counts as one trip.
+        conditional: whether the collective is in a branch that may not be taken.
+        unbounded: whether the collective is in a loop of unknown length, which counts as one trip.
     """
 
     instruction: Instruction
@@ -189,11 +192,11 @@ def collectives(f: Callable[..., Any], *arguments: Any) -> list[Op]:
 
 
 def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
-    """Returns the collectives of a compiled program or of its text, each repeated as often as it
-    runs.
+    """Returns the collectives of a compiled program or of its text. Each collective is repeated as
+    often as it runs.
 
     Raises:
-        ValueError: a collective stands in a loop of unknown length.
+        ValueError: a collective is in a loop of unknown length.
     """
     ops: list[Op] = []
     for run in runs(module(compiled)):
@@ -210,8 +213,8 @@ def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
 def module(compiled: jax.stages.Compiled | str) -> Module:
     """Returns the instructions of a compiled program or of its text, by computation.
 
-    In the text a computation is a line that ends in `{`, and indented lines `name = definition`,
-    one for each instruction.
+    In the text, a computation begins with a line that ends in `{`. The indented lines after it,
+    `name = definition`, are its instructions.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -260,8 +263,8 @@ def runs(program: Module) -> Iterator[Run]:
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
         """Yields the collectives of the computation `name`, which runs `times` times. `conditional`
-        says that it stands in a branch and may run less often; `unbounded` says that it stands in
-        a loop of unknown length and may run more often.
+        says that the computation is in a branch and may run less often. `unbounded` says that the
+        computation is in a loop of unknown length and may run more often.
         """
         for instruction in program[name]:
             if instruction.collective:
@@ -282,13 +285,13 @@ def runs(program: Module) -> Iterator[Run]:
 
 def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, Instruction]]:
     """Returns pairs of instructions whose collectives may run at the same time. The first of a pair
-    is a loop that contains collectives. The second is a later collective, or another such loop,
-    that does not wait for the end of the first.
+    is a loop, a call or a conditional that contains collectives. The second is a later instruction
+    that is or contains a collective, and that does not wait for the end of the first.
 
     XLA's CPU backend may begin an instruction that does not use the loop's results while threads
-    still run the loop. Collectives of the two can then meet in one rendezvous, and the process
-    aborts: "Id can't be larger than the number of participating threads". `cpu.sequence_after`
-    makes the later instruction wait for the loop.
+    still run the loop. Collectives of both instructions can then meet in one rendezvous, and the
+    process aborts: "Id can't be larger than the number of participating threads".
+    `cpu.sequence_after` makes the later instruction wait for the loop.
     """
     program = module(compiled)
 
@@ -302,14 +305,15 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     for lines in program.computations.values():
         # For each instruction, all instructions that it waits for, directly or through others.
         before: dict[str, frozenset[str]] = {}
-        loops: list[Instruction] = []
+        containers: list[Instruction] = []  # the instructions so far that contain collectives
         for line in lines:
             operands = [name for name in line.operands if name in before]
             before[line.name] = frozenset(operands).union(*(before[name] for name in operands))
             if communicates(line):
-                pairs += [(loop, line) for loop in loops if loop.name not in before[line.name]]
-                if not line.collective:  # a loop, or another instruction that runs collectives
-                    loops.append(line)
+                unfinished = [first for first in containers if first.name not in before[line.name]]
+                pairs += [(first, line) for first in unfinished]
+                if not line.collective:
+                    containers.append(line)
     return pairs
 
 
@@ -337,8 +341,8 @@ def _named(text: str) -> np.ndarray:
     `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh, and names the
     axes, or the parts of axes, along which the devices of a group differ.
 
-    `'a':(2)4` is the part of axis a that has size 4 and follows a slower part of size 2; `'a'`
-    alone is the whole axis. Each axis is split into three dims: before, in and after that part. The
+    Each axis is reshaped to three dims. For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8),
+    and the middle dim is the named part; for `'a'` alone, the middle dim is the whole axis. The
     middle dims of all named axes are moved last, since they number the members of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
@@ -347,7 +351,7 @@ def _named(text: str) -> np.ndarray:
         ids = np.arange(math.prod(shape.values()))
     else:
         ids = _iota(listed) if listed.startswith("[") else np.array(listed.split(","), int)
-    # For each named axis: the size of the slower part before its named part, and of that part.
+    # For each named axis: the size of the dim before its named part, and of that part.
     along = {
         name: (int(before or 1), int(size or shape[name]))
         for name, _, before, size in NAMED_AXIS.findall(names)
@@ -366,7 +370,7 @@ def _named(text: str) -> np.ndarray:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """Returns the text inside the first bracket, and the text after it. `text` begins with that
+    """Returns the text inside the first bracket, and the text after it. `text` must begin with a
     bracket."""
     depth = 0
     for k, letter in enumerate(text):

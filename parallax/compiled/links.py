@@ -1,16 +1,17 @@
 """The links of a machine, and the links that each message uses. A link joins neighbours on a torus,
-a device and its switch, or a slice (or machine) and the network.
+a GPU and its switch, or a device and the network.
 
     machine = links.torus(hardware.TPU_V5E, [device.coords for device in mesh.devices.flat])
     # The seconds for which each link is busy, and the longest latency of a message.
     machine.crossing({(0, 1): 4096})
 
-A link carries one message at a time; messages that share it wait for each other. *Flows* are the
-bytes that each device sends to another, by (sender, receiver), in numbers of the mesh's order. An
-`alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has both for a link,
-and `hardware.slow` for the network. `hardware.reached[1]` is the share that links reach of their
-stated rate. A `Machine` has, for each device, its coordinates (`places`) and the number of its
-slice or machine (`groups`); `sizes` are those of the torus, and empty for a switch.
+A link carries one message at a time; messages that share a link wait for each other. *Flows* map
+each pair (sender, receiver) to the bytes that are sent; devices are numbered in the order of the
+mesh. An `alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has the
+alpha and the beta of a link, and `hardware.slow` those of the network. `hardware.reached[1]` is the
+share of their stated rate that links reach. A *server* is the GPUs behind one switch. A `Machine`
+has, for each device, the coordinates of the device (`places`) and the number of its slice of TPUs
+or of its server (`groups`). `sizes` has the sizes of the torus, and is empty with a switch.
 """
 
 from collections import Counter
@@ -32,10 +33,11 @@ class Machine(NamedTuple):
     """The devices of a program, in the order of its mesh.
 
     Attributes:
-        hardware: one of the chips.
-        places: for each device its coordinates on the torus, or with a switch its number.
-        groups: for each device the number of its slice or machine.
-        sizes: the sizes of the torus; empty for a switch.
+        hardware: the rates of the chip, such as `hardware.TPU_V5E`.
+        places: for each device its coordinates on the torus; with a switch, the number of the
+            device.
+        groups: for each device the number of its slice of TPUs, or of its server.
+        sizes: the sizes of the torus; with a switch, an empty tuple.
         cores: the number of devices that share a chip.
         closed: for each dim of the torus, whether its ends are linked, as in a ring.
     """
@@ -49,13 +51,14 @@ class Machine(NamedTuple):
 
     def kind(self, source: int, target: int) -> str:
         """Returns the kind of connection of two devices: "link", or "network" between slices or
-        machines."""
+        servers."""
         return "link" if self.groups[source] == self.groups[target] else "network"
 
     def path(self, source: int, target: int) -> list[Link]:
-        """Returns the links that a message takes from one device to another, in order. A link is a
-        tuple that names it. On a torus the message goes along one dim after another; if a dim is
-        closed in a ring, it takes the shorter way round. A device needs no link to itself."""
+        """Returns the links that a message takes from one device to another, in order. Each link is
+        given by its name, which is a tuple. On a torus the message goes along one dim after
+        another; if a dim is closed in a ring, the message takes the shorter way round. A device
+        needs no link to itself."""
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:
@@ -77,15 +80,15 @@ class Machine(NamedTuple):
 
     def crossing(self, flows: Flows) -> tuple[dict[Link, float], float]:
         """Returns the seconds for which each link is busy, and the longest latency of a message in
-        seconds. `flows` has the bytes to send, by (sender, receiver). Messages that share a link
-        add up on it."""
+        seconds. `flows` maps (sender, receiver) to the bytes to send. The times of messages that
+        share a link are added."""
         busy: dict[Link, float] = {}
         latency = 0.0
         for (source, target), size in flows.items():
             path = self.path(source, target)
-            far = bool(path) and path[0][0] == "network out"  # between slices or machines
+            far = bool(path) and path[0][0] == "network out"  # between slices or servers
             hop = self.hardware.slow if far else self.hardware.fast
-            # Links inside a slice or machine reach only a share of their stated rate.
+            # Links inside a slice or server reach only a share of their stated rate.
             seconds_per_byte = hop.beta if far else hop.beta / self.hardware.reached[1]
             for link in path:
                 busy[link] = busy.get(link, 0.0) + size * seconds_per_byte
@@ -116,12 +119,13 @@ def torus(
 
 
 def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
-    """Returns the links of GPUs. Each switch joins `in_machine` GPUs, and a network joins the
-    switches' machines. Each device has one port to its switch and one to the network."""
+    """Returns the machine of `devices` GPUs. Each server has `in_machine` GPUs and a switch that
+    joins them, and a network joins the servers. Each GPU has one port to its switch and one to the
+    network."""
     return Machine(
         hardware,
         tuple((k,) for k in range(devices)),  # places
-        tuple(k // in_machine for k in range(devices)),  # the machine of each device
+        tuple(k // in_machine for k in range(devices)),  # the server of each device
     )
 
 
@@ -129,7 +133,8 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
     """Returns, for each mesh axis of several devices, the mean number of links in a hop of a ring
     along the axis. It is 1 if all hops go to neighbours.
 
-    The mean is below 1 if devices share a chip. With a switch it is 2: a port out and a port in.
+    The mean is below 1 if devices share a chip. With a switch the mean is 2, since a hop uses a
+    port out and a port in.
     """
     # The numbers of the devices are in an array of the mesh's shape. `np.roll` shifts it along a
     # dim, so that each device is paired with the next one on the ring.
@@ -143,14 +148,15 @@ def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
 
 
 def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
-    """Returns the bytes that a collective sends, by (sender, receiver), and its number of rounds:
-    the messages of a round go at once, and the rounds follow each other.
+    """Returns two things: a dict from (sender, receiver) to the bytes that a collective sends
+    between them, and the number of rounds of the collective. The messages of a round are sent at
+    the same time, and the rounds follow each other.
 
-    The text of a program has the pairs of a permute. It does not say how XLA's runtime sends the
-    other collectives. This function assumes rings in both directions for an all-gather, a
-    reduce-scatter and an all-reduce. It assumes a message to each device for an all-to-all, and
-    messages from the first device of each group for a broadcast. `devices` is the number of devices
-    of the program, which are one group if the text names no groups.
+    The text of a program names the pairs (sender, receiver) of a permute. It does not say how XLA's
+    runtime sends the messages of other collectives. This function assumes rings in both directions
+    for an all-gather, a reduce-scatter and an all-reduce. It assumes a message to each device for
+    an all-to-all, and messages from the first device of each group for a broadcast. `devices` is
+    the number of devices of the program. If the text names no groups, all devices are one group.
     """
     kind, groups = instruction.collective, instruction.groups
     groups = [range(devices)] if groups is None else groups
@@ -177,15 +183,15 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
             if a != b:
                 for pair in ((a, b), (b, a)):  # half of the bytes in each direction
                     sent[pair] = sent.get(pair, 0.0) + part * (n - 1) / 2
-    # An all-to-all sends all its messages at once. A ring has n - 1 rounds. An all-reduce is two
-    # rings, one after the other.
+    # An all-to-all sends all its messages at the same time. A ring has n - 1 rounds. An all-reduce
+    # is two rings, one after the other.
     rounds = 1 if "all-to-all" in str(kind) else (n - 1) * (2 if kind == "all-reduce" else 1)
     return sent, rounds
 
 
 def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
     """Returns the bytes that all devices together send in a program, by kind of connection: "link"
-    inside a slice or machine, "network" between slices or machines."""
+    inside a slice or server, "network" between slices or servers."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
     bytes_by_kind: Counter[str] = Counter()

@@ -1,14 +1,14 @@
-"""Reads the trips of a compiled program's loops from their conditions. Programs for TPUs and GPUs
-do not state the numbers elsewhere.
+"""Reads how many trips the loops of a compiled program have, from the conditions of the loops.
+Programs for TPUs and GPUs state these numbers nowhere else.
 
 A counted loop compares a number in its state with a bound, and adds a constant to that number in
 each trip. This module follows the number and the bound through copies, tuples and fusions back to
 constants.
 
 In XLA's text (HLO), the condition and the body of a loop are computations (named lists of
-instructions) of their own, which the instruction `while` names. The state of a loop is a tuple: the
-operand of `while`, the parameter of the condition and of the body, and the result of the body. A
-`line` is an instruction; its `attributes` are the text after its operands.
+instructions) of their own, which the instruction `while` names. The state of a loop is a tuple. It
+is the operand of `while`, the parameter of the condition and of the body, and the result of the
+body. A `line` is an instruction, and `line.attributes` is the text after its operands.
 """
 
 import re
@@ -23,7 +23,8 @@ MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 
 
 class Number(NamedTuple):
-    """An element of a loop's state plus a constant; only the constant if `element` is None.
+    """A number in a loop: an element of the loop's state plus a constant. If `element` is None, the
+    number is the constant alone.
 
     Attributes:
         plus: the constant.
@@ -57,7 +58,7 @@ class Computations(NamedTuple):
 
     Attributes:
         lines: the instructions of each computation by their names.
-        roots: the name of the instruction that gives each computation's result.
+        roots: for each computation, the name of the instruction that gives its result.
     """
 
     lines: Mapping[str, Mapping[str, Any]]
@@ -68,7 +69,8 @@ class Computations(NamedTuple):
         `Compared`, the `State`, or None for any other value.
 
         `arguments` are the values of the parameters of a computation that a fusion or a call runs.
-        None stands for the condition or the body of a loop, whose only parameter is the state.
+        `arguments` is None in the condition or the body of a loop, whose only parameter is the
+        state.
         """
         line = self.lines[where].get(name)
         if line is None:
@@ -100,9 +102,11 @@ class Computations(NamedTuple):
         return value
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
-        """Returns the value of a `get-tuple-element` of the tuple `whole`: an element of a loop's
-        state, or the operand of a `tuple` in the same computation. Returns None for any other
-        tuple."""
+        """Returns the value of `line`, which takes an element out of a tuple (`get-tuple-element`).
+        `whole` is the value of this tuple. If `whole` is a `State`, returns the element of the
+        loop's state. Any other tuple has no value of its own. If a `tuple` instruction in the same
+        computation makes it, returns the value of that instruction's operand; if not, returns
+        None."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -115,7 +119,8 @@ class Computations(NamedTuple):
         """Returns the number of trips of `loop`, an instruction of the computation `where`. Returns
         0 if the text does not tell.
 
-        The condition compares two sides. Each is a constant, or grows by a constant in each trip.
+        The loop's condition compares two numbers. Each of them is a constant, or grows by a
+        constant in each trip.
         """
         names = dict(re.findall(r"\b(condition|body)=%([\w.-]+)", loop.attributes))
         if len(names) < 2 or not loop.operands:
@@ -134,13 +139,14 @@ class Computations(NamedTuple):
         self, where: str, loop: Any, body: str, side: Number
     ) -> tuple[int, int] | None:
         """Returns the value of one side of a loop's comparison before the first trip, and the
-        number that each trip adds to it. Returns None if the text does not tell.
+        number that each trip adds to this value. Returns None if the text does not tell.
 
         Args:
             where: the name of the computation that contains the loop.
             loop: the loop's instruction.
             body: the name of the computation that is the loop's body.
-            side: the side: a constant, or an element of the loop's state plus a constant.
+            side: this side of the comparison. It is a constant, or an element of the loop's state
+                plus a constant.
         """
         if side.element is None:
             return side.plus, 0  # a constant
@@ -163,15 +169,15 @@ class Computations(NamedTuple):
 
 def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dict[str, list[Any]]:
     """Returns the computations, with `trips` set in each loop whose text does not state its number
-    of trips. The number is read from the loop's condition, and is 0 if the condition does not tell
-    it. `roots` has the name of the instruction that gives each computation's result."""
+    of trips. The number is read from the loop's condition, and is 0 if the condition does not tell.
+    `roots` has, for each computation, the name of the instruction that gives its result."""
     program = Computations(
         {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
     )
 
     def with_trips(where: str, line: Any) -> Any:
-        """Returns an instruction of the computation `where`; if it is a loop whose text does not
-        state its trips, with `trips` set."""
+        """Returns an instruction of the computation `where`. If it is a loop whose text does not
+        state its trips, the returned instruction has its `trips` set."""
         if line.opcode != "while" or STATED in line.attributes:
             return line
         return line._replace(trips=program.trips(where, line))
@@ -196,7 +202,7 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
     """Returns the comparison of two numbers, with the direction that is in `attributes`. Returns
-    None if a side is no `Number`, or for another direction, such as "EQ"."""
+    None if a side is no `Number`, or if the direction is not in `MIRRORED`, such as "EQ"."""
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -210,7 +216,7 @@ def _turns(direction: str, first: int, step: int) -> int:
 
     In trip t = 0, 1, ... the left side minus the right side is `first + t * step`. The loop goes on
     as long as this number is below 0 ("LT"), at most 0 ("LE"), and so on. A loop without any trip
-    also gives 0, but a program has none: XLA removes a loop that is known to have no trip.
+    also gives 0, but no program has such a loop: XLA removes a loop that is known to have no trip.
     """
     # -x < 0 is the same as x > 0.
     if direction in ("GT", "GE"):

@@ -1,4 +1,4 @@
-"""The memory of a compiled step, as XLA counts it. It needs no device.
+"""Reads the memory of a compiled step, as XLA counts it. No device is needed.
 
 memory.of(train.lower(*arguments).compile())
 # {"arguments": ..., "results": ..., "temporaries": ..., "peak": ...}
@@ -8,10 +8,12 @@ import jax
 
 
 def of(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Returns the bytes on a device: "arguments", "results" that are not written over a donated
-    argument, "temporaries", and their sum, "peak".
+    """Returns a dict of bytes on a device, with the keys "arguments", "results", "temporaries", and
+    "peak" for the sum of these. "results" leaves out results that are written over a donated
+    argument.
 
-    On a TPU the sum also has the bytes of the "program" itself, which is in the device's memory.
+    On a TPU the dict, and so the sum, also has the bytes of the "program" itself, which is in the
+    device's memory.
     """
     analysis = compiled.memory_analysis()
     assert analysis is not None, "This backend gives no memory analysis."

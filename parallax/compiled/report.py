@@ -1,5 +1,5 @@
-"""A compiled program on one screen: its memory, its collectives, its estimated time and its
-waits."""
+"""Reports a compiled program on one screen: its memory, its collectives, its estimated time and its
+waits for messages."""
 
 from collections.abc import Mapping
 
@@ -13,15 +13,16 @@ LINES = 5  # the table lists at most so many source lines
 def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
-    """Returns a report of the program as text: its devices, memory and collectives, the mean number
-    of links in a hop on a torus, the bytes over a network if there are any, and the estimate of its
-    time.
+    """Returns a report of the program as text: the devices, the memory, the collectives, and the
+    estimate of the time. On a torus it also has the mean number of links in a hop. If messages go
+    over a network, it has their bytes.
 
     Args:
         program: the result of `targets.compile`.
-        operations: the floating-point operations of a whole step on all devices. If they are given,
-            the report has the share of the chips' peak rate that the program reaches.
-        timeline: the result of `program.timeline()`, if the caller has it; else it is computed.
+        operations: the floating-point operations of a whole step on all devices. If this number is
+            given, the report has the share of the chips' peak rate that the program reaches.
+        timeline: the result of `program.timeline()`, if the caller has it. By default `table`
+            computes it.
     """
     timeline = program.timeline() if timeline is None else timeline
     target = program.target
@@ -64,14 +65,14 @@ def held(memory: Mapping[str, int], limit: float) -> str:
 
 def estimate(timeline: Timeline, peak: float | None = None) -> str:
     """Returns the estimate of a program's time as text. The first line has the seconds, and the
-    seconds that messages add (*exposed*); the next lines have both for other speeds of the links.
-    Then come the exposed seconds along each mesh axis, and the source lines with the longest waits
-    for messages.
+    seconds that messages add (*exposed*); the next lines have these two numbers for other speeds of
+    the links. Then come the exposed seconds along each set of mesh axes, and the source lines with
+    the longest waits for messages.
 
     Args:
         timeline: the estimated times, as `timeline.of` returns them.
-        peak: the seconds that the step would take at the chips' full rate. None leaves out the
-            share of peak.
+        peak: the seconds that the step would take at the chips' full rate. If it is None, the text
+            has no share of the peak rate.
     """
 
     def share(seconds: float) -> str:

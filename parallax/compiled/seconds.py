@@ -1,15 +1,15 @@
-"""The time of one instruction of an accelerator's program, without messages.
+"""Estimates the time of one instruction of an accelerator's program, without messages.
 
 A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
 bytes. Every other instruction, and every instruction on a GPU, takes the time of its operations or
-of its bytes at the chip's rates, whichever is longer. The bytes are those that the
-instruction reads and writes. If it slices an array, or updates one in place, only the bytes of the
-slice or of the update count. `hardware.rate` is a chip's operations per second, `efficiency` the
-share of this rate that matrix products reach, and `bandwidth` the bytes per second of its memory.
-`hardware.clock` is the cycles per second of a TPU, and 0 for other chips. `hardware.reached` has
-the shares of the memory's rate and of the links' rate that programs reach. A `line` is an
-instruction; `line.result` is the type of its result as text, such as "f32[8,16]{1,0}", and
-`line.called` has the computations (named lists of instructions) that it runs.
+of its bytes at the chip's rates, whichever is longer. The bytes are those that the instruction
+reads and writes. If an instruction slices an array, or updates an array in place, only the bytes of
+the slice or of the update count. `hardware.rate` is a chip's operations per second, `efficiency`
+the share of this rate that matrix products reach, and `bandwidth` the bytes per second of the
+chip's memory. `hardware.clock` is the cycles per second of a TPU, and 0 for other chips.
+`hardware.reached` has the shares of the memory's rate and of the links' rate that programs reach. A
+`line` is an instruction; `line.result` is the type of its result as text, such as "f32[8,16]{1,0}",
+and `line.called` has the computations (named lists of instructions) that it runs.
 """
 
 import math
@@ -51,9 +51,9 @@ class Costs:
         return self.known[line.name]
 
     def _estimate(self, line: hlo.Instruction) -> float:
-        """Returns the seconds of an instruction: from the compiler's cycles or a kernel's own
-        counts if the text has any, and otherwise from its operations and its traffic. Raises
-        `ValueError` if the text has cycles and the chip has no clock.
+        """Returns the seconds of an instruction. They come from the compiler's cycles, or from a
+        kernel's own counts, if the text has either; if not, from the instruction's operations and
+        bytes. Raises `ValueError` if the text has cycles and the chip has no clock.
         """
         if cycles := CYCLES.search(line.attributes):
             if not self.hardware.clock:
@@ -78,10 +78,12 @@ class Costs:
         return self._over_rates(self.operations(line), self.traffic(line))
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        """Returns the seconds of so many operations or of so many bytes, whichever take longer.
-        The devices (`cores`) of a chip share its rates, so the time is longer by their number."""
-        # Only a TPU's chip has a clock. Its kernels count at the full rate, as do the cycles that
-        # its compiler estimates.
+        """Returns the seconds that `operations` operations or `traffic` bytes take, whichever take
+        longer. The devices (`cores`) of a chip share its rates, so the time is multiplied by their
+        number."""
+        # Only a TPU's chip has a clock. There the times of most instructions are the compiler's
+        # cycles, to which no share of the rate (`efficiency`) is applied. So none is applied to a
+        # kernel.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
         seconds_of_operations = operations / (self.hardware.rate * efficiency)
         seconds_of_traffic = traffic / (self.hardware.bandwidth * self.hardware.reached[0])
@@ -111,7 +113,7 @@ class Costs:
 
     def traffic(self, line: hlo.Instruction) -> float:
         """Returns the bytes that an instruction reads and writes. A slice or an update in place
-        reads and writes only as many bytes as the part has, hence 2 times these bytes.
+        reads and writes only a part of the array, so the bytes of this part count 2 times.
         """
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
@@ -144,8 +146,9 @@ class Costs:
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
         """Returns the bytes that a fusion reads of one parameter, an array. `fused` has the
-        instructions in the fusion. If all users of the parameter are slices, only the slices are
-        read. If all users update it in place, nothing of it is read."""
+        instructions in the fusion. If all instructions that use the parameter are slices, only the
+        slices are read. If all of them update the parameter in place, nothing of the parameter is
+        read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))
@@ -159,8 +162,8 @@ class Costs:
 
 
 def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
-    """Returns whether `user` writes into the array `parameter` in place, and reads nothing of
-    it."""
+    """Returns whether `user`, an instruction that has the array `parameter` as an operand, writes
+    into this array in place and reads nothing of it."""
     return user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name
 
 

@@ -1,11 +1,11 @@
 """Reads messages between TPU slices, which a program's text writes as sends and receives.
 
 The text of a program for several slices is the program of one slice. A collective between slices is
-a pair of `send` and `recv` of one *rendezvous*. The text names the devices at both ends, with
-slices counted from one: `100003->200003` goes from device 3 of the first slice to device 3 of the
-second. This module replaces each pair by the collective that it stands for, over the devices of all
-slices, so that other modules need not know about slices. A `line` is an instruction. `partitions`
-is the number of devices of a slice.
+a pair, a `send` and a `recv`, which have the same *rendezvous* (a name) in their attributes. The
+text names the devices at both ends, with slices counted from one: `100003->200003` goes from device
+3 of the first slice to device 3 of the second. This module replaces each pair by the collective
+that it stands for, over the devices of all slices, so that other modules need not know about
+slices. A `line` is an instruction. `partitions` is the number of devices of a slice.
 """
 
 import re
@@ -28,7 +28,8 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
         text: the text of the program, whose first line gives the devices of a slice.
 
     Raises:
-        ValueError: a collective between slices is of another kind.
+        ValueError: a collective between slices is of a kind that cannot be read, such as an
+            all-to-all.
     """
     if "_xla_megascale_transfer_type" not in text:
         return computations
@@ -38,8 +39,8 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
 
 def _joined(lines: list[Any], partitions: int) -> list[Any]:
-    """Returns the instructions of a computation, in which the `recv` of each collective between
-    slices becomes the start of the collective, and its `recv-done` the end.
+    """Returns the instructions of a computation, with the collectives between slices replaced. The
+    `recv` of such a collective becomes the collective's start, and the `recv-done` its end.
     """
     # The name of the `send` of each rendezvous. The start of the collective waits for it.
     sends = {
@@ -56,8 +57,8 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
 
 def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
     """Returns the line that replaces an instruction: for a `recv`, the start of the collective; for
-    a `recv-done`, the end of the collective; for any other instruction, the same line. `starts` has
-    the starts by the name of their `recv`."""
+    a `recv-done`, the end of the collective; for any other instruction, the same line. `starts`
+    maps the name of each such `recv` to the start that replaces it."""
     if line.opcode == "recv-done" and line.operands and line.operands[0] in starts:
         start = starts[line.operands[0]]
         return line._replace(opcode=start.opcode.replace("-start", "-done"))
@@ -68,17 +69,18 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
     """Returns the start of the collective that stands for a `recv` (`line`) and its `send`.
 
     The `recv` becomes a `collective-permute-start` or an `all-reduce-start`, with its devices in
-    XLA's own notation, so that `hlo` reads it as any other. It also waits for the `send` of the
-    same rendezvous.
+    XLA's own notation, so that `hlo` reads it like any other collective. The new instruction also
+    waits for the `send` of the same rendezvous.
 
     Args:
         line: the `recv`.
-        kind: the kind of message, as the text names it: "ONE_TO_ONE" or "ALL_REDUCE".
+        kind: the program's name of the kind of message, "ONE_TO_ONE" or "ALL_REDUCE".
         sends: the name of the `send` of each rendezvous.
         partitions: the number of devices of a slice.
 
     Raises:
-        ValueError: the kind is another.
+        ValueError: `kind` is neither "ONE_TO_ONE" nor "ALL_REDUCE", or an all-reduce does not name
+            its slices.
     """
     array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
     rendezvous = RENDEZVOUS.search(line.attributes)
@@ -116,6 +118,6 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         )
     raise ValueError(
         f"This program has a collective between TPU slices that cannot be read: {kind} "
-        f"({line.name}). Only lax.psum can be read, and the permutes that the package's rings "
-        "send. Use ring(axis) along that axis."
+        f"({line.name}). Only lax.psum, and the permutes that the package's rings send, can be "
+        "read. Use ring(axis) for the axis that spans the slices."
     )

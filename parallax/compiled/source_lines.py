@@ -15,8 +15,8 @@ OF_COLLECTIVES = "/parallax/collectives/"
 
 
 def read(text: str) -> Callable[[str], str]:
-    """Returns a function from an instruction's attributes to "file:line", or "" if the text does
-    not tell.
+    """Returns a function from an instruction's attributes to the text "file:line", or to "" if the
+    program's text does not tell the line.
 
     The line is the innermost line of the stack that is outside of `parallax/collectives`: the line
     that calls a ring, and not the line of a hop inside the ring.
@@ -53,7 +53,8 @@ def read(text: str) -> Callable[[str], str]:
 
 def _outside(frame: str, frames: dict[str, tuple[str, str]]) -> str:
     """Returns the innermost line of a stack that is outside of the package's collectives, as
-    "file:line". If all lines are inside, returns the innermost one; for an unknown frame, "".
+    "file:line". If all lines are in the package's collectives, returns the innermost line. For an
+    unknown frame, returns "".
 
     `frame` is the number of the innermost frame. `frames` has, for each frame, its line and the
     number of the frame that called it.

@@ -1,13 +1,14 @@
-"""Compiles programs for accelerators that this machine does not have, by their own compilers.
+"""Compiles programs for accelerators that this machine does not have, with the compilers of these
+accelerators.
 
     v5e = targets.target("v5e:2x4")                     # or "8 x h100", "2 x v5e:4x4", "16 x h100"
     world = mesh.make(devices=v5e.devices, data=4, tensor=2)
     program = targets.compile(train, shapes, windows, target=v5e)
 
-`shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, as `shapes`
-of a decoder's training step has them. The TPU's compiler comes with `pip install -e ".[tpu]"`, the
-GPU's with `".[gpu-compile]"`, each in an environment of its own. Nothing runs, and no device is
-needed.
+`shapes` are `jax.ShapeDtypeStruct`s with shardings on a mesh of the target's devices, such as the
+attribute `shapes` of a decoder's training step. The TPU's compiler comes with
+`pip install -e ".[tpu]"`, and the GPU's compiler with `".[gpu-compile]"`. Each of the two needs an
+environment of its own. Nothing runs, and no device is needed.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -49,8 +49,8 @@ class Target(NamedTuple):
     """Devices to compile for.
 
     Attributes:
-        name: such as "v5e:2x4" or "8 x h100".
-        chip: such as "v5e" or "h100".
+        name: the name of the target, such as "v5e:2x4" or "8 x h100".
+        chip: the name of the chip, such as "v5e" or "h100".
         hardware: the rates of the chip.
         devices: the devices to make a mesh of. They run nothing.
         cores: the number of devices that share a chip.
@@ -68,15 +68,16 @@ class Target(NamedTuple):
         return self.hardware.memory / self.cores
 
     def machine(self, mesh: Mesh) -> links.Machine:
-        """Returns the links between the devices of a mesh, in the mesh's order."""
+        """Returns the machine of the devices of a mesh, in the mesh's order: the links between
+        them."""
         devices = list(mesh.devices.flat)
         # The number of each TPU's slice. If there is one slice, its devices may lack the attribute.
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
             return links.torus(self.hardware, [device.coords for device in devices], groups)
-        # The topology of GPUs has one process for each machine.
-        machines = tuple(device.process_index for device in devices)
-        return links.switch(self.hardware, len(devices))._replace(groups=machines)
+        # The topology of GPUs has one process for each server.
+        servers = tuple(device.process_index for device in devices)
+        return links.switch(self.hardware, len(devices))._replace(groups=servers)
 
 
 class Program(NamedTuple):
@@ -84,7 +85,7 @@ class Program(NamedTuple):
 
     Attributes:
         compiled: the program.
-        target: the devices that it was compiled for.
+        target: the devices that the program was compiled for.
         mesh: the mesh of these devices.
     """
 
@@ -113,7 +114,7 @@ class Program(NamedTuple):
 
     def by_link(self) -> dict[str, int]:
         """Returns the bytes that all devices together send, by kind of link: "link" inside a slice
-        or machine, "network" between them."""
+        of TPUs or a server of GPUs, "network" between slices or servers."""
         return links.by_kind(self.text, self.target.machine(self.mesh))
 
     def timeline(self) -> timeline.Timeline:
@@ -123,7 +124,7 @@ class Program(NamedTuple):
 
 def target(name: str) -> Target:
     """Returns the devices of a machine by name: a TPU topology such as "v5e:2x4", several slices of
-    it ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
+    such a topology ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
 
     Raises:
         ValueError: the name is unknown, or the compiler refuses the size.
@@ -167,8 +168,8 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
 
     Args:
         train: a function under `jax.jit`, or anything with `lower(*shapes)`.
-        shapes: the shapes of the arguments of `train`: `jax.ShapeDtypeStruct`s with shardings on a
-            mesh of the target's devices.
+        shapes: the shapes of the arguments of `train`, as `jax.ShapeDtypeStruct`s. Their shardings
+            are on a mesh of the target's devices.
         target: the result of `target(name)`.
 
     Raises:
@@ -206,16 +207,16 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Discards all output on stderr inside a `with`. Compilers print much there; the useful part is
-    also in their exceptions.
+    """Discards all output on stderr inside a `with`. Compilers print much to stderr; the useful
+    part of it is also in the exceptions that they raise.
 
     Compilers write to file descriptor 2 and not to Python's `sys.stderr`, so the descriptor itself
-    is replaced by a temporary file, and restored at the end.
+    is replaced by that of `os.devnull`, and restored at the end.
     """
     sys.stderr.flush()
     stderr = os.dup(2)
     try:
-        with tempfile.TemporaryFile() as file:
+        with open(os.devnull, "wb") as file:
             os.dup2(file.fileno(), 2)
             yield
     finally:
@@ -259,8 +260,8 @@ def gpu_text(chip: str) -> str:
 
 
 def _tpus(chip: str, sizes: str, slices: int) -> Any:
-    """Returns JAX's description of TPUs that are not on this machine, with their devices: `slices`
-    slices, each of the `sizes` of a torus, such as "2x4"."""
+    """Returns JAX's description of TPUs that are not on this machine, with their devices. There are
+    `slices` slices, and each is a torus of the size `sizes`, such as "2x4"."""
     # Without this, libtpu asks Google's metadata server (MDS) for the TPUs of this machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Without this, libtpu's lock file lets only one process compile at a time: a second one fails.
@@ -278,10 +279,13 @@ def _gpus(chip: str, count: int) -> Any:
     """
     _installed("jax_plugins.xla_cuda12", "gpu-compile")
     machines = math.ceil(count / MACHINE)
-    if count % machines:  # `target` adds its name and examples to this message
+    # `target` writes the target's name, such as "9 x h100", before this message, and examples of
+    # targets after it.
+    if count % machines:
         raise ValueError(f"{count} GPUs cannot fill equal machines of at most {MACHINE} GPUs")
     # JAX wants three numbers: groups of machines, machines in a group, GPUs in a machine.
     shape = f"1x{machines}x{count // machines}"
+    # `gpu_text` returns XLA's description of the chip.
     return _topologies().get_topology_desc(
         platform="cuda", topology_name=chip, target_config=gpu_text(chip), topology=shape
     )
@@ -294,7 +298,7 @@ def _topologies() -> Any:
 
 def _installed(module: str, extra: str) -> None:
     """Raises an `ImportError` that says what to install, if a compiler is missing. `module` is the
-    compiler's module, and `extra` the extra of this package that installs it."""
+    compiler's module, and `extra` the extra of this package that installs the compiler."""
     try:
         importlib.import_module(module)
     except ImportError as error:

@@ -1,24 +1,26 @@
-"""The estimated time of a compiled program: its instructions in order, with messages beside them.
+"""Estimates the time of a compiled program. The instructions of the program run one after another,
+and its messages run at the same time as the instructions.
 
     replay = timeline.of(program.text, machine, axes={"data": 4, "tensor": 2})
     replay.seconds, replay.exposed, replay.exposed_along["data"]
 
 The text of a program for TPUs or GPUs is in the order in which it runs. The replay follows that
 order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, the time of
-its bytes or of its operations at the chip's rates. A loop's body runs once for each trip. A start
-instruction begins a message, which waits until its links are free (a link carries one message at a
-time). Its done instruction waits for the message. A conditional runs its slowest branch. The
-*exposed* time is the time of the replay, minus the time of the same program with messages that take
-no time.
+its bytes or of its operations at the chip's rates, whichever is longer. A loop's body runs once for
+each trip. A start instruction begins a message, which waits until its links are free (a link
+carries one message at a time). The done instruction of this message waits until the message has
+arrived. A conditional runs its slowest branch. The *exposed* time is the time of the replay, minus
+the time of the same program with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
-measurement. If each pipeline stage runs its own jobs, the replay has the jobs of one stage, and no
-wait for the slowest stage of a tick.
+measurement. If pipeline stages run different work at the same time, the replay follows one stage,
+and leaves out the waits of this stage for slower stages.
 
-The `state` of a replay has the time `now`, and the time from which each link is `free`. It has, for
-each loop, the fraction of a trip that is `due` in later runs, and the arguments of `_Replay.run`. A
-`line` is an instruction; `line.called` has the computations that it runs, each with its runs (0:
-unknown).
+The `state` of a replay has the time (`now`), the time from which each link is free (`free`), and
+the arguments of `_Replay.run`. For some loops only a mean number of trips is known, such as 1/2.
+`due` has, by the loop's name, the fraction of a trip that later runs of the loop still have to make
+up. A `line` is an instruction; `line.called` has the computations that this instruction runs, each
+with its number of runs (0 if unknown).
 """
 
 import math
@@ -39,11 +41,11 @@ class Event(NamedTuple):
     """An instruction or message that takes time.
 
     Attributes:
-        row: "compute", or the axes along which a message goes.
+        row: "compute", or the set of axes along which a message goes, such as "data x tensor".
         name: the name of the instruction.
-        start: its start in seconds.
-        stop: its end in seconds.
-        source: its source line.
+        start: when the instruction or message starts, in seconds.
+        stop: when the instruction or message ends, in seconds.
+        source: the source line of the instruction.
     """
 
     row: str
@@ -61,7 +63,8 @@ class Timeline(NamedTuple):
         compute: the time of the program if messages took no time.
         exposed_along: for each set of axes, such as "data x tensor", the seconds that the program
             would save if messages along these axes took no time.
-        at_speed: the seconds at half, once and twice the links' speed.
+        at_speed: for each factor on the links' speed (half, once and twice), the seconds of the
+            program.
         waits: the seconds that instructions wait for messages, by the source line that sends.
         events: the events of the replay in order.
         unbounded: the number of loops of unknown length, which count as one trip.
@@ -87,7 +90,8 @@ def of(
     """Returns the estimated times of a program that was compiled for `machine`.
 
     The program is replayed several times: with the links as they are, with infinitely fast links,
-    with each set of axes whose messages take no time, and at other speeds of the links.
+    and at other speeds of the links. For each set of axes there is one more replay, in which
+    messages along these axes take no time.
 
     Args:
         compiled: the program, or its text.
@@ -95,8 +99,8 @@ def of(
         axes: the sizes of the mesh's axes.
 
     Raises:
-        ValueError: the program is for another backend or for another number of devices, or it
-            states cycles and the machine's chip has no clock.
+        ValueError: the program is for another backend or for another number of devices, or the
+            program states cycles and the machine's chip has no clock.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -109,9 +113,10 @@ def of(
     program = hlo.module(text)
     replay = _Replay(program, machine, axes, source_lines.read(text))
     events: list[Event] = []
-    waits: Counter[str] = Counter()
+    waits: Counter[str] = Counter()  # the seconds of waiting, by the source line that sends
     total = replay.run(1.0, events=events, waits=waits)
-    # The sets of axes along which messages go, in the order of their first messages.
+    # The sets of axes along which messages go, such as "data x tensor", in the order of their first
+    # messages.
     rows = dict.fromkeys(event.row for event in events if event.row != "compute")
     return Timeline(
         seconds=total,
@@ -120,8 +125,8 @@ def of(
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
         events=events,
-        # Counts the loops whose trips are unknown: neither their text nor their name (`counted`)
-        # gives a number.
+        # Counts the loops whose trips are unknown: their text states none, and `line.counted`, the
+        # mean number of trips that tracing may write into a loop's name, is 0.
         unbounded=sum(
             line.opcode == "while" and not (dict(line.called).get(_body(line)) or line.counted)
             for line in _all(program)
@@ -153,12 +158,12 @@ def _body(loop: hlo.Instruction) -> str:
 
 
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
-    """Returns the trips of a loop in this run of it.
+    """Returns how many trips a loop has in the run of the loop that begins now.
 
     The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
     that runs in every other tick of a pipeline. Each run then adds the mean to `state.due`; the
-    whole trips in this sum are run, and the fraction stays for later runs. A loop of unknown length
-    has one trip.
+    replay runs the whole trips in this sum, and keeps the fraction for later runs. A loop of
+    unknown length has one trip.
     """
     stated = dict(loop.called)[_body(loop)]
     if stated or not loop.counted:
@@ -178,9 +183,9 @@ class _Message(NamedTuple):
     """A collective on this machine.
 
     Attributes:
-        row: the axes along which it sends.
-        busy: the seconds for which it keeps each link busy.
-        delay: the latency of all its rounds together, in seconds.
+        row: the axes along which the collective sends.
+        busy: for each link, the seconds for which the collective keeps it busy.
+        delay: the latency of all rounds of the collective together, in seconds.
     """
 
     row: str
@@ -219,10 +224,11 @@ class _Replay:
 
         Args:
             speed: a factor on the links' speed. With `math.inf` messages take no time.
-            without: the axes along which messages take no time, as in `Event.row`; "" for none.
+            without: a set of axes as in `Event.row`, such as "data x tensor". Messages along
+                exactly this set of axes take no time. With "", all messages take their time.
             events: a list; the replay appends its events to it.
-            waits: a counter; the replay adds to it the seconds of waiting for messages, by the
-                source line that sends.
+            waits: a counter. The replay adds to it the seconds of waiting for messages, by the
+                source line that sends the message.
         """
         state = SimpleNamespace(
             now=0.0, free={}, due={}, speed=speed, without=without, events=events, waits=waits
@@ -231,7 +237,7 @@ class _Replay:
         return state.now
 
     def _computation(self, name: str, state: SimpleNamespace) -> None:
-        """Replays the instructions of a computation in order, and moves the time `state.now` on."""
+        """Replays a computation's instructions in order, and advances the clock `state.now`."""
         # The end and the source line of each message or copy under way, by the name of its start.
         started: dict[str, tuple[float, str]] = {}
         for line in self.program[name]:
@@ -251,8 +257,8 @@ class _Replay:
                 self._instruction(line, started, state)
 
     def _longest_branch(self, line: hlo.Instruction, state: SimpleNamespace) -> str:
-        """Returns the name of the slowest branch of a conditional: if all began now, it would end
-        last."""
+        """Returns the name of the slowest branch of a conditional: the branch that would end last
+        if all branches began now."""
 
         def end(name: str) -> float:
             """Returns the time at which a branch would end. Its replay does not change `state`."""
@@ -267,9 +273,10 @@ class _Replay:
     def _instruction(
         self, line: hlo.Instruction, started: dict[str, tuple[float, str]], state: SimpleNamespace
     ) -> None:
-        """Replays one instruction: first its messages start, then it computes, then it waits for
-        its messages. The start of an asynchronous message or copy (`-start`) does not wait: it adds
-        the end and the source line to `started`, for the instruction that waits (`-done`).
+        """Replays one instruction: first its messages start, then the instruction computes, then it
+        waits until its messages have arrived. The start of an asynchronous message or copy
+        (`-start`) does not wait: it adds to `started` the time at which the message or copy ends,
+        and its source line, for the instruction that waits (`-done`).
         """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""
@@ -294,16 +301,17 @@ class _Replay:
             self._wait(max(stops), source, state)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
-        """Moves the time on to `until`, the time at which a message arrives. If that is later than
-        now, adds the wait to the total of `source`, the source line that sent the message."""
+        """Moves the time on to `until`, the time at which a message arrives or a copy ends, if
+        `until` is later than now. Adds the wait for a message to the total of `source`, the source
+        line that sent it. A copy has the source "", and the wait for it is not added."""
         if until > state.now:
             if state.waits is not None and source:
                 state.waits[source] += until - state.now
             state.now = until
 
     def _collectives(self, line: hlo.Instruction) -> list[hlo.Instruction]:
-        """Returns the instruction itself if it is a collective, else the collectives fused into
-        it."""
+        """Returns a list with the instruction itself if it is a collective. If it is not, returns
+        the collectives that are fused into it."""
         if line.collective:
             return [line]
         if line.name not in self.inside:
@@ -312,11 +320,14 @@ class _Replay:
         return self.inside[line.name]
 
     def _message(self, line: hlo.Instruction) -> _Message:
-        """Returns the message of a collective: its axes, the seconds on each link, and the latency
-        of all its rounds."""
+        """Returns the message of a collective: the axes of the collective, the seconds on each
+        link, and the latency of all rounds."""
         if line.name not in self.known:
+            # `flows` has the bytes from each device to each other device. `rounds` is the number of
+            # steps of the algorithm, one after another, each of which has the latency.
             flows, rounds = links.flows(line, len(self.machine.places))
             busy, delay = self.machine.crossing(flows)  # the delay is that of one round
+            # A collective whose groups have one device each goes along no axis.
             row = " x ".join(along(line.groups, self.axes)) or "no axis"
             self.known[line.name] = _Message(row, busy, delay * rounds)
         return self.known[line.name]
@@ -324,8 +335,8 @@ class _Replay:
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
         """Starts the messages of a collective, and returns the time at which all have arrived.
 
-        They begin when all their links are free. They take the time of the busiest link, and then
-        the latency of their rounds. They take no time if the replay leaves out their axes
+        The messages begin when all their links are free. They take the time of the busiest link,
+        and then the latency of their rounds. They take no time if the replay leaves out their axes
         (`state.without`) or has infinitely fast links.
         """
         row, busy, delay = self._message(line)

@@ -1,10 +1,10 @@
 """The checks of attention over split tokens.
 
-Some checks trace a function and read its *program*, a jaxpr: they look for sends, or for masks that
-count tokens. A *count* is an array 0, 1, 2, ... (`iota`) that the program makes itself.
-`jaxprs.opened` drops the constants of a jaxpr; `jaxprs.called` returns the inner jaxpr of a `jit`
-or `checkpoint`; `jaxprs.closed` returns all inner jaxprs. An operand of an equation is a variable
-or a literal number.
+Some checks trace a function and read its *program*, a jaxpr: these checks look for operations that
+send, or for masks that are made from counts. A *count* is an array 0, 1, 2, ... (`iota`) that the
+program makes itself. `jaxprs.opened` drops the constants of a jaxpr; `jaxprs.called` returns the
+inner jaxpr of a `jit` or `checkpoint`; `jaxprs.closed` returns all inner jaxprs. An operand of an
+equation is a variable or a literal number.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -30,8 +30,9 @@ _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_s
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `layers`, with a check at trace time that they send something along `axis`.
 
-    Each device of `axis` has some of the tokens. Attention that sends nothing would see only these,
-    and silently train another model. The check traces `layers` once more.
+    Each device of `axis` has some of the tokens. Attention that sends nothing would see only the
+    device's own tokens, so another model would be trained, without an error. The check traces
+    `layers` once more.
     """
     names = set(axes(Axis.of(axis).names))
 
@@ -54,16 +55,18 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 def check_places(
     attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
 ) -> None:
-    """Raises `ValueError` if `attend` ignores the positions and masks by its own counts.
+    """Raises `ValueError` if `attend` makes its mask from counts that it makes itself, and not from
+    `positions`.
 
-    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced. It is
-    refused if its program compares two counts, and no result depends on `positions`. Attention
-    without a mask compares no counts, so it passes.
+    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced, and refused
+    if its program compares two counts and no result of the program depends on `positions`.
+    Attention without a mask compares no counts, so it passes.
 
     Args:
         attend: the attention function.
-        arrays: its arguments (q, k, v).
-        known: its options, with `positions`: (of the queries, of the keys).
+        arrays: the arguments of `attend`, (q, k, v).
+        known: the options of `attend`. `known["positions"]` is a pair: the positions of the
+            queries, and the positions of the keys.
         tokens: the number of tokens of a whole sequence.
     """
     positions = known["positions"]
@@ -77,10 +80,10 @@ def check_places(
     uses_positions = _reached(opened, {*opened.invars}) & set(opened.outvars)
     if not uses_positions and _compares_counts(opened, {}):
         raise ValueError(
-            "context.gathered: attend ignores positions=, and masks by its own count of queries "
-            f"and keys, but the {positions[0].shape[0]} queries of a device are not the first of "
-            f"the {tokens} tokens in their order. Compare positions[0], of the queries, with "
-            "positions[1], of the keys, as context.blockwise does."
+            "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for "
+            f"its mask. But the {positions[0].shape[0]} queries of a device need not be the first "
+            f"of the {tokens} tokens of the sequence, in this order. Compare positions[0], of the "
+            "queries, with positions[1], of the keys, as context.blockwise does."
         )
 
 
@@ -95,10 +98,11 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 
 
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
-    """Returns whether a program compares two counts, 0, 1, 2, ... along two dims, as a mask does.
+    """Returns whether a program compares two counts that lie along two dims, as a mask does. A
+    count is an array 0, 1, 2, ...
 
-    `counts` maps each argument of the program to the ids of the counts on which it depends. The id
-    of a count is the `id` of the equation that makes it.
+    `counts` maps each argument of the program to the ids of the counts on which the argument
+    depends. The id of a count is the `id` of the equation that makes it.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -136,15 +140,15 @@ def check_kernel(
 
     A window and ALiBi make scores depend on distances. `attention` calls a kernel on one chunk of
     the tokens without the chunk's place, so such scores would be wrong. The kernel is traced on one
-    head, and its tables [T, T] that do not depend on q, k and v are computed. A table that is not
-    constant on each side of its diagonal depends on distances. Tables made in a loop or inside a
-    Pallas kernel are not found.
+    head, and the tables [T, T] in its program that do not depend on q, k and v are computed. A
+    table that is not constant on each side of its diagonal depends on distances. Tables made in a
+    loop or inside a Pallas kernel are not found.
 
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
         q: the queries of a device, [B, T, H, K].
-        chunks: the chunks of a device.
-        devices: the devices along the context axis.
+        chunks: the number of chunks of a device.
+        devices: the number of devices along the context axis.
         causal: whether the attention is causal.
     """
     chunk, width = q.shape[1] // chunks, q.shape[-1]
@@ -169,16 +173,17 @@ def check_kernel(
             raise ValueError(
                 "context.attention: the scores of kernel= depend on distances between tokens, as "
                 "in a window or ALiBi, and a kernel is called on one chunk of the tokens and not "
-                "told which. Use context.gathered with an attention by positions, or "
-                "context.ulysses."
+                "told which. Use context.gathered with an attention function that masks by its "
+                "argument positions=, or context.ulysses."
             )
 
 
 def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the tables, such as masks, that a program combines with its arguments, but makes
-    without them.
+    """Returns the tables, such as masks, that a program makes without its arguments, and combines
+    with values that depend on its arguments.
 
-    Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other].
+    Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other],
+    where `other` joins all remaining dims.
     """
     jaxpr = program.jaxpr
     # A value that varies along a mesh axis depends on the device, so it cannot be computed here:
@@ -228,8 +233,8 @@ def _is_causal(table: np.ndarray) -> bool:
     """Returns whether a table [T, T, other] is constant on each side of its diagonal.
 
     A causal mask is such a table. The diagonal itself may belong to either side. The dim `other`
-    joins all dims that do not count tokens, such as heads; each of its entries may have constants
-    of its own.
+    joins all dims that are not of tokens, such as heads. The constants may differ between the
+    entries of `other`.
     """
 
     # `pairs` is [pairs of tokens, other]: all its rows must equal the first.
@@ -253,7 +258,8 @@ def _equations(program: Any) -> Iterator[Any]:
 def _moves_along(eqn: Any, names: set[str]) -> bool:
     """Returns whether an equation sends data along some of the axes `names`, and along no other.
 
-    A gather of weights (ZeRO-3) may go over these axes and the data axis: that is no attention.
+    A gather of weights (ZeRO-3) may go over these axes and the data axis together. Such a gather
+    does not count, since it is no attention.
     """
     # `_SENDS` are the beginnings of the names of all primitives that send.
     if not eqn.primitive.name.startswith(_SENDS):
@@ -265,7 +271,7 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
 
 
 def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int) -> None:
-    """Raises `ValueError` if heads, tokens or segments of `attention` do not fit.
+    """Raises `ValueError` if `attention` cannot take these heads, tokens or segments.
 
     `chunks` is the number of chunks of a device.
     """
@@ -290,7 +296,7 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
 
 def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
     """Raises `ValueError` if `segments` are not integers of this shape, [B, T], one per token.
-    `name` is the caller's, for the message."""
+    `name` is the name of the calling function, for the message."""
     if segments.shape != shape or not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(
             f"{name} needs segments that are whole numbers of the shape {list(shape)}, one for "
@@ -300,11 +306,11 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
-    """Raises `ValueError` if q, k and v do not fit each other: their shapes, types or heads.
+    """Raises `ValueError` if the shapes, types or heads of q, k and v do not fit each other.
 
     If q varies along an axis and k does not, the axis may split the heads of q. Then k must have
     one head: with several heads, the queries of a device would need only some of them. `name` is
-    the caller's, for the message.
+    the caller's name, for the message.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -334,13 +340,15 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
 def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[..., Any]:
     """Returns `attend`, wrapped in a check that a device has the key heads that its queries use.
 
-    If the query heads are split over a tensor axis, each device must select these key heads.
+    If the query heads are split over a tensor axis, each device must select the key heads that its
+    query heads use.
 
     Args:
         attend: `attention`, `ulysses` or `gathered` over an axis.
         heads: the number of query heads and of key heads of the whole model.
 
-    The function raises `ValueError` if a device has another number of key heads than it needs.
+    The returned function raises `ValueError` if a device has another number of key heads than its
+    query heads need.
     """
 
     def wrapped(q, k, v, **options):
@@ -353,8 +361,9 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
     """Raises `ValueError` unless the H query heads of a device need exactly G key heads.
 
-    `heads` are the numbers of query heads and of key heads of the whole model; they must fit H.
-    `name` is the caller's, for the message.
+    `heads` are the numbers of query heads and of key heads of the whole model. The number of query
+    heads must be a multiple of the number of key heads, and of H. `name` is the name of the calling
+    function, for the message.
     """
     all_queries, all_keys = heads
     if all_queries % all_keys or all_queries % H:

@@ -25,19 +25,22 @@ def gathered(
 ) -> Callable[..., Any]:
     """Returns attention that gathers all keys and values, for the queries of this device.
 
-    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. It calls
-    `attend(q, k, v, positions=(of q, of k))` with the keys of whole sequences, [B, T, G, K], in
-    their order. If there are segments, it passes `segments=(of q, of k)` too.
+    The function takes `(q, k, v, *, segments=None)`: q is [B, T_X, H, K], and k and v are
+    [B, T_X, G, K]. It calls `attend(q, k, v, positions=pair)` with the keys and values of whole
+    sequences, [B, T, G, K], in the order of the sequence. The pair is the positions of q and the
+    positions of k. If there are segments, `attend` gets a second pair, `segments=`.
 
     A device computes the scores of T / n queries with T keys: twice as many as causal attention
     needs. The backward pass sums and scatters the gradients of keys and values, in `q`'s type.
 
     Args:
-        attend: attention by positions, such as `blockwise`.
+        attend: an attention function that takes `positions=` and masks by them, such as
+            `blockwise`.
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 
-    The function raises `ValueError` if `attend` ignores the positions and masks by its own count.
+    The returned function raises `ValueError` if `attend` ignores the positions, and numbers queries
+    and keys itself for its mask.
     """
     axis = Axis.of(axis)
 
@@ -58,9 +61,9 @@ def gathered(
         # The keys were put in the order of the sequence, so their positions are 0, 1, 2, ...
         of_queries = positions(tokens, axis, order=order)
         options["positions"] = of_queries, jnp.arange(tokens * n, dtype=jnp.int32)
-        # On one device the queries may be the whole sequence in its order. Then a mask that counts
-        # the tokens itself is right too. In any other case `attend` must use the positions: it is
-        # traced, and refused if it masks by a count of its own.
+        # On one device the queries may be the whole sequence in its order. Then a mask from
+        # numbers 0, 1, 2, ... of the function's own is right too. In any other case `attend` must
+        # use the positions: it is traced, and refused if it makes its mask from such numbers.
         is_sequence = n == 1 and np.array_equal(in_order, np.arange(tokens))
         if not is_sequence:
             check_places(attend, (q, k, v), options, tokens * n)
@@ -81,7 +84,7 @@ def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, 
 def _gather(x: Array, axis: Axis) -> Array:
     """Returns all devices' tokens, typed as varying: `A[B, T_X] -> A[B, T]`.
 
-    `linear` gives it a transpose: a reduce-scatter by the algorithm of `axis`.
+    By `linear` this gather has a transpose, a reduce-scatter by the algorithm of `axis`.
     """
 
     def forward(x):
@@ -96,8 +99,9 @@ def _gather(x: Array, axis: Axis) -> Array:
 def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, np.ndarray]:
     """Returns two orders of tokens, each the inverse of the other: indices for `jnp.take`.
 
-    The first takes the tokens of device 0, 1, ... to the order of the sequence. The second takes a
-    sequence to the order of the devices. A device has `tokens` tokens.
+    The first order brings the tokens of device 0, device 1, and so on into the order of the
+    sequence. The second order brings a sequence into the order of the devices. A device has
+    `tokens` tokens.
     """
     # The place of each token in its sequence: of the tokens of device 0, then of device 1, and so
     # on.
@@ -106,9 +110,10 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 
 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
-    """Returns the segments of whole sequences, [B, T], from this device's, [B, T_X].
+    """Returns the segments of whole sequences, [B, T], from those of this device, [B, T_X].
 
-    `in_order` turns the tokens of devices 0, 1, ... into the sequence.
+    `in_order` turns the tokens of devices 0, 1, ... into the sequence. `q` are the queries, of
+    which only the size of the batch is read.
     """
     check_segments("context", segments, (q.shape[0], len(in_order) // axis.size()))
     everywhere = axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True)

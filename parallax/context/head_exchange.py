@@ -1,7 +1,7 @@
 """Attention over split tokens by two all-to-alls: from tokens to heads, and back.
 
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
-`[T_X]` and `[H_X]` are split over the axis.
+`[T_X]`, `[H_X]` and `[G_X]` are split over the axis.
 
 A device sends (n - 1)/n of its queries, keys, values and result. H must be a multiple of n.
 `vary_alike` gives q, k and v one type; `whole_segments` gathers the segments of whole sequences.
@@ -23,20 +23,22 @@ def ulysses(
 ) -> Callable[..., Any]:
     """Returns attention over split tokens, in which a device computes some heads of all tokens.
 
-    The function takes `(q, k, v, *, segments=None)`, [B, T_X, H, K] each. An all-to-all turns q, k
-    and v into [B, T, H_X, K]. `attend(q, k, v)` is called with the tokens in the order of the
-    sequence, and with `segments=` if there are any. Another all-to-all brings its result back to
-    [B, T_X, H, K]. If the number of key heads is not a multiple of n, each key head is sent several
-    times, and its gradients are added.
+    The function takes `(q, k, v, *, segments=None)`: q is [B, T_X, H, K], and k and v are
+    [B, T_X, G, K]. An all-to-all turns q into [B, T, H_X, K], and k and v into [B, T, G_X, K].
+    `attend(q, k, v)` is called with the tokens in the order of the sequence, and with `segments=`
+    if there are any. Another all-to-all brings the result of `attend` back to [B, T_X, H, K]. If
+    the number of key heads is not a multiple of n, each key head is sent several times, and the
+    gradients of its copies are added.
 
     Args:
-        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. Its
-            first head is head `axis_index * H / n` of the model: ALiBi's slopes depend on that.
+        attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. The
+            first head that `attend` gets is head `axis_index * H / n` of the model. With ALiBi,
+            choose the slopes by that number.
         axis: the axis or axes that the tokens are split over.
         order: the places of the tokens on the devices.
 
-    The function raises `ValueError` if the number of query heads is not a multiple of n, and for
-    arguments that `attention` refuses.
+    The returned function raises `ValueError` if the number of query heads is not a multiple of n,
+    and for arguments that `attention` refuses.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """
@@ -78,7 +80,8 @@ def ulysses(
 
 
 def _copies(H: int, G: int, n: int) -> int:
-    """Returns the fewest copies of each of G key heads for which `copies * G` is a multiple of `n`.
+    """Returns the fewest copies of each of G key heads for which `copies * G` is a multiple of `n`,
+    the number of devices.
 
     The number of copies must divide H / G, the number of query heads of a key head, so that each
     device gets the keys of its query heads. H / G copies always fit, since H is a multiple of n.

@@ -1,8 +1,8 @@
 """Attention on one device, one tile of scores at a time, with memory linear in T.
 
 Legend: B batch, T tokens of queries, S tokens of keys, H heads, G heads of keys, K head width; a
-tile has t tokens of queries and s of keys. In einsums: b batch, t and s tokens, g key heads, r the
-H / G query heads of each, k head width.
+tile has t tokens of queries and s tokens of keys. In einsums: b batch, t and s tokens, g key heads,
+r the H / G query heads of a key head, k head width.
 
 A kernel returns its output and the log-sum-exp of each query's scores over the keys that the query
 saw. With the log-sum-exps, `merge_softmax` merges outputs over different keys, and the backward
@@ -30,21 +30,22 @@ Marks = tuple[Int[Array, "..."], Int[Array, "..."]]  # of the queries, and of th
 class Kernel(NamedTuple):
     """Two functions that compute a block of attention; they need not be differentiable.
 
-    Both take three options. `causal=` says whether query t sees only keys 0 to t. `segments=` is
-    None, or a pair: the document's number of each query, [B, T], and of each key, [B, S]. Tokens of
-    different documents do not see each other. `positions=` is None, or a pair: the positions of the
-    queries, [T], and of the keys, [S]. With positions, `causal` is False, and a query sees only
-    keys whose position is not after its own. `attention` passes no positions, so a kernel cannot
-    compute a window or ALiBi, which depend on them: see `gathered`. Results are float32 or wider.
+    Both functions take three options. `causal=` says whether query t sees only keys 0 to t.
+    `segments=` is None, or a pair: the number of each query's document, [B, T], and of each key's,
+    [B, S]. Tokens of different documents do not see each other. `positions=` is None, or a pair:
+    the positions of the queries, [T], and of the keys, [S]. With positions, `causal` is False, and
+    a query sees only keys whose position is not after the query's position. `attention` passes no
+    positions, so a kernel cannot compute a window or ALiBi, which depend on them: see `gathered`.
+    Results are float32 or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
-            sqrt(K)) v, and the log-sum-exp. A query that sees nothing has an `lse` of minus
+            sqrt(K)) v, and the log-sum-exp. A query that sees no key has an `lse` of minus
             infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that these keys add to
-            the gradients. `out` and `lse` are over all keys, and `ct` is the cotangent of `out`. A
-            query with an `lse` of infinity has weights of 0: `attention` passes such an `lse` for a
-            block that must not count.
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that the keys `k` add to
+            the gradients. `out` and `lse` are the results over all keys, and `ct` is the cotangent
+            of `out`. A query with an `lse` of infinity has weights of 0: `attention` passes such an
+            `lse` for a block that must not count.
     """
 
     forward: Callable[..., Any]
@@ -54,7 +55,7 @@ class Kernel(NamedTuple):
 def tiled(block: int = 512) -> Kernel:
     """Returns a kernel in plain JAX, with tiles of `block` queries by `block` keys.
 
-    It holds B H `block`^2 scores at a time.
+    The kernel holds B H `block`^2 scores at a time.
     """
     if block < 1:
         raise ValueError(f"context.tiled needs a block of 1 token or more; got {block}.")
@@ -71,7 +72,8 @@ def merge_softmax(
 ) -> tuple[Float[Array, "*rows head_width"], Float[Array, "*rows"]]:
     """Returns the output and log-sum-exp over the union of two sets of keys.
 
-    `out` and `lse` are over the first set, `more` and `more_lse` over the second.
+    `out` and `lse` are the results over the first set, `more` and `more_lse` those over the second
+    set.
     """
     both = jnp.logaddexp(lse, more_lse)
     # A query that saw no key has minus infinity in both, and the difference of both would be nan.
@@ -106,11 +108,11 @@ def _forward(
 ):
     """Returns the output, [B, T, H, K], and the log-sum-exps, [B, T, H].
 
-    `segments` and `positions` are pairs, of the queries and of the keys, or None. A tile has at
-    most `block` tokens.
+    `segments` and `positions` are None, or pairs: one array for the queries, and one for the keys.
+    A tile has at most `block` tokens.
 
-    The outer loop takes a tile of queries, and the inner loop a tile of keys, with the running
-    maximum and sum of FlashAttention.
+    Each iteration of the outer loop takes a tile of queries, and each iteration of the inner loop a
+    tile of keys. The inner loop keeps the running maximum and sum of FlashAttention.
     """
     B, T, H, K = q.shape
     query_tiles, key_tiles = _tiles((q,), (k, v), causal, segments, positions, block)
@@ -125,7 +127,8 @@ def _forward(
         def keys(carry, key_tile):
             """Returns (the maximum score, the sum of weights, the output) after one tile of keys.
 
-            All are of one tile of queries: [B, G, H / G, t], and the output [B, G, H / G, t, K].
+            The three belong to one tile of queries. The maximum and the sum are [B, G, H / G, t],
+            and the output is [B, G, H / G, t, K].
             """
             (peak, total, out), ((k, v), k_marks) = carry, key_tile
             scores = _scores(q, k, q_marks, k_marks)
@@ -167,7 +170,7 @@ def _backward(  # noqa: PLR0913
     positions: Marks | None = None,
     block: int,
 ):
-    """Returns the terms that these keys add to the gradients of q, k and v.
+    """Returns the terms that the keys `k` add to the gradients of q, k and v.
 
     `out` and `lse` are the forward results over all keys, and `ct` is the cotangent of `out`. The
     other arguments are those of `_forward`. The softmax's weights of a tile are computed again from
@@ -188,8 +191,8 @@ def _backward(  # noqa: PLR0913
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):
-            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j; dq is of
-            one tile of queries."""
+            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j added.
+            `dq` is of one tile of queries."""
             (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
             # The softmax's weights, computed again from the log-sum-exps.
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
@@ -247,8 +250,9 @@ def _tiles(
     """Returns `((queries, their marks), (keys, their marks))`, in tiles of at most `block` tokens.
 
     `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. All tiles of queries have
-    one size, and all tiles of keys. Arrays and marks get a first dim of tiles; zeros fill up the
-    last tile. The queries' dim of heads becomes [G, H / G].
+    the same size, and so have all tiles of keys. Arrays and marks get a first dim of tiles; zeros
+    fill up the last tile. The queries' dim of heads becomes [G, H / G]. If there are `positions`,
+    they decide the mask. Without positions but with `causal`, tokens get the positions 0, 1, 2, ...
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:
@@ -256,7 +260,8 @@ def _tiles(
     q_positions, k_positions = (None, None) if positions is None else positions
     q_segments, k_segments = (None, None) if segments is None else segments
     # If masks depend on constants only, XLA computes them for all tiles before a scan over layers,
-    # and keeps H T^2 numbers. The barrier makes the masks depend on the queries.
+    # and keeps them for all heads, H T^2 numbers. The barrier makes the masks depend on the
+    # queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
     # Keys that fill up the last tile are masked. Queries that fill up the last tile need no mask:
     # `_whole` drops their results.
@@ -272,7 +277,7 @@ def _tiles(
 
 
 def _marks(size: int, positions, segments, is_token) -> _Tile:
-    """Returns the marks of all tokens in tiles of `size`; None stays None."""
+    """Returns the marks of all tokens in tiles of `size`; a mark of None stays None."""
     # Each mark with the number of its dim of tokens: segments are [B, T], the others [T].
     marks = ((positions, 0), (segments, 1), (is_token, 0))
     return _Tile(*(None if mark is None else _cut(mark, size, dim) for mark, dim in marks))

@@ -26,22 +26,23 @@ def comms(
     """Returns the `Comms` that `inner(axis, shared=shared)` makes, with the tokens of each sequence
     split over `context`.
 
-    Give the model whole windows on each device of `context`. A device embeds its own tokens,
-    attends to the tokens of all devices, and returns the mean loss of its own tokens.
+    Give the model whole windows of tokens on each device of `context`. The layers select the
+    device's own tokens and embed them. Each token attends to the tokens of all devices, and the
+    model returns the mean loss of the device's own tokens.
     `grads.averaged(grad, ("data", "context"))` takes the mean over all tokens.
 
     Args:
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
         shared: further axes that split the vocabulary, such as the stages of a pipeline.
-        inner: `tensor.comms`; or `sequence.comms`, with which, between the layers, the tokens of a
-            device of `context` are split over `axis` too.
+        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the tokens of each device
+            of `context` are also split over `axis` between the layers.
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
             layers attend by `context.attention`.
         order: the places of the tokens on the devices.
 
-    The functions of the result raise `ValueError` for tokens that do not divide into the chunks of
+    The functions of the result raise `ValueError` if the tokens do not divide into the chunks of
     `order`.
     """
     inner_comms, context_axis = inner(axis, shared=shared), Axis.of(context)
@@ -55,8 +56,10 @@ def comms(
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 
-    # `token_shards` devices split the tokens between the layers (`over_tokens` are their axes), and
-    # `context_shards` inside the layers. By default the ring replaces the model's attention.
+    # `local_tokens` takes this device's tokens of the residual stream, between the layers, which
+    # `token_shards` devices split (`over_tokens` are their axes). `context_tokens` takes the tokens
+    # that attention sees on this device, after `inner` has gathered over `axis`: `context_shards`
+    # devices split these. By default the ring replaces the model's attention.
     return inner_comms._replace(
         local_tokens=inner_tokens,
         token_shards=inner_comms.token_shards * context_axis.size(),
@@ -70,7 +73,7 @@ def comms(
 def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `attention` over `axis`, which replaces `attend`, a causal softmax attention.
 
-    `attend` is not called, since `attention` computes the same. It is an argument because a model's
-    `context_attention` is a function of `(attend, axis)`, as `ulysses` is.
+    `attend` is not called, since `attention` computes the same. `attend` is an argument because a
+    model's `context_attention` is a function of `(attend, axis)`, as `ulysses` is.
     """
     return partial(attention, axis=axis)

@@ -34,16 +34,17 @@ def blockwise(
     Args:
         q: queries.
         k: keys; each head is shared by H / G successive heads of `q`.
-        v: their values.
+        v: the values of the keys.
         causal: whether query t sees only keys 0 to t; with `positions`, whether a query sees only
             keys whose position is not after the query's.
-        segments: the number of each token's document; or a pair, for the queries and for the keys.
-        positions: a pair: the positions of the queries [T] and of the keys [S]. Needed if the
-            queries and the keys are not the same tokens, and ignored without `causal`.
+        segments: the number of each token's document; or a pair of such arrays, one for the queries
+            and one for the keys.
+        positions: a pair: the positions of the queries [T] and of the keys [S]. They are needed if
+            the queries and the keys are not the same tokens, and they are ignored without `causal`.
         kernel: computes the output and the gradients, such as `tiled(1024)`.
 
     Raises:
-        ValueError: heads, tokens or segments that do not fit, or arrays of different types.
+        ValueError: the heads, tokens or segments do not fit, or the arrays have different types.
     """
     check_heads("context.blockwise", q, k, v)
     if not (q.shape[1] and k.shape[1]):
@@ -54,7 +55,7 @@ def blockwise(
     if positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
-            "Pass positions=(of the queries, of the keys)."
+            "Pass positions=(positions of the queries, positions of the keys)."
         )
     # `marks` is a pair of segments, or None. A single array `segments` is used for both the queries
     # and the keys.

@@ -1,12 +1,13 @@
-"""Checked tables of the tokens of each device, and of the blocks of scores that it computes.
+"""Tables of the tokens that each device holds, and of the blocks of scores that each computes.
 
 An order assigns a sequence's equal chunks to devices. Causal attention needs the pairs of a query
-chunk and a key chunk in which the query chunk is not before the key chunk. `block_pairs` lists
-these pairs hop by hop, the same number for each device. The attention computes the pairs of this
-table, and the count of the attention's work reads the same table.
+chunk and a key chunk in which the query chunk is not before the key chunk. In each *hop*, the keys
+move to the next device. `block_pairs` lists the pairs that each device computes in each hop,
+equally many for all devices. The attention computes the pairs of this table, and the functions that
+count the attention's operations read the same table.
 
 A *pair* is (query chunk, key chunk, 1 if its scores are needed, or 0 if it only fills up the
-table). Its chunks are numbered 0 to c - 1 within their devices.
+table). The chunks of a pair are numbered 0 to c - 1 within each device.
 
 Legend: n devices, c chunks of a device, T tokens of a sequence.
 """
@@ -26,7 +27,7 @@ ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
-    """Returns the chunks of each device: i and 2n - 1 - i, of 2n chunks, on device i.
+    """Returns the chunks of each device: of 2n chunks, device i has chunks i and 2n - 1 - i.
 
     All devices have equal work: an early chunk sees few keys, and a late one sees many.
 
@@ -36,7 +37,7 @@ def zigzag(n: int) -> list[list[int]]:
 
 
 def contiguous(n: int) -> list[list[int]]:
-    """Returns the chunks of each device: chunk i, of n chunks, on device i.
+    """Returns the chunks of each device: of n chunks, device i has chunk i.
 
     Causal attention then computes twice as many scores as it needs.
     """
@@ -67,11 +68,11 @@ class BlockPairs(NamedTuple):
 
     Attributes:
         chunks: c, the number of chunks of a device.
-        own: [n, pairs, 3]: each device's pairs (query's chunk, key's chunk, 1) of its own queries
-            and keys. The c pairs of a chunk with itself are not listed: each device computes them
-            too, under the causal mask.
-        hops: [n - 1, n, pairs, 3]: the pairs of each hop. A pair whose third number is 0 is
-            computed but not used.
+        own: [n, pairs, 3], the pairs of each device's own queries and keys. A pair is (query's
+            chunk, key's chunk, 1). The c pairs of a chunk with itself are not listed: each device
+            computes them too, under the causal mask.
+        hops: [n - 1, n, pairs, 3], the pairs of each hop and device. A pair whose third number is 0
+            is computed but not used.
     """
 
     chunks: int
@@ -82,8 +83,9 @@ class BlockPairs(NamedTuple):
     def blocks(self) -> int:
         """The number of blocks that each device computes, of (T / (c n))^2 scores each.
 
-        They are the c blocks of a chunk with itself, and the listed pairs.
+        They are the c blocks of a chunk with itself, and one block for each listed pair.
         """
+        # `own` is [n, pairs, 3], and `hops` is [n - 1, n, pairs, 3].
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
 
 
@@ -94,16 +96,17 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     too, but are not listed. Without `causal` every query sees every key.
 
     With these pairs, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask
-    hides half of two blocks, so 2n are needed. In `contiguous` order it computes n blocks of
-    (T/n)^2, twice as many scores as needed. Raises `ValueError` for an `order` that `chunk_table`
-    refuses.
+    hides half of each of two blocks, so the work of 2n blocks is needed. In `contiguous` order a
+    device computes n blocks of (T/n)^2 scores, twice as many as needed. Raises `ValueError` for an
+    `order` that `chunk_table` refuses.
     """
     # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
     c = chunks.shape[1]
 
     def visible_pairs(i, j):
-        """Returns (a, b, 1) if device i's query chunk a sees all of device j's key chunk b."""
+        """Returns the list of all (a, b, 1) for which device i's query chunk a sees all of device
+        j's key chunk b."""
         pairs = itertools.product(range(c), range(c))
         return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
 
@@ -190,8 +193,8 @@ def places(tokens: int, table: np.ndarray) -> np.ndarray:
 
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
-    """Returns the number of tokens of a chunk, `tokens / (n c)`; raises `ValueError` if it is not
-    whole."""
+    """Returns the number of tokens of a chunk, `tokens / (n c)`; raises `ValueError` if this is no
+    whole number."""
     n, c = table.shape
     if tokens % (n * c):
         next_multiple = -(-tokens // (n * c)) * n * c

@@ -7,18 +7,19 @@ In hop h device i has the keys of device i - h. `orders.block_pairs` lists the b
 the device computes, the same number for each device. A block is given by a *pair*: (query chunk,
 key chunk, 1 if it is needed or 0 if it only fills up the table). The program has no conditional, so
 all devices send the same messages, and none waits forever. Results are merged by their log-sum-exps
-(`lse`). A chunk with itself is no pair: `_diagonal` computes these blocks, the only ones with a
-causal mask inside. `_chunk(tree, i)` returns chunk i of each array, and `_both` a pair of segments
-or None. A `_Ring` has the axis, the table of pairs and the kernel: `send` moves a tree one hop.
+(`lse`). The block of a chunk's queries and the same chunk's keys is not in the table: `_diagonal`
+computes these blocks, the only ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of
+each array, and `_both` a pair of segments or None. A `_Ring` has the axis, the table of pairs and
+the kernel, and its method `send` moves a tree one hop.
 
 | | messages | bytes a device sends |
 |---|---|---|
 | forward | n - 1 | n - 1 times its keys and values (and its segments, 4 bytes per token) |
 | backward | 2 (n - 1) | the same again, and n - 1 times their gradients, in float32 or wider |
 
-In the backward pass the gradients of keys and values follow the keys and values one hop later, and
-return to the keys' device after n - 1 hops. The device then adds the gradients from its own
-queries.
+In the backward pass the gradients of keys and values follow the keys and values one hop later.
+After n - 1 hops these gradients are back on the device that owns the keys. That device then adds
+the gradients from its own queries.
 
 Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu,
 ring-flash-attention (2024).
@@ -53,29 +54,30 @@ def attention(
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Returns softmax(q k^T / sqrt(K)) v of whole sequences, for this device's queries.
 
-    The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it.
-    `positions` gives their places; `split` and `local_tokens` select them. Products have `q`'s
-    type; their sums, the softmax and the gradients that travel are float32 or wider. Memory is
-    linear in T: a device holds the tiles of `kernel`, and, for the backward pass, `q`, `k`, `v`,
-    the result and one number per query and head.
+    The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it. The
+    function `positions` returns the places of these tokens; `split` and `local_tokens` select the
+    tokens. Products have `q`'s type; their sums, the softmax and the gradients that travel are
+    float32 or wider. Memory is linear in T: a device holds the tiles of `kernel`, and, for the
+    backward pass, `q`, `k`, `v`, the result and one number per query and head.
 
     Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2
-    scores, where the mask hides half of two blocks. Without `causal` the order does not matter.
-    There is no forward-mode derivative.
+    scores, where the mask hides half of each of two blocks. Without `causal` the order does not
+    matter. There is no forward-mode derivative.
 
     Args:
         q: queries of this device's tokens.
-        k: their keys; each head is shared by H / G successive heads of `q`.
-        v: their values.
+        k: keys of the same tokens; each head of `k` is shared by H / G successive heads of `q`.
+        v: values of the same tokens.
         axis: the axis or axes that the tokens are split over; `()` on one device.
         causal: whether a token sees only itself and earlier tokens.
         segments: [B, T], the number of each token's document. A token sees only tokens with the
             same number.
-        order: the places of the tokens on the devices: `zigzag`, `contiguous`, or your own table.
+        order: the places of the tokens on the devices: `zigzag`, `contiguous`, or your own
+            function of n that returns the chunks of each device.
         kernel: computes the blocks, such as `tiled(1024)`.
 
     Raises:
-        ValueError: heads, tokens or segments that do not fit, or arrays of different types.
+        ValueError: the heads, tokens or segments do not fit, or the arrays have different types.
     """
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
@@ -106,8 +108,8 @@ class _Ring(NamedTuple):
     causal: bool
 
     def local_pairs(self):
-        """Returns the pairs of this device's own chunks, [pairs, 3]: of each chunk with earlier
-        chunks."""
+        """Returns the pairs of this device's own chunks, [pairs, 3]: each chunk of queries with
+        each earlier chunk of keys."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
@@ -134,11 +136,12 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Returns `sums`, (output, log-sum-exp) of all chunks of queries, with these pairs merged
-        in."""
+        """Returns `sums` with these pairs merged in. The sums are (output, log-sum-exp) of all
+        chunks of queries."""
 
         def add_pair(sums, pair):
-            """Returns the sums with the attention of one chunk of queries to one of keys.
+            """Returns the sums with the attention of one chunk of queries to one chunk of keys
+            merged in.
 
             `queries` are (q, segments), and `keys` are (k, v, segments), [c, B, T / c, ...] each.
             Each query of a pair sees all its keys, so `causal` is False.
@@ -159,14 +162,15 @@ def _forward(ring: _Ring, q, k, v, segments):
         return lax.scan(add_pair, sums, pairs)[0]
 
     def hop(h, carry):
-        """Returns the keys of the next hop, and the sums with the pairs of the keys of hop h."""
+        """Returns the keys of the next hop, and the sums after the pairs of hop h are merged in."""
         keys, sums = carry
         return ring.send(keys), visit(sums, keys, ring.pairs(h))
 
     # The first message is sent before the local blocks are computed, so that it takes no extra
     # time.
     arrived = ring.send(keys) if n > 1 else keys
-    # Each chunk with itself. `queries` are (q, segments), and `keys` are (k, v, segments).
+    # The queries and the keys of the same chunk. `queries` are (q, segments), and `keys` are (k, v,
+    # segments).
     sums = _diagonal(ring, ring.kernel.forward, queries[1], keys[2])(queries[0], *keys[:2])
     sums = visit(sums, keys, ring.local_pairs())
     # The last hop is not in the loop, since its keys need not be sent on.
@@ -184,10 +188,12 @@ def _backward(ring: _Ring, residuals, ct):
     queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
 
     def visit(dq, sums, keys, pairs):
-        """Returns `dq` and `sums`, the gradients of k and v, with the terms of these pairs."""
+        """Returns `dq` and `sums` with the terms of these pairs added. `sums` are the gradients of
+        k and v."""
 
         def add_pair(carry, pair):
-            """Returns the gradients with the terms of one chunk of queries and one of keys.
+            """Returns the gradients with the terms of one chunk of queries and one chunk of keys
+            added.
 
             `queries` are (q, out, lse, ct, segments), and `keys` are (k, v, segments), in chunks.
             Each query of a pair sees all its keys, so `causal` is False.
@@ -207,7 +213,8 @@ def _backward(ring: _Ring, residuals, ct):
         return lax.scan(add_pair, (dq, sums), pairs)[0]
 
     def hop(h, carry):
-        """Sends on the keys of hop h and their gradients, `sums`, and adds the terms of hop h.
+        """Sends the keys of hop h to the next device, fetches the gradients of these keys, `sums`,
+        from the device that had the keys before, and adds the terms of hop h.
 
         Returns the keys of the next hop, `dq` and `sums`. `visit` adds the terms of some pairs of
         chunks.
@@ -237,11 +244,12 @@ def _backward(ring: _Ring, residuals, ct):
 
 
 def _diagonal(ring: _Ring, f, q_segments, k_segments):
-    """Returns a function that applies a kernel's function `f` to each chunk with itself.
+    """Returns a function that applies a kernel's function `f` to the queries and the keys of the
+    same chunk, for each chunk.
 
     The function takes and returns arrays [c, B, ...]. It passes the c chunks to the kernel as one
-    batch of c B. Only these blocks, on the diagonal, have a causal mask inside. The segments are
-    [c, B, T / c] too, or None.
+    batch of c B. Only these blocks, on the diagonal, have a causal mask inside. `q_segments` and
+    `k_segments` are [c, B, T / c], or None.
     """
 
     def as_batch(x):

@@ -1,5 +1,5 @@
-"""Tokens and batches. A batch is a pure function of (seed, step). A thread reads batches in the
-background, from one file or from many.
+"""Tokens and batches. A batch is a pure function of (seed, step). A thread reads the batches in the
+background, from one file of tokens or from many.
 """
 
 from parallax.data import shards

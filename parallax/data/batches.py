@@ -1,8 +1,12 @@
 """Batches of a text. **A batch is a pure function of (seed, step).**
 
-A batch does not depend on the number of devices or processes that share it, nor on earlier batches.
+A batch does not depend on earlier batches, or on the number of devices or processes that share it.
 So a run resumes at any step, on any layout, without a saved state of the loader. A process that
 needs only some `rows` of the batch reads only these rows.
+
+A text (a `Source`) is an array of whole numbers, or an object that `data.read` or `shards.read`
+returns. Such an object reads tokens from a file when it is indexed. `_array` converts a list to an
+array.
 
 Legend: N tokens of the text.
 """
@@ -32,19 +36,19 @@ def batch(
     length: SupportsIndex,
     rows: slice = slice(None),
 ) -> Int32[np.ndarray, "rows length_and_one"]:
-    """Returns the rows `rows` of the global batch at `step`. The batch has `size` windows, each of
-    `length` inputs and the token after them.
+    """Returns the rows `rows` of the global batch at `step`. A row is a window: `length` inputs and
+    the token after them. The global batch has `size` rows.
 
-    Inputs are `[:, :-1]`, targets `[:, 1:]`. Every epoch cuts the text into windows at another
-    offset, and takes each window once, in a random order. Neighbouring windows share one token.
-    Window w is `tokens[o + w * length :][: length + 1]`; the offset o and the order are drawn from
-    (seed, epoch). The windows of all epochs are numbered in one sequence, and row i of the batch is
-    the window of number step * size + i. So `batch(..., rows=r)` equals `batch(...)[r]`, and reads
-    only the windows of these rows.
+    The inputs are `batch[:, :-1]`, and the targets are `batch[:, 1:]`. Every epoch cuts the text
+    into windows at another offset, and takes each window once, in a random order. Neighbouring
+    windows share one token. Window w is `tokens[o + w * length :][: length + 1]`; the offset o and
+    the order are drawn from (seed, epoch). The windows of all epochs are numbered in one sequence,
+    and row i of the batch is the window of number step * size + i. So `batch(..., rows=r)` equals
+    `batch(...)[r]`, and reads only the windows of these rows.
 
     The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
-    window, and for tokens that are not whole numbers or do not fit int32. Raises it too for a seed,
-    step, size, length or `rows` out of range.
+    window, and for tokens that are not whole numbers or do not fit int32. Raises `ValueError` too
+    for a seed, step, size, length or `rows` out of range.
     """
     seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length
@@ -65,10 +69,10 @@ def batch(
         raise ValueError(
             f"one window needs {length + 1} tokens (length {length} and the next one); "
             f"the text has {len(tokens)}. "
-            f"Bring more text, or choose a length up to {len(tokens) - 1}."
+            f"Use a longer text, or choose a length up to {len(tokens) - 1}."
         )
-    # The number of windows is the same for all offsets. `spare` is the largest offset. From two
-    # windows on, it is at least `length` - 1, so that a window may begin at any token.
+    # The number of windows is the same for all offsets. `spare` is the largest offset. If there are
+    # two windows or more, it is at least `length` - 1, so that a window may begin at any token.
     windows = max(1, len(tokens) // length - 1)
     spare = len(tokens) - 1 - windows * length
     # For each row: the number of the epoch, and the window's place in the order of that epoch.
@@ -88,8 +92,9 @@ def batch(
 def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
-    """Returns the index of each window's first token, for the windows at `places` in the random
-    order of the epoch's `windows` windows. The offset of the epoch is drawn from 0 to `spare`.
+    """Returns the index of each window's first token. The epoch has `windows` windows in a random
+    order, and `places` has the places of the wanted windows in that order. The epoch's offset is
+    drawn from 0 to `spare`.
     """
     # NumPy promises that the raw values of Philox never change; `Generator.permutation` may change.
     # The key has 128 bits: the epoch and the seed, of 64 each. The first value chooses the offset,
@@ -102,12 +107,13 @@ def _starts(
 def permuted(
     places: Int64[np.ndarray, "n"], count: int, keys: Sequence[np.uint64]
 ) -> Int64[np.ndarray, "n"]:
-    """Returns the numbers at `places` in a permutation of 0 to `count` - 1 that the `keys` choose,
-    in O(1) memory.
+    """Returns the numbers at `places` in a permutation of the numbers 0 to `count` - 1. The `keys`
+    choose the permutation, which is never stored whole.
 
-    A Feistel network permutes all numbers of 2 `half` bits; there are at most 4 `count` of them. A
-    result that is `count` or more goes through the network again, until it is below `count`. This
-    is a permutation of the numbers below `count` (cycle walking: Black and Rogaway 2002).
+    A Feistel network permutes all numbers of `2 * half` bits. There are at most `4 * count` of
+    these numbers. A result that is `count` or more goes through the network again, until it is
+    below `count`. The result is a permutation of the numbers below `count` (Black and Rogaway 2002
+    call this cycle walking).
     """
     # Half of the bits of `count` - 1, rounded up, since the network mixes two halves.
     half = max(1, ((count - 1).bit_length() + 1) // 2)
@@ -118,8 +124,8 @@ def permuted(
 
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
-    """Returns the results of a permutation of the numbers of 2 `half` bits. Each round swaps the
-    two halves of a number, and mixes one half into the other.
+    """Returns the permuted `numbers`, by a permutation of all numbers of `2 * half` bits. Each
+    round swaps the two halves of a number, and mixes one half into the other.
     """
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
@@ -130,8 +136,8 @@ def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.nd
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Returns numbers whose bits each depend on all bits of `x` (splitmix64: Steele, Lea and Flood
-    2014).
+    """Returns each number of `x` with its bits mixed: each new bit depends on all bits of the
+    number. This is the mixing function of splitmix64 (Steele, Lea and Flood 2014).
     """
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -148,9 +154,10 @@ def held_out_batches(
     """Returns an iterator over at most `limit` batches of the text's windows, in order, with `size`
     windows per batch. The batches are the same in every evaluation.
 
-    Each token after the first is a target once. Windows at the end that do not fill a batch are
-    left out, so all batches have one shape. Raises `ValueError` for a text shorter than one batch,
-    for a size below 1, and for tokens that `batch` refuses.
+    In the windows that are used, each token but the text's first is a target once. Windows at the
+    end that do not fill a batch are left out, so all batches have one shape. Raises `ValueError`
+    for a text shorter than one batch, for a size, length or limit below 1, and for tokens that are
+    not whole numbers or do not fit int32.
     """
     size, length = argument_checks.whole_numbers("data.held_out_batches", size=size, length=length)
     if limit is not None:
@@ -166,7 +173,7 @@ def held_out_batches(
         raise ValueError(
             f"one batch of {size} windows of length {length} needs {size * length + 1} tokens; "
             f"the text has {len(tokens)}. "
-            "Bring more text, hold out more of it, or choose a smaller size or length."
+            "Use a longer text, hold out more of it, or choose a smaller size or length."
         )
     window = np.add.outer(np.arange(size) * length, np.arange(length + 1))
     starts = range(0, batches * size * length, size * length)[:limit]
@@ -179,8 +186,8 @@ def _array(tokens: Source) -> Source:
 
 
 def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
-    """Returns windows of whole numbers, [rows, length + 1], as int32; refuses other types, other
-    shapes, and numbers that are too large.
+    """Returns windows of whole numbers, of shape [rows, length + 1], as int32. Raises `ValueError`
+    for windows of another type or shape, and for numbers that do not fit int32.
     """
     tokens = np.asarray(windows)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2:

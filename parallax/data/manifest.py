@@ -1,8 +1,8 @@
 """Reads and writes manifests, which list files with their sizes and hashes. If a file is missing or
-has changed, an error names it.
+has changed, an error names the file.
 
 A manifest is a line of JSON, and then a line with the hash of the JSON. So a changed bit is
-noticed, both in the manifest and in the files that it lists.
+noticed, both in the manifest itself and in the files that the manifest lists.
 
 The hash is XXH3 with 128 bits, at 20 GB/s per core (sha256: 2 GB/s). The hash finds damage; it does
 not protect against an attacker.
@@ -19,7 +19,7 @@ from typing import Any
 
 from parallax import _files
 
-CHUNK = 1 << 20  # bytes that are hashed at a time, a part that fits the processor's cache
+CHUNK = 1 << 20  # bytes that are hashed at a time: so many fit into the processor's cache
 THREADS = 4  # threads that hash files; hashing releases Python's lock
 SEAL = 34  # bytes after the line of JSON: a newline, the hash and a newline
 PARTIAL = ".*.partial"  # the names of files while they are written
@@ -126,9 +126,9 @@ def need(condition: object, place: object, what: str, value: object) -> None:
 def files(path: Path, value: Any) -> dict[str, list]:
     """Returns `value`, the entry `files` of the manifest at `path`, after a check.
 
-    It must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one file.
-    Each name must be the name of a file inside the manifest's folder. Raises `Damaged` for anything
-    else.
+    The value must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
+    file. Each name must be the name of a file inside the manifest's folder. Raises `Damaged` for
+    anything else.
     """
     need(
         isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value
@@ -158,8 +158,8 @@ def is_hash(value: Any) -> bool:
 def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
     """Checks that the entry `format` of a record, which was read at `path`, is `number`.
 
-    Raises `Damaged` if the entry is no whole number above 0, and a plain `ValueError` if it is
-    another number.
+    Raises `Damaged` if the entry is not a whole number above 0. Raises a plain `ValueError` if the
+    entry is a whole number above 0 that differs from `number`.
     """
     stored = record.get("format")
     need(type(stored) is int and stored > 0, f"{path}: format", "the number of a format", stored)
@@ -182,7 +182,7 @@ def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
 
 def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
     """Raises `Damaged` if the hash of a file in `folder` differs from its hash in `files`. `files`
-    has the `[size, hash]` of each file by name, as `hashes` returns them.
+    has the form that `hashes` returns: the `[size, hash]` of each file by name.
     """
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda name: _size_and_hash(folder / name)[1], files)
@@ -198,8 +198,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
     """Raises `Damaged` if a file of `files` is missing in `folder`, has another size, or is a link
     to a place outside the folder.
 
-    `files` has the `[size, hash]` of each file by name, as `hashes` returns them. Check the sizes
-    before the hashes, which take longer.
+    `files` has the form that `hashes` returns: the `[size, hash]` of each file by name. Check the
+    sizes before the hashes, which take longer.
     """
     inside = Path(os.path.realpath(folder))
     for name, (size, _) in files.items():
@@ -225,17 +225,17 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
 
 
 def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Path]) -> None:
-    """Raises `Damaged` if one of the paths `among`, which are in `folder`, has no entry in `files`,
-    the files that the manifest lists.
+    """Raises `Damaged` if a path of `among` has no entry in `files`. `among` has paths of files in
+    `folder`; `files` has the files that the manifest lists, by their names in that folder.
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(f"{path}: needed a file that the manifest lists, found another one.")
+            raise Damaged(f"{path}: needed only files that the manifest lists; it lacks this file.")
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:
-    """Returns the size in bytes and the hash of a file; with `sync`, after the file has reached the
-    disk.
+    """Returns the size in bytes and the hash of a file. With `sync`, waits first until the file has
+    reached the disk.
     """
     digest, size, buffer = hasher(), 0, memoryview(bytearray(CHUNK))
     with _files.open_file(path) as file:

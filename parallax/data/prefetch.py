@@ -1,5 +1,5 @@
-"""Places batches on the devices: each process reads its own rows, in the background, before they
-are needed.
+"""Places batches on the devices. Each process reads its own rows of a batch, in the background,
+before the batch is needed.
 """
 
 import queue
@@ -27,27 +27,27 @@ def placed(
     size: SupportsIndex,
     length: SupportsIndex,
 ) -> Int32[Array, "size length_and_one"]:
-    """Returns the batch of `data.batch` as one array over the devices of all processes. Each
-    process reads only the rows of its own devices.
+    """Returns a batch, the one that `data.batch` makes, as one array over the devices of all
+    processes. Each process reads only the rows of its own devices.
 
     Args:
-        tokens: the text, as `data.batch` takes it; the same in every process.
-        sharding: splits the rows, such as `NamedSharding(mesh, P("data"))`. Rows that several
-            devices of a process hold are read once.
-        seed: the seed of `data.batch`.
-        step: the step of `data.batch`.
+        tokens: the text, as `data.batch` takes it. Every process passes the same text.
+        sharding: the sharding of the batch, such as `NamedSharding(mesh, P("data"))`, which splits
+            the rows. Rows that several devices of a process hold are read once.
+        seed: the seed of the run, with which `data.batch` draws the order of the windows.
+        step: the number of the step whose batch is wanted.
         size: the number of rows in the global batch, in all processes together.
-        length: the number of inputs in a row, which has one token more.
+        length: the number of inputs in a row. A row has one token more.
 
     Raises:
-        ValueError: `data.batch` refuses the arguments.
+        ValueError: `data.batch` refuses the arguments, for example a text that is too short.
     """
     size, length = argument_checks.whole_numbers("data.placed", size=size, length=length)
     read = {}  # the rows that were read, by (start, stop, step)
 
     def rows(index):
-        """Returns the rows of one device, read once for each slice. `index` is the device's part of
-        the array, a slice for each dim.
+        """Returns the rows of one device. `index` says which part of the array the device holds, by
+        a slice for each dim. Devices with the same slice of rows share one read.
         """
         bounds = index[0].indices(size)
         if bounds not in read:
@@ -76,10 +76,10 @@ class Prefetched(Generic[Batch]):
         make: a function that returns the batch of a step.
         start: the first step.
         stop: the step after the last.
-        ahead: the most batches that are made and not yet used.
+        ahead: the largest number of batches that are made before they are asked for.
 
     Raises:
-        ValueError: `ahead` is below 1, or one of the numbers is not whole.
+        ValueError: `ahead` is below 1, or one of the three numbers is not whole.
     """
 
     def __init__(
@@ -104,13 +104,14 @@ class Prefetched(Generic[Batch]):
         self._thread.start()
 
     def _run(self, make, start, stop):
-        """Makes the batches, in the thread, and puts each into the queue as a pair (batch, error).
-        The last pair has an error: the error of `make`, or `StopIteration`. Returns early if the
-        `with` block ends.
+        """Makes the batches `make(start)`, ..., `make(stop - 1)`, in the thread, and puts each into
+        the queue as a pair (batch, error). The last pair has an error: the error of `make`, or
+        `StopIteration`. Returns early if the `with` block ends.
         """
         for step in range(start, stop):
             try:
                 pair = (make(step), None)
+            # Any error: `__next__` raises it in the caller's thread.
             except BaseException as error:
                 pair = (None, error)
             # `_put` returns False if the `with` block has ended; an error ends the batches too.

@@ -1,12 +1,13 @@
-"""A text too large for one file: several token files with a manifest, read as one long array. A
-batch reads only its own windows.
+"""Stores a text that is too large for one file in several token files with a manifest. The files
+are read as one long array. To make a batch, only the windows of the batch are read.
 
-    folder/manifest.json    the vocabulary, a token's dtype, each shard's tokens, bytes and hash
+    folder/manifest.json    the vocabulary, the dtype of a token, and for each shard the number of
+                            its tokens, its size in bytes and its hash
     folder/00000.bin ...    tokens as `data.write` stores them
 
-`read` refuses a shard that is missing, cut short or damaged, and names it: before the first step,
-not at step 40,000. `manifest.need(condition, place, what, value)` raises `Damaged` if the condition
-is false.
+`read` raises an error if a shard is missing, cut short or damaged, and the error names the shard.
+So a run fails before its first step, and not at step 40,000. `manifest.need(condition, place, what,
+value)` raises `Damaged` if the condition is false.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Tokens in several files. `len(shards)` and `shards[places]` have the same results as for one
+    """Tokens in several files. `len(shards)` and `shards[places]` give the same results as for one
     array of all tokens.
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. A
@@ -53,7 +54,7 @@ class Shards:
         return int(self.starts[-1])
 
     def __getitem__(self, places: Integer[np.ndarray, "..."]) -> Integer[np.ndarray, "..."]:
-        """Returns the tokens at these places of the joined text, read part by part."""
+        """Returns the tokens at these places of the joined text. They are read part by part."""
         starts = self.starts
         if places.size and not 0 <= places.min() <= places.max() < starts[-1]:
             raise IndexError(
@@ -82,8 +83,8 @@ def write(
     One shard and one piece are in memory at a time. The manifest is written last, so `read` refuses
     a folder that was not written to the end.
 
-    Raises `ValueError` for tokens outside the vocabulary, if there are no tokens, and for a folder
-    that already has a manifest.
+    Raises `ValueError` if a token is outside the vocabulary, if there are no tokens, or if the
+    folder already has a manifest.
     """
     folder = Path(folder)
     vocabulary, size = argument_checks.whole_numbers(
@@ -94,6 +95,7 @@ def write(
     if size < 1:
         raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {size}.")
     folder.mkdir(parents=True, exist_ok=True)
+    # By the name of a file: the number of its tokens, and its [size in bytes, hash].
     tokens, files = {}, {}
     for number, shard in enumerate(_cut(pieces, size)):
         name = f"{number:05d}.bin"
@@ -101,7 +103,7 @@ def write(
         tokens[name] = len(shard)
     if not tokens:
         raise ValueError(
-            f"shards.write needs one token or more for {folder}, got none. Bring more text."
+            f"shards.write needs one token or more for {folder}, got none. Pass pieces with tokens."
         )
     manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": tokens, "files": files})
 
@@ -114,27 +116,30 @@ def read(
     processes: SupportsIndex = 1,
     check_bytes: bool = True,
 ) -> Shards:
-    """Returns the shards that `write` stored in `folder`, after a check of all sizes, and of the
-    bytes of shards `rank`, `rank` + `processes`, ...
+    """Returns the shards that `write` stored in `folder`. First checks the sizes of all shards, and
+    the bytes of the shards `rank`, `rank` + `processes`, and so on.
 
-    So the processes of a job together check every byte once before step 0, and a single process
-    checks all bytes. A restarted run may pass `check_bytes=False`; then only sizes are checked.
+    If each process of a job passes its rank and the number of processes, the processes together
+    check every byte once before step 0. By default one process checks all bytes. A restarted run
+    may pass `check_bytes=False`; then only sizes are checked.
 
     Raises:
-        manifest.Damaged: a shard or the manifest is missing, or differs from what was written; the
-            message names the file.
-        ValueError: the shards were made for another vocabulary or by another format, or hold a
+        manifest.Damaged: a shard or the manifest is missing, or differs from the file that was
+            written; the message names the file.
+        ValueError: the shards were made for another vocabulary or in another format, or hold a
             number that is no token.
     """
     vocabulary, rank, processes = argument_checks.whole_numbers(
         "shards.read", vocabulary=vocabulary, rank=rank, processes=processes
     )
     folder = Path(folder)
+    # `item` is the dtype of a token.
     record, item = manifest.read(folder / MANIFEST), stored_as(vocabulary)
     check_header(record, folder / MANIFEST, folder, vocabulary)
     files = manifest.files(folder / MANIFEST, record.get("files"))
     tokens = _counts(folder / MANIFEST, record.get("tokens"), files, item)
     manifest.check_sizes(folder, files)
+    # `opened` returns a `File`, which reads tokens when it is indexed.
     parts = tuple(opened(folder / name, item, count) for name, count in tokens.items())
     if check_bytes:
         hashes = [files[name][1] for name in tokens]
@@ -152,8 +157,8 @@ def read(
 
 def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> dict[str, int]:
     """Returns `value`, the entry `tokens` of the manifest at `path`: the number of tokens in each
-    file. Raises `Damaged` if the numbers do not agree with the sizes in `files`; `item` is the
-    dtype of a token.
+    file. Raises `Damaged` if the numbers do not agree with the sizes in `files`. `files` has the
+    [size in bytes, hash] of each file by name. `item` is the dtype of a token.
     """
     well_formed = (
         isinstance(value, dict)
@@ -173,7 +178,7 @@ def _counts(path: Path, value: Any, files: dict[str, list], item: np.dtype) -> d
 
 
 def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
-    """Yields the pieces, joined and cut into arrays of `size` tokens; the last may be shorter."""
+    """Joins the pieces, and yields arrays of `size` tokens. The last array may be shorter."""
     waiting, count = [], 0  # the pieces that are not yielded yet, and the number of their tokens
     for piece in pieces:
         waiting.append(piece)

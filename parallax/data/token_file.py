@@ -1,8 +1,9 @@
-"""Tokens in a file, read when they are indexed: only the tokens of a batch are read.
+"""Reads tokens from a file when they are indexed, so that only the tokens of a batch are read.
 
 The file is not mapped into memory. If a mapped file is cut short, the next access ends the process
-by a signal, SIGBUS, without a message. A read of such a file raises an ordinary error. A batch of 8
-windows of 1,024 tokens takes about 90 microseconds to read; from a mapped file it takes 22.
+by a signal, SIGBUS, without a message. With system calls, which are used here, the read then fails
+with an ordinary error. A batch of 8 windows of 1,024 tokens is read in about 90 microseconds, and
+from a mapped file in 22.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from parallax.data import manifest
 
 
 class State(NamedTuple):
-    """A file's size in bytes, and when its bytes last changed, in nanoseconds since 1970."""
+    """The size of a file in bytes, and the time of its last change, in nanoseconds since 1970."""
 
     size: int
     changed: int
@@ -29,8 +30,8 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file. `file[places]` reads the tokens at these places, `file[start:stop]` is a
-    view, `len(file)` is the number of tokens, and `numpy.asarray(file)` reads the whole text.
+    """A text in a file. `file[places]` reads the tokens at these places, and `numpy.asarray(file)`
+    reads the whole text. `file[start:stop]` is a view, and `len(file)` is the number of tokens.
 
     Consecutive places are read in one call. The file is opened anew each time it is indexed (about
     10 microseconds), so a text may have more files than a process may hold open.
@@ -42,8 +43,9 @@ class File:
     Attributes:
         path: the path of the file.
         dtype: the type of a token in the file.
-        places: the range of the text's tokens in the file; the file's first token has place 0.
-        state: the size and the time of the file when this object was made.
+        places: the range of the places in the file that hold the text; the file's first token has
+            place 0.
+        state: the `State` of the file when this object was made.
     """
 
     path: Path
@@ -62,7 +64,8 @@ class File:
     ) -> Integer[np.ndarray, "*dims"]: ...
     def __getitem__(self, places: Any, /) -> Any:
         """Returns a view for a slice, and the tokens at `places` for an integer or an array. A view
-        is a `File` with fewer places; nothing is read for it."""
+        is a `File` with fewer places, for which nothing is read yet.
+        """
         if isinstance(places, slice):
             if places.step not in (None, 1):
                 raise IndexError(
@@ -99,8 +102,9 @@ class File:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[int]:
-        """Opens the file, and yields its descriptor. Raises `Damaged` after the `with` block if the
-        file has changed since this object was made, so tokens of a changed file are never returned.
+        """Opens the file, and yields its descriptor. At the end of the `with` block this function
+        raises `Damaged` if the file has changed since this object was made. So tokens of a changed
+        file are never returned.
         """
         try:
             with _files.open_file(self.path, "a token file") as file:
@@ -112,14 +116,15 @@ class File:
             ) from error
         if now != self.state:
             raise manifest.Damaged(
-                f"{self.path}: needed the file of {self.state.size} bytes that was checked; "
-                f"it was cut short or written to since, and has {now.size}. "
+                f"{self.path}: needed the file of {self.state.size} bytes that was opened before; "
+                f"it was cut short or written to since then, and now has {now.size} bytes. "
                 "Write the file again, and restart the run."
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
-        """Fills `into` with the tokens from place `first` of the text on, or until the file ends.
-        One system call may read only a part of the tokens, so the call is repeated.
+        """Fills `into` with this text's tokens, beginning at place `first`; stops if the file ends.
+        The text is a part of the file, and begins at the file's token `self.places.start`. One
+        system call may read only a part of the tokens, so the call is repeated.
         """
         unfilled, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while unfilled:

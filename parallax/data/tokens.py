@@ -20,13 +20,13 @@ from parallax import argument_checks
 from parallax.data import manifest
 from parallax.data.token_file import File, state_of
 
-MOST = 1 << 31  # tokens on devices are int32
+MOST = 1 << 31  # the largest vocabulary, since tokens on devices are int32
 FORMAT = 3  # of records, and of the manifests of `shards`
 CHUNK = 1 << 19  # tokens checked at a time; even, so that an odd place in a part is odd in the file
 # If tokens of four bytes, below 4 million (64 * 2^16), are read as numbers of two bytes, every
 # second number is below this bound.
 UPPER = 64
-Tokens = Integer[np.ndarray, "_"]  # "_": any length, also for two arguments of one call
+Tokens = Integer[np.ndarray, "_"]  # "_": any length; two arguments may have different lengths
 Text = TypeVar("Text", np.ndarray, File)
 
 
@@ -49,16 +49,16 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     Each file appears whole or not at all. The record is written last, and an older record is
     removed before the tokens appear. So a record never stands beside tokens of another vocabulary.
 
-    Raises `ValueError` if there are no tokens, or if they are not whole numbers in one dim or are
-    outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example because
-    the disk is full; the older file is then unchanged.
+    Raises `ValueError` if there are no tokens, if the array is not one dim of whole numbers, or if
+    a token is outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example
+    because the disk is full; the older file is then unchanged.
     """
     path = Path(path)
     (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
     size, digest = store(
         path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True)
     )
-    with _naming(path):
+    with _errors_name(path):
         manifest.write(record_of(path), header(vocabulary) | {"bytes": size, "hash": digest})
 
 
@@ -67,15 +67,17 @@ def store(
 ) -> list:
     """Writes the tokens to `path`, without a record, and returns `[size in bytes, hash]`.
 
-    The tokens are first written to a file of another name. `before` is called when they are on the
-    disk, and before that file is renamed to `path`. `write` removes the old record there, so that
-    a record never stands beside tokens that are not its own.
+    The tokens are first written to a file of another name, and this file is then renamed to `path`.
+    `before` is called between these two steps, when the tokens are on the disk. `write` uses
+    `before` to remove an old record, so that the record of one text never stands beside the tokens
+    of another.
     """
-    item = stored_as(vocabulary)
+    item = stored_as(vocabulary)  # the dtype of a token
     check(tokens, vocabulary, where=f"tokens for {path}")
     content = np.ascontiguousarray(tokens, item).data
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with _naming(path):
+    with _errors_name(path):
+        # The folder is synced later, when the record or manifest is written into it.
         try:
             with open(partial, "xb") as file:
                 file.write(content)
@@ -93,23 +95,24 @@ def read(
 ) -> File:
     """Returns the tokens stored at `path`, as a `File`, which reads tokens when it is indexed.
 
-    A file without a record, which another program wrote, is read as tokens of this vocabulary.
+    A file without a record, which another program wrote, is read as tokens of the vocabulary
+    `vocabulary`.
 
     Args:
         path: the path of the file.
         vocabulary: the vocabulary of the tokenizer that made the tokens.
-        check_bytes: whether to read the file once, and to check its hash and that all numbers are
-            in the vocabulary. A restarted run may pass `False`: then only the record and the size
-            are checked.
+        check_bytes: whether to read the file once, to check its hash, and to check that all numbers
+            are in the vocabulary. A restarted run may pass `False`: then only the record and the
+            size are checked.
 
     Raises:
         FileNotFoundError: there is no file.
         manifest.Damaged: the bytes differ from those that were written, or the record is damaged.
         ValueError: the file has another vocabulary, another format, or four bytes per token
-            although the vocabulary needs two; or it is empty or cut short, or holds tokens outside
-            the vocabulary.
+            although the vocabulary needs two. Or the file is empty or cut short, or holds tokens
+            outside the vocabulary.
     """
-    path, item = Path(path), stored_as(vocabulary)
+    path, item = Path(path), stored_as(vocabulary)  # `item`: the dtype of a token
     (vocabulary,) = argument_checks.whole_numbers("data.read", vocabulary=vocabulary)
     if not path.is_file():
         raise FileNotFoundError(
@@ -135,13 +138,14 @@ def opened(path: Path, item: np.dtype, count: int) -> File:
 
 
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
-    """Reads `file` once. Refuses bytes whose hash is not `stored`, and numbers outside the
-    vocabulary.
+    """Reads `file` once. Raises an error if the hash of its bytes is not `stored`, or if a number
+    is outside the vocabulary.
 
-    Without a `stored` hash there is no record, so the file may have tokens of four bytes that are
-    read as numbers of two bytes. Every second number is then the upper half of a token. So a file
-    is refused if every second number is 0. It is also refused if every second number is below 64 (V
-    is then up to 64 * 2^16, some 4 million) while another number is 16 * 64 or more.
+    If `stored` is None, there is no record, so the file may have tokens of four bytes that are read
+    as numbers of two bytes. Every second number is then the upper half of a token, and small. So a
+    file is refused if every second number is 0. A file is also refused if every second number is
+    below 64, as with a vocabulary up to 64 * 2^16 (some 4 million), and one of the other numbers is
+    1,024 or more. So a text that has only small numbers is accepted.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -161,27 +165,29 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
     four_bytes = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
-    # With fewer than 32 numbers, small odd ones could be chance.
+    # Among fewer than 32 numbers, every second one could be small by chance.
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
-            f"but every second one is {upper} or less, and others up to {high}, as in a file of "
-            "twice as many bytes per token. Write it again with data.write, which notes the type."
+            f"but every second one is {upper} or less, and the largest of the others is {high}. "
+            "They seem to be the two halves of longer tokens, so the file seems to have twice as "
+            "many bytes per token. Write it again by data.write, which stores the type of a token "
+            "in a record."
         )
 
 
 def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
-    """Returns `(train, held_out)`, views of the first tokens and of the last tokens. The argument
-    `held_out` is the fraction of the tokens that is held out.
+    """Returns the pair `(train, held_out)`: a view of the first tokens, and a view of the last
+    tokens. The argument `held_out` is the fraction of the tokens in the second view.
 
     The text is cut at one place only, so held-out sentences do not stand between sentences of the
-    training text. Raises `ValueError` if one side would have no token.
+    training text. Raises `ValueError` if one of the views would have no token.
     """
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
         raise ValueError(
             "held_out must be a fraction that leaves tokens on both sides, "
-            f"got {held_out} of {len(tokens)} tokens. Use 0.1, or bring more text."
+            f"got {held_out} of {len(tokens)} tokens. Use 0.1, or a longer text."
         )
     return tokens[: len(tokens) - last], tokens[len(tokens) - last :]
 
@@ -192,8 +198,8 @@ def record_of(path: Path) -> Path:
 
 
 def stored_as(vocabulary: SupportsIndex) -> np.dtype:
-    """Returns the dtype of a stored token: two bytes, or four if V > 65,536. Raises `ValueError` if
-    V is not from 1 to 2^31.
+    """Returns the dtype of a stored token: two bytes, or four if the vocabulary has more than
+    65,536 tokens. Raises `ValueError` if the vocabulary has less than 1 token or more than 2^31.
     """
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
@@ -207,8 +213,8 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
     """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to V - 1.
 
-    The message begins with `where`. For a text that is checked in parts, `first` is the index of
-    the part's first token in the text.
+    The message begins with `where`. If `tokens` is a part of a text, `first` is the index in the
+    text of the first token of this part.
     """
     (vocabulary,) = argument_checks.whole_numbers(where, vocabulary=vocabulary)
     tokens = np.asanyarray(tokens)
@@ -234,9 +240,10 @@ def header(vocabulary: int) -> dict[str, Any]:
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Raises `ValueError` if a record has another format, vocabulary or type of token.
+    """Raises `ValueError` if a record's format is not `FORMAT`, its vocabulary is not `vocabulary`,
+    or its type of token is not the one for this vocabulary.
 
-    `place` is the path of the record, and `tokens` the path of its tokens.
+    `place` is the path of the record, and `tokens` is the path of the tokens that it describes.
     """
     manifest.check_format(record, place, FORMAT)
     stored = record.get("vocabulary")
@@ -268,13 +275,14 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
         raise ValueError(
             f"{path}: needed the {stored} bytes that {place.name} states, the file has {size}. "
             "It was cut short, or is another file: make it again with data.write, "
-            f"or remove {place.name} if the tokens are of another source."
+            f"or, if another program wrote the tokens, remove {place.name}, which does not "
+            "describe them."
         )
     return digest
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _errors_name(path: Path) -> Iterator[None]:
     """Replaces an `OSError` of the `with` block by one whose message names `path`."""
     try:
         yield

@@ -1,8 +1,8 @@
 """Pictures of schedules, collectives, meshes, bytes, and a device's memory over time.
 
-All functions but `timeline`, `page` and `replay_trace` return text; with a path they also write the
-picture, in the format of the path's suffix (PNG, SVG, PDF). Pictures need matplotlib, which the
-extra `draw` installs.
+All functions but `timeline`, `page` and `replay_trace` return text; if they get a path, they also
+write a picture to it, in the format of the path's suffix (PNG, SVG, PDF). Pictures need matplotlib,
+which the extra `draw` installs.
 """
 
 from parallax.draw.attended import attention

@@ -1,5 +1,6 @@
 """Draws causal attention over split tokens: the hop in which each block of scores is computed, and
-the device that computes it. A *block* has the scores of one chunk of queries and one chunk of keys.
+the device that computes the block. A *block* has the scores of one chunk of queries and one chunk
+of keys. Between two *hops*, the keys move to the next device of the ring.
 """
 
 import numpy as np
@@ -9,12 +10,13 @@ from parallax.draw import canvas
 
 
 def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str:
-    """Returns the hop in which `context.attention` computes each block of scores, as a table.
+    """Returns a table of the hops in which `context.attention` computes the blocks of scores.
 
-    A row is a chunk of queries, with the device that holds it; a column is a chunk of keys. In hop
-    0 each device uses its own keys; in hop h device i uses the keys of device i - h. A dot is a
-    block that the causal mask hides. With a `path`, the function also draws the same square: a
-    colour for each hop, and in each block the number of its device.
+    A row is a chunk of queries, with the device that holds the chunk; a column is a chunk of keys.
+    In hop 0 each device uses its own keys; in hop h device i uses the keys of device i - h. A dot
+    is a block that the causal mask hides. With a `path`, the function also draws the blocks as a
+    square. The colour of a block shows its hop, and the number in the block is the device that
+    computes it.
 
     Args:
         order: the order of the chunks, such as `context.zigzag`.
@@ -45,8 +47,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     for query, row in enumerate(hops):
         cells = ["." if hop < 0 else str(hop) for hop in row]
         rows.append([f"queries {query} on device {owner[query]}", *cells])
-    # For each device, the number of its diagonal blocks plus the number of its pairs that are not
-    # padding (the third number is 1).
+    # For each device, the number of blocks that are used: its diagonal blocks, and its pairs that
+    # are not padding. The third number of a pair is 1 if the pair is needed, so sums count these.
     used = [
         np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
         for i in range(n)
@@ -59,8 +61,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
 
 
 def _picture(hops: np.ndarray, owner: np.ndarray, n: int, path: canvas.Path) -> None:
-    """Draws the square of blocks: `hops` has the hop of each block, [chunks, chunks], and `owner`
-    the device of each chunk.
+    """Draws the square of blocks: `hops`, of shape [query chunks, key chunks], has the hop of each
+    block, or -1 if the mask hides the block. `owner` has the device of each chunk.
     """
     size = len(hops)
     figure = canvas.figure(0.42 * size + 1.6, 0.42 * size + 0.9)

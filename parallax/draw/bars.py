@@ -1,4 +1,5 @@
-"""Tables and bar charts of a device's bytes: by kind, for several plans, and as sent per axis."""
+"""Tables and bar charts of a device's bytes: the bytes of each kind, for several plans, and the
+bytes that the device sends along each axis."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,15 +16,17 @@ def bytes_by_kind(
     *,
     counted: str = "on a device",
 ) -> str:
-    """Returns the bytes of each kind and their sum, as a table with a column for each of the
-    `plans`.
+    """Returns a table with a column for each of the `plans`. A row has the bytes of one kind, and
+    the last row has the sum.
 
-    With a `path`, the function also draws a stacked bar for each plan there.
+    With a `path`, the function also draws a stacked bar for each plan, and writes the picture to
+    that file.
 
     Args:
         plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
-        counted: words for the bytes that are counted, such as `"sent in a step"`.
+        counted: a phrase that says which bytes are counted, such as `"sent in a step"`. It is the
+            heading of the table's first column, and a part of the label of the picture's axis.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -46,10 +49,12 @@ def traffic(
     """Returns a table of the bytes that a device sends in a step along each axis or set of axes,
     with the most bytes first.
 
-    With a `path`, the function also draws a bar for each of them there.
+    With a `path`, the function also draws a bar for each row but the total, and writes the picture
+    to that file.
 
     Args:
-        sent: bytes by axes, such as `plan.Plan.sent`, or the entries of `certificate.read`.
+        sent: the bytes by axes, such as `plan.Plan.sent`, or the entries that `certificate.read`
+            returns.
         path: the PNG, SVG or PDF file to write.
 
     Raises:
@@ -57,7 +62,7 @@ def traffic(
     """
     is_by_axes = isinstance(sent, Mapping)
     sizes = sent.items() if is_by_axes else [(entry.axes, entry.bytes) for entry in sent]
-    # `axes` is a name or a tuple of names; several entries may have the same axes.
+    # `axes` is a name or a tuple of names. Entries with the same axes are added up.
     by_name: dict[str, Number] = {}
     for axes, size in sizes:
         name = axes if isinstance(axes, str) else " x ".join(axes) or "no axis"

@@ -1,4 +1,4 @@
-"""The parts of all pictures: a figure that changes no global setting, colours, grids, tables."""
+"""The parts of all pictures: colours, grids, tables, and figures that change no global setting."""
 
 import math
 import os
@@ -37,13 +37,13 @@ def save(picture: Any, path: Path) -> None:
 
 
 def bare(axes: Any, *sides: str) -> None:
-    """Removes the lines around a panel: the lines at `sides`, or all lines."""
+    """Removes the lines around a panel: the lines at `sides`, or all four if no side is given."""
     axes.spines[list(sides) or ["top", "right", "bottom", "left"]].set_visible(False)
 
 
 def colour(k: int, count: int) -> Any:
-    """Returns colour k of `count` colours: from `COLOURS` if that has enough of them, else from a
-    colour map.
+    """Returns colour k of `count` colours. They are from `COLOURS` if this list is long enough, and
+    otherwise from a colour map.
     """
     if count <= len(COLOURS):
         return COLOURS[k]
@@ -73,8 +73,8 @@ def grid(
     rows: Sequence[str],
     columns: Sequence[str],
 ) -> None:
-    """Draws a table of squares, and the names of its rows and columns. `cells` has the colour and
-    the text of each square, by row and column.
+    """Draws a table of squares, and the names of its rows and columns. `cells` has a pair (colour,
+    text) for each square, by its place (row, column).
     """
     for (row, column), (background, text) in cells.items():
         corners = ([column, column + 1, column + 1, column], [row, row, row + 1, row + 1])
@@ -88,16 +88,16 @@ def grid(
 
 
 def scale(largest: int | float) -> tuple[float, str]:
-    """Returns the largest of `UNITS` that is not above `largest` bytes: its size in bytes and its
-    name. Below 1 byte, the unit is the byte.
+    """Returns the largest of `UNITS` that is not above `largest` bytes, as a pair (size of the unit
+    in bytes, name). If `largest` is below 1, the unit is the byte.
     """
     power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
     return 1000.0**power, UNITS[power]
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Returns a table as lines of aligned text: the first `left` columns are flush left, the others
-    flush right.
+    """Returns a table as lines of aligned text: the first `left` columns are flush left, and the
+    other columns are flush right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 

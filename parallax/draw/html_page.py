@@ -1,5 +1,5 @@
-"""Writes texts and pictures as one HTML file that loads no other files; it suits phones and dark
-mode.
+"""Writes texts and pictures as one HTML file that loads no other files. The page suits phones and
+dark mode.
 """
 
 import base64
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallax.draw import canvas
 
-LONG = 160  # a text with a longer line is prose, which wraps; another text may be a table
+LONG = 160  # a text with a longer line is prose, and is wrapped; other texts may be tables
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 STYLE = """
 :root { color-scheme: light dark; }
@@ -30,13 +30,14 @@ img { max-width: 100%; height: auto; background: white; border-radius: 6px; }
 
 
 def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Path]]) -> None:
-    """Writes a page with a heading for each section and its parts below, in order.
+    """Writes a page with a heading for each section, and below the heading the parts of the
+    section.
 
     Args:
         path: the HTML file to write.
         title: the title of the page.
-        sections: by heading, the parts below it: texts, and the paths of SVG or PNG pictures, which
-            are embedded.
+        sections: for each heading, the parts below it, in order. A part is a text, or the path of
+            an SVG or PNG picture, which is embedded.
 
     Raises:
         ValueError: a picture's suffix is neither .svg nor .png.
@@ -59,8 +60,9 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
 
 
 def _html(part: str | Path, name: str) -> str:
-    """Returns a text, or a picture with its bytes embedded, as HTML. `name`, the section's heading,
-    is the picture's description. Raises `ValueError` for another kind of picture.
+    """Returns `part`, a text or the path of a picture, as HTML. The bytes of a picture are
+    embedded. `name` is the heading of the section, and describes the picture. Raises `ValueError`
+    if the picture is neither SVG nor PNG.
     """
     if isinstance(part, str):
         longest = max(map(len, part.splitlines()), default=0)

@@ -1,6 +1,7 @@
-"""Draws the number of microbatches that each stage of a schedule holds over time, which is its cost
-in memory. A `Span` is one job of a stage, in its `lane` (forward, backward or weight), from `start`
-to `stop`.
+"""Draws the number of microbatches that each stage of a schedule holds over time. This number
+decides how much memory the stage needs. A `Span` is one job of a stage, from the time `start` to
+the time `stop`. The `lane` of a span is the kind of its job: forward, backward or weight. In
+*lockstep*, no stage begins a tick before all stages have ended their jobs of the previous tick.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,13 @@ def in_flight(
     weight: Cost = 1,
 ) -> str:
     """Returns a table with two numbers for each stage: the largest and the mean number of
-    microbatches whose residuals it holds over time. The stages run in lockstep.
+    microbatches whose residuals the stage holds over time. The stages run in lockstep.
 
     Residuals, which the backward pass needs, are held from the start of the forward job to the end
-    of the backward job, or of the weight job if there is one. The residuals of one of v chunks
-    count 1/v. With a `path`, the function also draws a panel for each stage, as wide as
-    `timeline`'s picture.
+    of the backward job, or to the end of the weight job if there is one. If a stage's layers are in
+    v chunks, the residuals of a microbatch in one chunk count as 1/v of a microbatch. With a
+    `path`, the function also draws a panel for each stage; the picture is as wide as the one of
+    `timeline`.
 
     Args:
         schedule: the schedule.
@@ -38,14 +40,14 @@ def in_flight(
         weight: the time of a job of weight gradients, if there are such jobs.
 
     Raises:
-        ValueError: a cost is not above 0.
+        ValueError: a time is not above 0.
         ImportError: with a `path`, if matplotlib is not installed.
     """
     backward = backward_cost(schedule, backward)
     if min(forward, backward, weight) <= 0:
         raise ValueError(
-            f"draw.in_flight needs costs above 0; got {forward}, {backward} and {weight}. "
-            "Give each job its time."
+            f"draw.in_flight needs times above 0; got {forward}, {backward} and {weight} for the "
+            "forward, backward and weight jobs. Give each job its time."
         )
     spans = schedule.lockstep(forward, backward, weight)
     end = max(span.stop for span in spans)
@@ -64,8 +66,8 @@ def in_flight(
 
 
 def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
-    """Returns the number of microbatches that one stage holds, from time 0 on. `spans` are the
-    stage's jobs.
+    """Returns the number of microbatches that one stage holds over time, as pairs. A pair has a
+    time, and the number from this time on; the first time is 0. `spans` are the stage's jobs.
     """
     # The lane whose jobs free residuals: weight if there is one, else backward.
     last_lane = list(schedule.lanes)[-1]
@@ -87,8 +89,8 @@ def _mean(curve: Curve, end: float) -> float:
 
 
 def _picture(curves: Sequence[Curve], end: float, inches: float, path: canvas.Path) -> None:
-    """Draws a panel for each stage, with the microbatches that it holds over time; a panel's time
-    axis is `inches` wide.
+    """Draws a panel for each stage, with the number of microbatches that the stage holds over time.
+    The time axis of a panel is `inches` wide.
     """
     highest = max(count for curve in curves for _, count in curve)
     picture = canvas.figure(inches + 1.7, 0.5 * len(curves) + 1.3)

@@ -9,10 +9,12 @@ from parallax.draw import canvas
 
 
 def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
-    """Returns a table with the id of each device: the last axis in columns, the others in rows.
+    """Returns a table with the id of each device. A column is an index of the last axis of the
+    mesh, and a row is an index of the other axes.
 
-    With a `path`, the function also draws the devices there. A panel is a grid of the last two
-    axes, for one index of the axes before the last two.
+    With a `path`, the function also draws the devices, and writes the picture to that file. A panel
+    is a grid of the devices along the last two axes; there is one panel for each index of the other
+    axes.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -38,8 +40,8 @@ def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Pat
     """Draws the devices: a panel for each index of the axes before the last two, with a table of
     the devices along the last two axes.
 
-    `numbers` has the id of each device, as text, in an array of the mesh's shape; `names` are the
-    axes. A mesh of one axis is drawn as one row.
+    `numbers` has the id of each device, as text, in an array of the mesh's shape; `names` has the
+    names of the axes. A mesh of one axis is drawn as one row.
     """
     if len(names) == 1:  # adds an axis of one row, without a name
         names, numbers = ["", *names], numbers[None]
@@ -58,7 +60,7 @@ def _picture(numbers: np.ndarray, names: list[str], title: str, path: canvas.Pat
         shade, axes = canvas.colour(k, len(panels)), subplots[k]
         cells = {place: (shade, number) for place, number in np.ndenumerate(numbers[index])}
         canvas.grid(axes, cells, row_names, [str(column) for column in range(columns)])
-        # The axes of the panels, which come first; zip leaves out the last two.
+        # `index` has only the first axes, those of the panels; so zip leaves out the last two.
         fixed = [f"{name} {i}" for name, i in zip(names, index, strict=False)]
         axes.set_title(", ".join(fixed), size=9)
         axes.set_xlabel(names[-1], size=9)

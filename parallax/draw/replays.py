@@ -1,8 +1,9 @@
 """Draws a replayed program over time: when it computes, and when each axis carries messages.
 
-A *row* is a line of time: "compute", or a set of axes with messages. An `Event` is an instruction
-or a message in its `row`, from `start` to `stop` in seconds. *Exposed* is the time that would be
-saved if messages took no time.
+A *row* of the picture is either "compute", or a set of axes that carries messages. An `Event` is an
+instruction or a message. It is drawn in the row `row`, from `start` to `stop` in seconds, and
+`source` is the line of the user's program that made it. *Exposed* is the time that would be saved
+if messages took no time.
 """
 
 import json
@@ -14,16 +15,17 @@ import numpy as np
 from parallax.compiled.timeline import Event, Timeline
 from parallax.draw import canvas
 
-WIDTH = 72  # the characters of a line of time
-MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # the mark for shares above a bound
+WIDTH = 72  # the characters of a row: each stands for an equal part of the time
+MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # (bound, mark for shares above it)
 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
-    """Returns a line of time for computing, and one for each set of axes. A character is a part of
-    the time: `#` if the row is busy for over 95% of it, `+` for over 50%, `.` for over 2%, and
-    otherwise a space. A line ends with the share of the whole time in which its row is busy.
+    """Returns a text with one line for computing and one for each set of axes. The time runs from
+    left to right. Each character stands for an equal part of the time: `#` if the row is busy for
+    over 95% of this part, `+` for over 50%, `.` for over 2%, and a space for less. A line ends with
+    a percentage: the share of the whole time in which its row is busy.
 
-    With a `path`, the function also draws the lines there.
+    With a `path`, the function also draws the lines, and writes the picture to that file.
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
@@ -66,9 +68,10 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:
-    """Returns for each of `WIDTH` equal parts of the time the share in which an event runs.
+    """Returns, for each of `WIDTH` equal parts of the time from 0 to `end`, the share of the part
+    in which an event runs.
 
-    Events may overlap; the time in which two of them run counts once. `end` is the end of the time.
+    Events may overlap; the time in which two of them run counts once.
     """
     busy, until = np.zeros(WIDTH), 0.0
     edges = np.linspace(0.0, end, WIDTH + 1)

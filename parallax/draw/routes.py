@@ -1,10 +1,11 @@
 """Draws the table of a collective, round by round: the blocks that a device sends and holds.
 
-All devices do the same, so a block is named by its *offset*: the block at offset o belongs to the
-device that is o places after the device that holds the block. In the end this *owner* has the
-block's sum over all devices. A *term* is one device's part of the sum. `rounds[r]` of a `Route` is
-a dict of the messages of round r. A key is a *step*: how far the message goes along each dim of the
-grid of devices. Its value has the offsets of the blocks in the message.
+All devices do the same, so a block is named by its *offset*: if device d holds the block at offset
+o, the block belongs to device d + o, its *owner*. In the end the owner has the sum of the block
+over all devices, as after a reduce-scatter. A *term* is one device's part of the sum. `rounds[r]`
+of a `Route` is a dict of the messages of round r. A key of the dict is a *step*: how far the
+message goes along each dim of the grid of devices. The value of the key has the offsets of the
+blocks in the message.
 """
 
 import itertools
@@ -18,19 +19,20 @@ from parallax.draw import canvas
 
 def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> str:
     """Returns a table as text: for each round, the blocks that every device sends, and the blocks
-    that it holds after the round.
+    that the device holds after the round.
 
-    The first line has the numbers of devices, rounds and messages, and the length of the longest
-    chain of messages that wait for each other, "in a row". Offsets are numbered in row-major order
-    of the box, which is the grid of the devices. The numbers after a block list the devices whose
-    terms are summed in it: d stands for the device d places before the owner, and 0 for the owner
-    itself. For a gather, read the rounds backwards.
+    The first line has the numbers of devices, rounds and messages. Its last number, before the
+    words "in a row", is the length of the longest chain of messages in which each message waits for
+    the one before it. Offsets are numbered in row-major order of the box, which is the grid of the
+    devices. The numbers after a block list the devices whose terms are summed in it: d stands for
+    the device d places before the owner, and 0 for the owner itself. The table is of a
+    reduce-scatter; for a gather, read the rounds from the last to the first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
 
     Args:
-        table: a route, or several that run side by side.
+        table: a route, or several routes that run side by side.
         path: the PNG, SVG or PDF file to write.
 
     Raises:
@@ -43,12 +45,14 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
 
 def _lines(table: Route) -> Iterator[str]:
-    """Yields the lines of a table: its sizes, and the blocks that a device holds at the start;
-    then, for each round, its messages, and the blocks that a device holds after it.
+    """Yields the lines of a table: first a line with the numbers of devices, rounds and messages,
+    and a line with the blocks that a device holds at the start. Then two lines for each round: its
+    messages, and the blocks that a device holds after the round.
     """
     messages = sum(map(len, table.rounds))
     box = " x ".join(map(str, table.shape))
-    # For each round, `hops` has the longest chain of messages up to it that wait for each other.
+    # `hops` has a number for each round: the length of the longest chain of messages up to this
+    # round in which each waits for the one before.
     yield (
         f"{table.n} devices ({box}): {len(table.rounds)} rounds, {messages} messages, "
         f"{max([0, *table.hops()])} in a row"
@@ -66,9 +70,9 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns a triple for each block that is sent in round r: the number of its message in the
-    round, and the block's offset before and after it is sent. Offsets are numbered in row-major
-    order.
+    """Returns a triple for each block that is sent in round r: the number, within the round, of the
+    message with this block, and the block's offset before and after the message. Offsets are
+    numbered in row-major order.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -91,15 +95,20 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
         moves = _moves(table, r)
         # All devices send alike, so a device receives the terms that it sends, at other offsets.
         sent = {before: blocks[before] for _, before, _ in moves}
-        # Blocks that are sent are no longer held. Copies of the sets: the caller has the old ones.
+        # Blocks that are sent are no longer held. The sets are copied, since the caller may still
+        # use those that were yielded before.
         blocks = {o: set(terms) for o, terms in blocks.items() if o not in sent}
+        # `Route` refuses a block that arrives at an offset whose block is sent in this round, or
+        # was sent before. So `blocks` has each offset `after`.
         for _, before, after in moves:
             blocks[after] |= sent[before]
         yield blocks
 
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
-    """Draws a circle of devices for each group of `_equal_rounds`, in the order of the tables."""
+    """Draws a circle of devices for each group of rounds with equal arrows, in the order of the
+    tables, and writes the picture to `path`.
+    """
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     columns = min(len(circles), 4)
     rows = math.ceil(len(circles) / columns)
@@ -115,8 +124,9 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
-    """Yields groups of rounds that follow each other and whose messages go the same steps. Rounds
-    without messages are left out, and do not end a group.
+    """Yields groups of rounds, each as a list of indices of rounds. The rounds of a group follow
+    each other, and all of them have messages with the same steps. Rounds without messages are left
+    out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
@@ -124,8 +134,9 @@ def _equal_rounds(table: Route) -> Iterator[list[int]]:
 
 
 def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
-    """Draws the devices in a circle, and an arrow for each message of a round. All `rounds` of the
-    group have arrows like the first; each step has its colour, paler from devices other than 0.
+    """Draws the devices in a circle, and an arrow for each message of the first of `rounds`. The
+    other rounds have the same arrows. Each step has its own colour; the arrows of devices other
+    than 0 are paler.
     """
     angles = [2 * math.pi * device / table.n for device in range(table.n)]  # clockwise from the top
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]
@@ -145,7 +156,7 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
     """Returns the title of a circle: the numbers of its rounds, and the fewest and the most blocks
-    that a device sends in one of them.
+    that a device sends in one of these rounds.
     """
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}

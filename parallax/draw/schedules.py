@@ -1,10 +1,13 @@
-"""Draws a schedule as text and as a picture: stages by time, with the costs of `Schedule.makespan`.
+"""Draws the jobs of each stage over time, as text and as a picture, with the costs of
+`Schedule.makespan`.
 
 A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers. A
-microbatch is *in flight* on a stage that holds its residuals. The *makespan* is the time of all
-jobs, and the *bubble* is the part of it in which a stage is idle. In a table of a lane, [ticks,
-stages], a job is microbatch * chunks + chunk, and -1 means idle. A `Span` is one job, from `start`
-to `stop`, in the unit of the costs.
+microbatch is *in flight* on a stage while the stage holds the microbatch's residuals. The
+*makespan* is the time from the start of the first job to the end of the last, and the *bubble* is
+the part of the makespan in which a stage is idle; it is equal for all stages. In *lockstep*, no
+stage begins a tick before all stages have ended their jobs of the previous tick. A lane has a table
+of shape [ticks, stages]. An entry is a job, as the number microbatch * chunks + chunk, or -1 if the
+stage is idle. A `Span` is one job, from `start` to `stop`, in the unit of the costs.
 """
 
 from collections.abc import Sequence
@@ -26,7 +29,8 @@ def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
     """Returns one line with the sizes of a schedule, its makespan, its bubble, and the largest
-    number of microbatches in flight on a stage.
+    number of microbatches in flight on a stage. `forward`, `backward` and `weight` are the times of
+    a stage's jobs for one microbatch, as `Schedule.makespan` takes them.
     """
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
@@ -42,9 +46,9 @@ def summary(
 def text(schedule: Schedule) -> str:
     """Returns a schedule as text: a column for each tick, and a line for each lane of each stage.
 
-    A cell is a microbatch (with chunks, microbatch.chunk), or a dot if the stage is idle. The
-    second line names the lanes that run on any stage in a tick. Where these lanes change, a new
-    phase of the schedule begins.
+    A cell has the number of a microbatch, or a dot if the stage is idle. If there are several
+    chunks, a cell has the form microbatch.chunk. The second line names the lanes that run on any
+    stage in a tick. Where these lanes change, a new phase of the schedule begins.
     """
     names = _letters(schedule)
     running = []
@@ -80,7 +84,8 @@ def timeline(
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
     shows the most microbatches that each stage holds. Stages run in lockstep. Above the picture
     stand `title`, such as the schedule's name, and the summary. `forward`, `backward` and `weight`
-    are the costs of a job, as in `Schedule.makespan`.
+    are the times of a stage's jobs for one microbatch. By default `backward` is 2, or 1 if the
+    schedule has a weight lane.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -128,7 +133,7 @@ def timeline(
 
 def width(spans: Sequence[Span]) -> float:
     """Returns the width of a picture of `spans`, from 6 to 22 inches. If 22 inches are enough, the
-    shortest job is at least 0.24 inches wide, and has room for its number.
+    shortest job is at least 0.24 inches wide, and has room for the number of its microbatch.
     """
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)
@@ -142,8 +147,9 @@ def _letters(schedule: Schedule) -> dict[str, str]:
 
 
 def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
-    """Returns the name of a lane and a chunk in the legend."""
+    """Returns the text of the legend for a lane and a chunk."""
     letter = _letters(schedule)[lane]
+    # With a weight lane, the letter of the backward lane is I: its jobs have only input gradients.
     word = {"I": "input gradient", "W": "weight gradient"}.get(letter, lane)
     suffix = f", chunk {chunk}" if schedule.chunks > 1 else ""
     return f"{word} ({letter}){suffix}"

@@ -1,17 +1,18 @@
 """Sends tokens to their experts, and the results back; the experts are split over an axis.
 
-Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n on each, D
-width, C rows of a message. A *choice* is a token and one of its k experts; *load* is the number of
-choices of an expert or device. `compute(x, source, ids, weights)` runs this device's experts: pair
-i sends row `source[i]` of x to expert `ids[i]`. The number E/n (`local_experts`) means no expert.
+Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n of them on
+each device, D width, C rows of a message. A *choice* is a token and one of its k experts; *load* is
+the number of choices of an expert or device. `compute(x, source, ids, weights)` runs this device's
+experts: pair i sends row `source[i]` of x to expert `ids[i]`. An id of E/n (`local_experts`) means
+no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
     ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
 
 The third column is the count of numbers that a device sends in a forward pass; it sends as many in
-the backward pass. So the all-to-all is cheaper if c k < n. c is the capacity: a multiple of the
-mean load.
+the backward pass. So the all-to-all is cheaper if c k < n. The capacity c is a device's room for
+choices, as a multiple of the mean load.
 """
 
 import math
@@ -34,12 +35,12 @@ LocalExperts = Callable[[Array, Array, Array, Array], Array]
 class BytesSent(NamedTuple):
     """The bytes that a device sends in one forward pass.
 
-    The backward pass sends the same again, except for `ids`.
+    The backward pass sends as many bytes again, but no `ids`.
 
     Attributes:
         out: the bytes of tokens, to the experts.
         back: the bytes of results.
-        ids: the bytes of the experts' numbers.
+        ids: the bytes of the indices of the tokens' experts.
         weights: the bytes of the weights, for a dispatch that sends them.
     """
 
@@ -63,11 +64,12 @@ class Dispatch(Protocol):
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns each token's sum of weight times result, and the number of dropped choices.
+        """Returns for each token the weighted sum of its experts' results, and the number of
+        dropped choices.
 
         Args:
             x: this device's tokens.
-            ids: the numbers of each token's experts.
+            ids: the indices of each token's experts.
             weights: the factors of these experts' results.
             compute: runs the experts of this device.
             axis: the axis that the experts are split over.
@@ -79,7 +81,7 @@ class Dispatch(Protocol):
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes that a device sends for its own `tokens` tokens.
+        """Returns the bytes that a device sends in a forward pass for its own `tokens` tokens.
 
         `itemsize` is the size of a number in bytes.
         """
@@ -88,9 +90,10 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True)
 class Gathered:
-    """Gathers all tokens on each device, runs the device's experts, and scatters the sums.
+    """Gathers all tokens on each device, runs the device's experts, and reduce-scatters the
+    results.
 
-    It is exact and drops nothing.
+    The result is exact, and no choice is dropped.
     """
 
     def __call__(
@@ -105,8 +108,8 @@ class Gathered:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's rows of the results, [T, D], and 0 dropped choices.
 
-        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
-        `compute` runs the `local_experts` experts of this device.
+        `ids` are the indices of each token's experts, and `weights` the factors of the experts'
+        results. `compute` runs the `local_experts` experts of this device.
         """
         x, ids, weights = (axis.all_gather(a, axis=0, tiled=True) for a in (x, ids, weights))
         # Each choice's token, which is its row of x: k times 0, k times 1, ...
@@ -122,7 +125,8 @@ class Gathered:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and weights per token.
+        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and k weights for each
+        token that is sent.
 
         T is `tokens`, D is `width`, and a number has `itemsize` bytes.
         """
@@ -138,13 +142,14 @@ gathered = Gathered()
 
 @dataclass(frozen=True)
 class exchanged:
-    """Sends each token to its experts' devices by an all-to-all of C rows to each device, and the
-    results back.
+    """Sends each token to its experts' devices by an all-to-all of C rows to each device, and sends
+    the results back.
 
-    C is `capacity` times the mean, k T / n, rounded up. With `math.inf`, C is the largest possible
-    load, and nothing is dropped. If more than C choices want one device, first choices have
-    priority over second choices, and then earlier tokens over later ones. A dropped choice adds
-    nothing to the layer's result: the token keeps its residual.
+    C is `capacity` times the mean load, rounded up. The mean load is k T / n: the k T choices of a
+    device, spread evenly over n devices. With a capacity of `math.inf`, C is the largest possible
+    load, and nothing is dropped. If more than C choices of a device's tokens want the same device,
+    first choices have priority over second choices, and then earlier tokens over later ones. A
+    dropped choice adds nothing to the layer's result: the token keeps its residual.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -167,8 +172,8 @@ class exchanged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
-        `compute` runs the `local_experts` experts of this device.
+        `ids` are the indices of each token's experts, and `weights` the factors of the experts'
+        results. `compute` runs the `local_experts` experts of this device.
         """
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
@@ -180,11 +185,12 @@ class exchanged:
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
 
         def in_place(fill, values):
-            """Returns one integer per sent row: the value of its choice; `fill` in empty rows."""
+            """Returns an integer for each row to send: the entry of `values` for the row's choice,
+            or `fill` if the row is empty."""
             return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
 
         def exchange(a):
-            """Returns the rows received from all devices, for n * room sent rows."""
+            """Sends the n * room rows of `a`, `room` to each device; returns the received rows."""
             return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
 
         # An empty row takes the token len(x): this is out of range and gives 0. Its expert is
@@ -203,7 +209,7 @@ class exchanged:
     def room(self, tokens: int, k: int, local_experts: int, n: int) -> int:
         """Returns C, the number of rows that a device sends to each device.
 
-        At most, each token makes min(k, local_experts) choices on one device.
+        A token makes at most min(k, local_experts) choices on one device, which bounds C.
         """
         return _room(self.capacity, k * tokens, n, tokens * min(k, local_experts))
 
@@ -223,19 +229,19 @@ class exchanged:
 @dataclass(frozen=True)
 class ragged:
     """Sends each token to its experts' devices in messages of exact length, by
-    `lax.ragged_all_to_all`, and the results back.
+    `lax.ragged_all_to_all`, and sends the results back.
 
-    A device has room to receive `capacity` times the mean, which is k T rows. With `math.inf` it
-    has room for the largest possible number of rows. Rows from device 0 come first, then rows from
-    device 1, and so on; rows beyond the room are dropped. XLA's CPU backend lacks this collective
-    (jax #34755); TPUs and GPUs have it.
+    A device has room for `capacity` times the mean load, which is k T rows. With a capacity of
+    `math.inf` the device has room for the largest possible number of rows. Rows from device 0 come
+    first, then rows from device 1, and so on; rows beyond the room are dropped. XLA's CPU backend
+    lacks this collective (jax #34755); TPUs and GPUs have it.
 
     Args:
-        capacity: the room of a device, as a multiple of the mean.
+        capacity: the number of rows that a device can receive, divided by the mean load, k T rows.
         move: the collective for the rows; it takes the arguments of `lax.ragged_all_to_all`.
 
     Raises:
-        ValueError: the capacity is 0 or below; or there is no axis, or an axis whose algorithm is
+        ValueError: the capacity is 0 or below; there is no axis; or the algorithm of the axis is
             not `jax.lax`.
     """
 
@@ -257,8 +263,8 @@ class ragged:
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [T, D], and the number of its choices that found no room.
 
-        `ids` are the numbers of each token's experts, and `weights` the factors of their results.
-        `compute` runs the `local_experts` experts of this device.
+        `ids` are the indices of each token's experts, and `weights` the factors of the experts'
+        results. `compute` runs the `local_experts` experts of this device.
         """
         if not axes(axis.names):
             raise ValueError(
@@ -267,8 +273,9 @@ class ragged:
             )
         if axis.algorithm != xla:
             raise ValueError(
-                f"experts.ragged moves data only by jax.lax, and the axis is {axis}. Name the "
-                f"axis, {axis.names!r}, or use exchanged, which works with any algorithm."
+                f"experts.ragged moves data only by jax.lax, and the axis is {axis}. Pass the "
+                f"axis by its name, {axis.names!r}, or use exchanged, which works with any "
+                "algorithm."
             )
         n, (tokens, k) = axis.size(), ids.shape
         # The mean is k T: each of n devices sends k T / n rows to this one. So `parts` is 1. At
@@ -309,8 +316,9 @@ class ragged:
     ) -> BytesSent:
         """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
 
-        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` counts an
-        int32 for each row, and the n int32 counts that a device sends to each of the n - 1 others.
+        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` has the
+        bytes of an int32 for each row, and of n int32 counts for each of the n - 1 other devices:
+        each device needs the counts of all pairs of a sender and a receiver.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -320,20 +328,24 @@ class ragged:
 
 
 class _Exchange(NamedTuple):
-    """The ragged messages of a device to the experts' devices, and back.
+    """The messages of a device to the experts' devices and back, which differ in length.
 
-    The offsets and sizes, [n] each, have the names of `lax.ragged_all_to_all`.
+    The offsets and sizes, [n] each, have the names of the arguments of `lax.ragged_all_to_all`.
 
     Attributes:
         move: the collective, as `ragged.move`.
         names: the names of the axis.
-        send_sizes: the rows that this device sends to each device.
-        input_offsets: the first row for each device, among the rows that this device sends.
-        output_offsets: the first row of this device, among the rows that each device receives.
-        back_send_sizes: the rows that go back to each device, which are the rows that came from it.
-        back_input_offsets: the first row from each device, among the rows that came here.
-        back_output_offsets: the first row for this device, among the rows that each device sent.
-        dropped: the number of this device's choices without room.
+        send_sizes: the number of rows that this device sends to each device.
+        input_offsets: the index of the first row for each device, among the rows that this device
+            sends.
+        output_offsets: for each receiver, the index of this device's first row among the rows that
+            the receiver gets.
+        back_send_sizes: the number of rows that go back to each device, as many as it sent.
+        back_input_offsets: the index of the first row from each device, among the rows that this
+            device received.
+        back_output_offsets: for each sender, the index of its first row to this device, among all
+            rows that the sender sent.
+        dropped: the number of this device's choices that found no room.
     """
 
     move: Callable[..., Any]
@@ -351,8 +363,8 @@ class _Exchange(NamedTuple):
         """Returns the messages of this device.
 
         Args:
-            wanted_rows: the number of rows that each device wants to send to each device: [sender,
-                receiver].
+            wanted_rows: [sender, receiver], the number of rows that each device wants to send to
+                each device.
             room: the most rows that a device can receive.
             axis: the axis of the devices.
             move: the collective that moves the rows: `lax.ragged_all_to_all`, or one that takes the
@@ -397,11 +409,12 @@ class _Exchange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All choices, the first choices of all tokens before the second choices: [k T] each.
+    """All choices of a device's tokens. The first choices of all tokens come before the second
+    choices. Each attribute is an array [k T].
 
     Attributes:
         token: the token of each choice.
-        device: the device of its expert.
+        device: the device of the choice's expert.
         expert: the number of the expert on that device.
         rank: the number of earlier choices that want the same device.
     """
@@ -413,7 +426,8 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
-    """Returns the choices of the tokens, from the numbers of their experts, `ids` [tokens, k].
+    """Returns, for each choice, its token, its expert's device, the expert's number there, and its
+    rank among the choices of that device. `ids`, [tokens, k], are the tokens' experts.
 
     Each of the n devices has `local_experts` experts: device 0 has the first of them, and so on.
     """
@@ -435,7 +449,7 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
 
 
 def _weighted_sum(y: Array, weights: Array) -> Array:
-    """Returns each token's sum of weight times result, [T, D], from the choices' results `y`.
+    """Returns for each token the weighted sum of the results of its choices, [T, D].
 
     `y` is [k T, D]: the results of the first choices of all tokens, then of the second, and so on.
     """
@@ -444,11 +458,11 @@ def _weighted_sum(y: Array, weights: Array) -> Array:
 
 
 def _room(capacity: float, choices: int, parts: int, most: int) -> int:
-    """Returns the number of rows to make room for: `capacity` times the mean, rounded up; at most
-    `most`.
+    """Returns the number of rows to make room for. It is `capacity` times the mean load, rounded
+    up, and at most `most`.
 
-    The mean is `choices / parts`, for choices that are spread over `parts` devices. The capacity
-    may be infinite.
+    The mean load is `choices / parts`, for choices that are spread over `parts` devices. The
+    capacity may be infinite.
     """
     # The bound is tested first, so that an infinite number is never rounded. Infinity has a test of
     # its own, since infinity times 0 choices would be nan.
@@ -458,7 +472,8 @@ def _room(capacity: float, choices: int, parts: int, most: int) -> int:
 
 
 def _check_capacity(name: str, capacity: float) -> None:
-    """Raises `ValueError` unless the capacity is above 0. `name` is the caller's."""
+    """Raises `ValueError` unless the capacity is above 0. `name` names the function in the
+    message."""
     if not capacity > 0:
         raise ValueError(
             f"experts.{name} needs a capacity above 0, as a multiple of the mean load; got "

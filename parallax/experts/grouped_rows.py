@@ -1,10 +1,12 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of its result. The
-number E means no expert.
-Each block has rows for one expert; *filling rows* fill up the expert's last block. They must add
-nothing: their indices `written` and `pair` are out of range, where `_take` gives 0 and `_add`
-ignores them. An expert's arrays are `trained`, which are differentiated, or `others`.
+Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of the expert's
+result for this row. An id of E means no expert.
+
+Each block has rows for one expert; *filling rows* fill up the expert's last block. Filling rows
+must add nothing to the results, so their indices `written` and `pair` are out of range: there
+`_take` gives 0, and `_add` adds nothing. An expert has `trained` arrays, which are differentiated,
+and `others`, which are not.
 
 Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
@@ -27,7 +29,7 @@ Expert = Callable[[Any, Float[Array, "rows width"]], Float[Array, "rows width"]]
 
 @runtime_checkable
 class ExpertCompute(Protocol):
-    """Computes each row's sum of weight times result over its experts: `x[N, D] -> y[N, D]`."""
+    """Computes for each row the weighted sum of its experts' results: `x[N, D] -> y[N, D]`."""
 
     def __call__(
         self,
@@ -38,10 +40,10 @@ class ExpertCompute(Protocol):
         weights: Float[Array, " pairs"],
         /,
     ) -> Float[Array, "rows width"]:
-        """Returns each row's sum of weight times result, [N, D].
+        """Returns for each row the weighted sum of its experts' results, [N, D].
 
         The arrays of `experts` have a first dim of experts. Pair r sends row `source[r]` to expert
-        `ids[r]`, and `weights[r]` is the factor of its result. The number E means no expert.
+        `ids[r]`, and `weights[r]` is the factor of the expert's result. An id of E means no expert.
         """
         ...
 
@@ -64,7 +66,8 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
 
     Args:
         expert: `(parameters, [rows, D]) -> [rows, D]`; the parameters have no dim of experts.
-        size: the rows of a block. Use 128 on a CPU, and more on an accelerator with fast matmuls.
+        size: the number of rows of a block. Use 128 on a CPU, and more on an accelerator with fast
+            matmuls.
 
     Raises:
         ValueError: `expert` returns rows of another shape or type; or size is below 1.
@@ -73,7 +76,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
         raise ValueError(f"experts.grouped: a block needs 1 row or more; got size={size}. Use 128.")
 
     def compute(experts, x, source, ids, weights):
-        """Returns each row's weighted sum over its experts, [N, D]; see `ExpertCompute`."""
+        """Returns for each row the weighted sum of its experts' results, [N, D]."""
         trained, untrained = eqx.partition(experts, eqx.is_inexact_array)
         others, static = eqx.partition(untrained, eqx.is_array)
 
@@ -103,15 +106,16 @@ def _check_results(results: Array, rows: Array) -> None:
 
 
 class Block(NamedTuple):
-    """One block of rows for one expert. Its last rows may be filling rows, which do not count.
+    """One block of rows for one expert. Its last rows may be filling rows, which add nothing to
+    the results.
 
     Attributes:
         expert: the number of the expert.
         read: for each row of the block, the row of x to read. Filling rows are copies of the
             expert's last row, so that all computed numbers are finite.
-        written: for each row of the block, the row of the result: as `read`, but out of range for
-            filling rows, whose results are not written.
-        pair: the pair of each row. Filling rows have a number out of range.
+        written: for each row of the block, the row of the result to add to. It is the same as
+            `read`, but out of range for filling rows, whose results are not written.
+        pair: the index of each row's pair; out of range for filling rows.
     """
 
     expert: Int[Array, ""]
@@ -127,10 +131,10 @@ def _table(
 
     Args:
         source: the row of each pair.
-        ids: the expert of each pair; `count` for no expert.
+        ids: the expert of each pair; an id of `count` means no expert.
         rows: the number of rows of x.
         count: the number of experts.
-        size: the rows of a block.
+        size: the number of rows of a block.
     """
     pairs = len(ids)
     # Pairs without an expert have the greatest number, `count`, so they come last and are in no
@@ -143,7 +147,7 @@ def _table(
     within = jnp.arange(size, dtype=jnp.int32)
 
     def block(j):
-        """Returns block j. Its expert is the first with an entry in `ends` greater than j.
+        """Returns block j. The block's expert is the first expert e with `ends[e]` > j.
 
         `order` sorts the pairs by expert. `starts[e]` is the first sorted pair of expert e, and
         `ends[e]` the number of blocks of the experts 0 to e. `place` are the places of the block's
@@ -173,7 +177,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
     # The number of blocks depends on the routing, and JAX does not differentiate such a loop.
     @jax.custom_vjp
     def run(trained, others, x, source, ids, weights):
-        """Returns each row's weighted sum over its experts, [N, D]."""
+        """Returns for each row the weighted sum of its experts' results, [N, D]."""
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, y):
@@ -193,14 +197,16 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         return run(*arguments), arguments
 
     def backward(arguments, cotangent_of_y):
-        """Returns the gradients of the trained arrays, `x` and `weights`; None for the others."""
+        """Returns the gradients of the trained arrays, of `x` and of `weights`, and None for all
+        other arguments."""
         trained, others, x, source, ids, weights = arguments
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, sums):
             """Returns the sums of the gradients of (trained, x, weights), with block j added.
 
-            The block's results are computed again. `_at` takes one expert's arrays, `_take` rows.
+            The block's results are computed again. `_at` picks one expert's arrays, and `_take`
+            picks rows.
             """
             # `read` and `written` are each row's row in x, and `pair` is its pair. In filling rows
             # `written` and `pair` are out of range: `_take` gives 0 there, and `_add` ignores them.
@@ -238,8 +244,8 @@ def _apply(
 ) -> Array:
     """Returns the results of the block's expert for `rows`.
 
-    `trained` has the arrays of this expert only, so a gradient of `_apply` is of one expert.
-    `others` has the arrays of all experts, with a first dim of experts.
+    `trained` has the trained arrays of this expert only, so a gradient of `_apply` is of one
+    expert. `others` has the arrays of all experts, with a first dim of experts.
     """
     return expert(trained, _at(others, block.expert), rows)
 

@@ -1,7 +1,7 @@
 """A mixture of experts: a layer of a router and experts of any kind.
 
-Legend: B sequences, T tokens in one, D width, F hidden width of an expert, E experts, n devices of
-the axis.
+Legend: B sequences, T tokens in a sequence, D width, F hidden width of an expert, E experts, n
+devices of the axis.
 """
 
 import functools
@@ -23,7 +23,8 @@ from parallax.tensor import Comms
 
 
 class Gated(eqx.Module):
-    """Experts of three matrices, `(silu(x gate) * (x up)) down`. A device may hold a shard of F.
+    """Experts that compute `(silu(x gate) * (x up)) down` with three matrices each. A device may
+    hold a shard of F.
 
     Source: Shazeer, arXiv 2002.05202.
     """
@@ -55,11 +56,11 @@ class Mixture(eqx.Module):
     """The parameters of a layer of experts.
 
     Attributes:
-        router: the matrix from a token to logits. In a stack of layers, each array has a first dim
-            of layers.
+        router: the matrix from a token to logits. In a stack of layers, this and all other arrays
+            have a first dim of layers.
         experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
-        bias: added to the scores for the choice only. It has no gradient; `rebalanced` changes it.
-            None or `()` means no bias.
+        bias: numbers added to the experts' scores, only to choose the experts. The bias has no
+            gradient; `rebalanced` changes it. None or `()` means no bias.
     """
 
     router: Float[Array, "*layers width experts"]
@@ -77,16 +78,18 @@ def moe(
     compute: ExpertCompute = grouped(),  # noqa: B008, a frozen choice
     comms: Comms = tensor.comms(()),  # noqa: B008, a frozen choice
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
-    """Returns each token's weighted sum of its experts' results: `x[B_X, T, D] -> y[B_X, T, D]`.
+    """Returns each token's weighted sum of its experts' results, `x[B_X, T, D] -> y[B_X, T, D]`,
+    and the router's `Statistics`, such as the load, of this device's sequences.
 
     The experts are split over `axis`. For each token, the result equals the weighted sum of the
-    results of all experts, where experts that were not chosen have the weight 0. Add the result to
-    the residual stream.
+    results of all experts, where experts that were not chosen have the weight 0. Add y to the
+    residual stream.
 
     The axis splits the batch too. It may be the data axis, another axis that splits the data (name
     both in `grads.averaged`), or several axes. An expert receives the tokens of all devices, so its
     gradient is a sum over all these tokens already. `grads.averaged` and `zero.reduce_scattered`
-    therefore only divide it: they sum only over axes along which a parameter is the same.
+    therefore only divide this gradient: they sum only over axes along which a parameter is the
+    same.
 
     Args:
         x: this device's tokens.
@@ -95,15 +98,15 @@ def moe(
         route: chooses the experts of a token, such as `top_k(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
         compute: runs this device's experts, such as `grouped(expert)`.
-        comms: the communication along the axis that splits each expert's hidden width: the experts'
-            results are partial sums then. Use `tensor.comms("tensor")`, or `sequence.comms` if `x`
-            has a device's share of the tokens. With `context.comms` the statistics are of whole
-            sequences.
+        comms: the communication along the axis that splits each expert's hidden width. If there is
+            such an axis, the experts' results are partial sums. Use `tensor.comms("tensor")`, or
+            `sequence.comms` if `x` has a device's share of the tokens. With `context.comms`, the
+            statistics are of whole sequences, not of a device's share of them.
 
     Raises:
-        ValueError: the devices together do not have as many experts as the router; `x` is
-            the same on the devices of `axis`; there are no tokens, or no experts for them; or an
-            error of `route`, `dispatch` or `compute`.
+        ValueError: the devices together do not have as many experts as the router; `x` is the same
+            on the devices of `axis`; there are no tokens; `route` chooses no experts for them; or
+            an error of `route`, `dispatch` or `compute`.
     """
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)
@@ -116,7 +119,7 @@ def moe(
     if not routing.experts.size:
         raise ValueError(
             "experts.moe needs 1 token or more, and 1 expert or more for each; got x of shape "
-            f"{x.shape}, and from route= experts of shape {routing.experts.shape}. Pass a batch "
+            f"{x.shape}, and `route` chose experts of shape {routing.experts.shape}. Pass a batch "
             "with tokens, and a router that chooses."
         )
     # If `comms` splits the tokens, they are gathered here, so that each device computes all tokens
@@ -150,7 +153,7 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
         if local_experts * n != count:
             raise ValueError(
                 f"experts.moe: the router has {count} experts, and each of the {n} devices of "
-                f"{axis.names!r} has {local_experts}, by the first dim of "
+                f"{axis.names!r} has {local_experts}, which is the first dim of "
                 f"{mesh.dotted(path) or 'the experts'}, {leaf.dtype}{list(leaf.shape)}. Give each "
                 f"array of the experts a first dim of {count}, split over {axis.names!r}; the "
                 f"number of experts must be a multiple of {n}."
@@ -161,7 +164,8 @@ def _local_experts(params: Mixture, axis: Axis) -> int:
 def _check_varies(x: Array, axis: Axis) -> None:
     """Raises `ValueError` if the tokens are the same on several devices of the experts' axis.
 
-    The type of `x` says along which axes it varies. An axis of one device need not be among them.
+    The type of `x` says along which axes it varies. An axis of one device need not be among these
+    axes.
     """
     same = [
         name for name in axes(axis.names) if name not in varying_axes(x) and Axis(name).size() > 1

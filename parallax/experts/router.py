@@ -1,10 +1,12 @@
 """Chooses the experts of each token, and measures how even the load is.
 
-Legend: B sequences, T tokens in one, E experts, k choices of a token.
+Legend: B sequences, T tokens in a sequence, E experts, k choices of a token.
 
-Each statistic is the mean over sequences of a quantity of one sequence. So it does not depend on
-how the batch is split into microbatches and devices: the mean of the means of equal parts is the
-mean over the batch. The *load* of an expert is its number of choices, or its share of them.
+Each statistic is computed for each sequence, and then averaged over the sequences. So it does not
+depend on how the batch is split into microbatches and devices: the mean of the means of equal parts
+is the mean over the batch. The *load* of an expert is the number of choices that fall on it,
+divided in `Statistics` by the number of all choices. The *shares* of a token are its scores of all
+experts, divided by their sum.
 """
 
 from collections.abc import Callable
@@ -25,11 +27,11 @@ class Routing(NamedTuple):
     """The experts that are chosen for each token.
 
     Attributes:
-        experts: the numbers of each token's experts, the best first. An expert that a token chooses
-            twice gets the sum of its weights. `exchanged` and `ragged` make no room for an expert's
-            second choice by a token: even with `math.inf` they may drop it, and count it as
-            dropped.
-        weights: the factors of their results.
+        experts: the indices of each token's experts, the best expert first. An expert that a token
+            chooses twice gets the sum of its weights. `exchanged` and `ragged` make room for such
+            an expert only once per token: even with a capacity of `math.inf`, they may drop the
+            second choice, and count it as dropped.
+        weights: the factors of the results of these experts.
         logits: the router's logits.
         shares: the router's preference for each expert: above 0, with the sum 1.
     """
@@ -56,7 +58,8 @@ def top_k(
     changes it to even out the load without an auxiliary loss (Wang et al., arXiv 2408.15664).
 
     Args:
-        k: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv 2101.03961).
+        k: the number of experts of a token: 2 for Mixtral (arXiv 2401.04088), 1 for Switch (arXiv
+            2101.03961).
         score: computes scores of 0 or more from logits: `jax.nn.softmax`, or `jax.nn.sigmoid`.
         normalised: whether to divide a token's weights by their sum.
 
@@ -80,6 +83,7 @@ def top_k(
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if normalised:
             weights = _divided(weights)
+        # The last field, `shares`, is for the statistics: it has all experts and the sum 1.
         return Routing(chosen, weights, logits, _divided(scores))
 
     return route
@@ -95,18 +99,19 @@ def _divided(scores: Array) -> Array:
 class Statistics(NamedTuple):
     """Statistics of the choices of one layer.
 
-    Each is a mean over sequences, so `grads` and `pipeline` average it over devices and
+    Each statistic is a mean over sequences, so `grads` and `pipeline` average it over devices and
     microbatches.
 
     Attributes:
-        balance: E times the sum over experts of load times mean share, within a sequence: 1 if
-            all experts have the same load. As an auxiliary loss (Fedus et al., arXiv 2101.03961,
-            formula 4; one sequence at a time, as DeepSeek-AI, arXiv 2412.19437, formula 17) it
-            moves the router towards an even load.
-        z: the mean over tokens of logsumexp(logits)^2: an auxiliary loss that keeps logits small
-            (Zoph et al., arXiv 2202.08906).
-        entropy: the mean over tokens of the entropy of their shares, in nats; log(E) if the router
-            prefers no expert. It has no gradient.
+        balance: for each sequence, E times the sum over experts of load * share, where `share` is
+            the expert's mean share over the tokens. The balance is 1 if all experts have the same
+            load. As an auxiliary loss it moves the router towards an even load. Sources: Fedus et
+            al., arXiv 2101.03961, formula 4; for one sequence at a time, DeepSeek-AI, arXiv
+            2412.19437, formula 17.
+        z: the mean over tokens of logsumexp(logits)^2. It is an auxiliary loss that keeps logits
+            small (Zoph et al., arXiv 2202.08906).
+        entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is
+            log(E) if the router prefers no expert. It has no gradient.
         load: the share of all choices that fall on each expert. This share times k and the number
             of tokens is the number of tokens that the expert gets.
         dropped: the dropped choices per sequence. This number times the number of sequences is the
@@ -128,7 +133,7 @@ def statistics(
     Args:
         choice: the routing of this device's tokens.
         dropped: the number of dropped choices.
-        axis: the axis that splits the tokens of a sequence, if one does.
+        axis: the axis that splits the tokens of a sequence; `()` if no axis does.
         counted: the number of devices of `axis` that counted the same dropped choices, since they
             have the same tokens.
     """
@@ -136,6 +141,7 @@ def statistics(
     # The mean over tokens and choices: the share of a sequence's choices for each expert, [B, E].
     chosen = jnp.mean(jax.nn.one_hot(choice.experts, count, dtype=choice.logits.dtype), axis=(1, 2))
     z = jnp.mean(jax.nn.logsumexp(choice.logits, axis=-1) ** 2)
+    # The entropy is only watched and is no loss, so it has no gradient.
     entropy = jnp.mean(jnp.sum(entr(lax.stop_gradient(choice.shares)), axis=-1))
     # The balance multiplies two means over a sequence. If `axis` splits the sequence, each device
     # has the mean of its part, so the mean over devices is taken before the product.
@@ -156,9 +162,9 @@ def rebalanced(
 ) -> Float[Array, "*layers experts"]:
     """Returns the experts' bias for the next step, which makes the load more even.
 
-    `load` is each expert's load in this step. The bias of an expert rises by `rate` if its load is
-    below the mean, and falls by `rate` if it is above. A load that differs from the mean only by
-    rounding counts as even, so the bias does not depend on the order of the sum.
+    `load` is each expert's load in this step. The bias of an expert rises by `rate` if the expert's
+    load is below the mean, and falls by `rate` if the load is above it. A load that differs from
+    the mean only by rounding counts as even, so the bias does not depend on the order of the sum.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
     batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of

@@ -1,10 +1,12 @@
-"""Functions of a gradient function: accumulated over microbatches, averaged over devices, clipped.
+"""Functions that take a gradient function, and return one whose gradients are accumulated over
+microbatches, averaged over devices, or clipped.
 
 A gradient function is `(params, batch) -> (loss, gradients)`, such as `jax.value_and_grad` and
 `eqx.filter_value_and_grad` make. With `has_aux=True` it is
 `(params, batch) -> ((loss, aux), gradients)`; every function here also returns `aux`, a tree of
 arrays. A leaf that is not trained has a gradient of None. The order of wrapping decides the cost:
-`averaged` outside `accumulated` reduces once per step; inside `accumulated`, once per microbatch.
+`averaged` reduces once per step if it wraps `accumulated`, and once per microbatch inside
+`accumulated`.
 """
 
 from parallax.grads.devices import (

@@ -1,5 +1,5 @@
-"""The axes along which a parameter or a gradient differs between devices, and the enclosing
-gradient functions that changed its type.
+"""The axes along which a parameter or a gradient differs between devices, and a record of the
+gradient functions around the code being traced: they change the types of the parameters.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
@@ -19,12 +19,13 @@ from parallax.collectives.types import varying_axes
 
 
 class Enclosing(NamedTuple):
-    """The effect of enclosing gradient functions on the parameters of the code being traced.
+    """What the gradient functions around the code being traced did to the types of the parameters.
 
     Attributes:
-        declared: the axes of these functions. Along them each function typed all parameters as
-            varying, the copies too.
-        shares: the axes in `declared` along which some parameters are shares, which varied before.
+        declared: the axes of these functions. Each function typed all parameters as varying along
+            its axes, also the parameters that are copies.
+        shares: the axes in `declared` along which some parameters are shares. The types of shares
+            varied already before a function declared them varying.
     """
 
     declared: frozenset[str] = frozenset()
@@ -42,7 +43,7 @@ def axes_of(axis: Axis) -> tuple[str, ...]:
 
 
 def axes_of_several_devices(names: Iterable[str]) -> list[str]:
-    """Returns, sorted, the given axes that have more than one device."""
+    """Returns those of the axes `names` that have more than one device, sorted."""
     return sorted(name for name in names if types.axis_size(name) > 1)
 
 
@@ -53,9 +54,10 @@ def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
 
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
     """Returns the names in `axis` along which all devices have the same parameter `x`, even if an
-    enclosing gradient function declared it varying."""
-    # Along the axes in `declared` every parameter is a copy: if some were shares, `local_gradients`
-    # has refused this gradient function.
+    enclosing gradient function declared `x` varying."""
+    # `declared` has the axes of the functions around the one whose gradients are reduced now. If
+    # some parameters were shares along one of these axes, `local_gradients` would have refused to
+    # nest the two functions. So `x` is a copy there, although its type varies.
     declared = ENCLOSING.value.declared
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x) or name in declared)
 

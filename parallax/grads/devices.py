@@ -1,12 +1,13 @@
-"""Gradients of the whole batch: from microbatches, one after another, and from devices that split
-the batch.
+"""Makes the gradients of a whole batch: from its microbatches, one after another, or from the
+devices that split the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
-`(loss, aux)`. An array varies along an axis if its type says that devices may differ. A share is a
-device's part of a parameter; a parameter that is whole on each device is a copy. `A {U_X}` is a
-term, on each device, of a sum over axis X, and `A` the sum; `axis.over(names)` is an axis of only
-these names. `sequence_after(x, y)` is `x`; on a CPU each of its arrays waits for all of `y`.
-`ENCLOSING.value` has the axes of enclosing gradient functions.
+`(loss, aux)`. An array varies along an axis if its type says that it may differ between the devices
+of the axis. A share is a device's part of a parameter; a parameter that is whole on each device is
+a copy. `A {U_X}` means that each device of axis X holds one term of a sum, and `A` is the sum.
+`axis.over(names)` is `axis` without the names that are not in `names`. `sequence_after(x, y)` is
+`x`; on a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
+functions around the code being traced.
 """
 
 import numbers
@@ -60,11 +61,13 @@ def mean_over_microbatches(aux: Tree) -> Tree:
 def accumulated(
     grad: Grad, *, microbatches: int, aux: Callable[[Any], Any] = mean_over_microbatches
 ) -> Grad:
-    """Returns `grad` of the whole batch, computed one microbatch after another.
+    """Returns a gradient function that computes `grad` of the whole batch, one microbatch after
+    another.
 
-    It needs memory for one microbatch at a time. It equals `grad` if the loss is a mean over the
-    batch. The first dim of every leaf of the batch is cut in order into microbatches. Gradients are
-    summed, and returned, in float32, or in their own type if that is wider.
+    The new function needs memory for one microbatch at a time. Its results equal those of `grad` if
+    the loss is a mean over the batch. The first dim of every leaf of the batch is cut in order into
+    microbatches. Gradients are summed, and returned, in float32, or in their own type if that is
+    wider.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.accumulated(jax.value_and_grad(loss), microbatches=4)
@@ -75,12 +78,12 @@ def accumulated(
     Args:
         grad: a gradient function.
         microbatches: the number of equal parts.
-        aux: a function that combines the auxiliary values of all microbatches, which are stacked:
-            `[microbatches, ...]`.
+        aux: a function that combines the auxiliary values. It gets those of all microbatches,
+            stacked to arrays `[microbatches, ...]`.
 
     Raises:
-        ValueError: the leaves' first dims differ, or are no multiples of `microbatches`; or `grad`
-            was made by `clipped`, and there are several microbatches.
+        ValueError: the first dims of the batch's leaves differ, or are no multiples of
+            `microbatches`; or `grad` was made by `clipped`, and there are several microbatches.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -95,8 +98,8 @@ def accumulated(
         return jnp.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
 
     def wrapped(params, batch):
-        """Returns the mean loss and gradients over the microbatches, and `aux` of the auxiliary
-        values."""
+        """Returns the mean loss and gradients over the microbatches, and the result of `aux` for
+        the auxiliary values."""
         # A single microbatch is the whole batch, so a clipped gradient is right.
         if microbatches > 1:
             refuse_clipped(grad, "grads.accumulated", "the gradients of each microbatch")
@@ -104,9 +107,9 @@ def accumulated(
 
         def add_part(sums, numbered_part):
             """Returns, as a body of `lax.scan`, the sums with one microbatch's gradients added, and
-            its value, which the scan stacks."""
+            the microbatch's loss or `(loss, aux)`, which the scan stacks."""
             part, number = numbered_part
-            # Taps inside `grad` report their values with this number.
+            # A tap is a place in the model that reports a value, here together with this number.
             with recording.at(microbatch=number):
                 value, gradients = loss_and_gradients(grad, params, part)
             return jax.tree.map(add, sums, gradients), value
@@ -125,7 +128,7 @@ def accumulated(
 
 
 def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
-    """Returns `batch` with the first dim of each leaf, the sequences, cut in order into
+    """Returns `batch` with the first dim of each leaf cut in order into two dims,
     `[microbatches, sequences of one microbatch]`.
 
     Raises:
@@ -157,8 +160,11 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
 
 
 def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
-    """Raises `ValueError` if the leaves have unequal numbers of rows. `rows` has these numbers by
-    the leaf's name, and `reason_and_cure` ends the message."""
+    """Raises `ValueError` if the leaves of a batch have unequal numbers of rows.
+
+    `rows` maps the name of each leaf to its number of rows. `reason_and_cure` ends the message:
+    each caller has its own reason why the numbers must be equal.
+    """
     if len(set(rows.values())) > 1:
         few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
         raise ValueError(
@@ -171,8 +177,8 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the names in `axis` along which it varies, summed in
-    float32 or wider. An integer array that varies becomes floating-point."""
+    """Returns the mean of each array over the names in `axis` along which the array varies. The
+    sums are taken in float32 or wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
         """Returns the mean of one array over the names in `axis` along which it varies, or the
@@ -196,13 +202,14 @@ def averaged(
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`, which split
-    the batch: data parallelism, `A {U_X} -> A`.
+    the batch. This is data parallelism, `A {U_X} -> A`: a term on each device becomes one result on
+    all.
 
     The parameters are declared varying before `grad` differentiates, so that JAX does not sum their
     gradients. Then the gradients are reduced once. If a parameter is split over some of the axes
-    (ZeRO-3, experts), its gradient is already summed over these axes, so it is summed only over the
-    other axes. Each sum is divided by the product of the sizes of all axes. Sums are taken in
-    float32 or wider, and rounded once, to the gradient's own type.
+    (ZeRO-3, experts), its gradient is already summed over these axes, so this gradient is summed
+    only over the other axes. Each sum is divided by the product of the sizes of all axes. Sums are
+    taken in float32 or wider, and rounded once, to the gradient's own type.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.averaged(jax.value_and_grad(loss), ring("data"))
@@ -212,14 +219,15 @@ def averaged(
         >>> print(mean, gradients)
         4.0 [4. 4.]
 
-    A loss that itself takes a training step (MAML) may use `averaged`, inside another `averaged`
-    over the same axis.
+    A loss that itself takes a training step (MAML) may use `averaged` in that step, even if the
+    gradient of the loss is averaged over the same axis.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, that split the batch.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        reduced: picks the parameters whose gradients are summed in the backward pass: see
+        reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
+            gradients the backward pass sums; these are not declared varying. See
             `reduced_in_backward`.
 
     Raises:
@@ -250,23 +258,27 @@ def summed(
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """Returns `grad` with its gradients summed over those names in `axis` along which all devices
-    have the same parameter: `A {U_X} -> A`.
+    have the same parameter, `A {U_X} -> A`: a term on each device becomes the sum on all.
 
-    It is for devices that each compute a part of one loss. In sequence parallelism, for example,
-    each device normalises only some of the tokens, so its gradient of a norm's weight is a term of
-    the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own type.
+    Use it if each device computes a part of one loss. In sequence parallelism, for example, each
+    device normalises only some of the tokens, so the device's gradient of the norm's weight is one
+    term of the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own
+    type.
 
     Args:
         grad: a gradient function.
         axis: the axis, or the axes, of the devices that compute the parts.
-        loss: whether each device's loss is a term too, so that the losses are summed. Otherwise the
-            loss is returned as it is; it may already be a sum or mean over `axis`.
+        loss: whether the devices' losses are summed too. If not, the loss is returned as it is; it
+            may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        reduced: picks the parameters whose gradients are summed in the backward pass: see
+        reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
+            gradients the backward pass sums; these are not declared varying. See
             `reduced_in_backward`.
 
     Raises:
-        ValueError: the gradients are already summed over `axis`, or another error of `averaged`.
+        ValueError: the gradients are already summed over `axis`; `loss` is true, and the loss is
+            already reduced over `axis`; or another error of `averaged`, about a share, the numbers
+            of rows or the types.
     """
 
     axis = Axis.of(axis)
@@ -275,6 +287,8 @@ def summed(
         return total.astype(term.dtype)
 
     def wrapped(params, batch):
+        # A sum of gradients that are the same on all devices is wrong, unlike their mean, so
+        # `mean=False` refuses such gradients.
         local = local_gradients(grad, params, batch, axis, loss=loss, reduced=reduced, mean=False)
         return value_and_sums(local, axis, total_as_term, loss=loss, aux=aux)
 
@@ -286,8 +300,8 @@ class LocalGradients(NamedTuple):
 
     Attributes:
         params: the parameters as they were given, with their own types.
-        declared: the same parameters as the gradient function got them: declared varying along the
-            axis to be reduced over, except those that `reduced` picked.
+        declared: the same parameters as the gradient function got them. They are declared varying
+            along the axis to be reduced over, except those that `reduced` picked.
         value: the loss, or `(loss, aux)`.
         gradients: the gradients on this device.
     """
@@ -307,28 +321,32 @@ def value_and_sums(
     loss: bool = True,
     scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Returns `(value, gradients)` with the gradients, and with `loss` the loss, summed over
-    `axis`.
+    """Returns `(value, gradients)`. The gradients are summed over `axis`; if `loss` is true, so is
+    the loss.
 
-    A gradient is summed over those axes along which the devices have copies of its parameter, if
-    the gradient varies along them or its parameter was declared varying. The sums and the auxiliary
-    values are sent in one order on all devices.
+    A gradient is summed over those axes along which the devices have copies of its parameter,
+    unless the backward pass has summed it already. The sums and the auxiliary values are sent in
+    one order on all devices.
 
     Args:
-        local: the results of the gradient function on this device.
+        local: this device's loss and gradients, before any sum. `local.params` are the parameters
+            as the caller passed them, and `local.declared` are the same parameters, declared
+            varying except those that `reduced` picked.
         axis: the axis to sum over.
         finish: `finish(sum, term)` makes the result from the sum over devices and from this
             device's term. It is called for each gradient and for the loss.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
-        loss: whether the loss is summed. If not, `finish` gets this device's loss as the sum.
-        scatter: `(value, gradients, params, names) -> (value, gradients, names)`, before the sum.
-            `names` has for each gradient the axes to sum it over; `scatter` returns the axes that
-            remain.
+        loss: whether the loss is summed. If not, `finish` gets this device's loss in place of the
+            sum.
+        scatter: a function `(value, gradients, params, names) -> (value, gradients, names)`, called
+            before the sum. `names` has for each gradient the axes to sum it over; `scatter` returns
+            the axes that are left to sum over. It returns the same `value`, which it may delay so
+            that all devices send in one order.
     """
 
     def axes_to_reduce(gradient, declared, parameter):
-        """Returns the axes to sum one gradient over. `declared` is its parameter as the gradient
-        function got it, and `parameter` the same with its own type."""
+        """Returns the axes to sum one gradient over. `parameter` is the gradient's parameter with
+        its first type, and `declared` is the same parameter as the gradient function got it."""
         # If the parameter was declared varying, the gradient is one device's term, even if its own
         # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
         # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
@@ -364,12 +382,13 @@ def local_gradients(
     reduced: Callable[[Any], Any] | None = None,
     mean: bool = True,
 ) -> LocalGradients:
-    """Returns this device's loss and gradients for parameters declared varying along `axis`.
+    """Returns this device's loss and gradients, and the parameters before and after they were
+    declared varying along `axis`.
 
     Args:
-        grad: a gradient function. If some parameters are shares, it is traced to a program, which
-            is checked and then run.
-        params: its parameters.
+        grad: a gradient function. If some parameters are shares, `grad` is traced to a program, and
+            the program is run and checked.
+        params: the parameters of `grad`.
         batch: this device's batch.
         axis: the axis to be reduced over.
         loss: whether the loss is to be reduced as well.
@@ -391,9 +410,9 @@ def local_gradients(
     if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
             f"A gradient function over {axes_with_shares} is inside another one over the same "
-            "axis. Some parameters are shares along that axis, and no type tells shares from "
-            "copies. Average the inner gradients by hand: lax.pmean(gradients, "
-            f"{axes_with_shares[0]!r})."
+            "axis. Some parameters are split over that axis, and inside two gradient functions the "
+            "types do not show which are split and which are whole on each device. Average the "
+            f"inner gradients by hand: lax.pmean(gradients, {axes_with_shares[0]!r})."
         )
     # Along the axes in `enclosing.declared`, parameters are copies, though their types vary: an
     # enclosing function declared them varying.
@@ -403,13 +422,17 @@ def local_gradients(
         # The parameters that `reduced` picks keep their own types.
         declared = eqx.tree_at(reduced, declared, reduced(params))
     with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
-        # Without shares `grad` itself runs: the checks of a pipeline follow values back to the
-        # parameters, which they could not do through a traced program.
+        # With shares the checks need the program of `grad`. It is also run, so that `grad` is
+        # traced once. Without shares `grad` itself runs: in a program the parameters are new
+        # arrays, so a pipeline in `grad` could not tell whether an array that the user's functions
+        # read by closure is a parameter (`refuse_closures`).
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)
+        # If the caller does not reduce the loss, it may be reduced already.
         reduced_axes = _reduced_axes(value, gradients, names) if loss else []
-        # Only along these axes can a loss be wrong. Without any, nothing is traced again.
+        # A loss can be wrong along the axes of shares, if it uses a share as a whole parameter, and
+        # along `reduced_axes`, if it was reduced there. Without such axes, nothing is traced again.
         for name in sorted({*shares, *reduced_axes}):
             program = program or _Program(grad, declared, batch)
             program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
@@ -421,8 +444,8 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
     different numbers of rows.
 
     `uneven_axes` are the axes over which one spec of `mesh.spmd` splits leaves with different
-    numbers of rows. If each leaf has a spec of its own, the user wants the split, and there are no
-    such axes. Random keys, one for each device, are not rows.
+    numbers of rows. If each leaf has its own spec, the different numbers are intended, and
+    `uneven_axes` is empty. Arrays of random keys, such as one key for each device, are not checked.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -440,8 +463,8 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
 
 
 def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
-    """Returns, by axis, the paths of the parameters that vary along it; an axis along which none
-    varies is left out."""
+    """Returns a dict from an axis to the paths of the parameters that vary along this axis. An axis
+    along which no parameter varies is left out."""
     leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
     shares = {}
     for name in names:
@@ -454,13 +477,15 @@ def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
 def _check_not_summed(
     value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
 ) -> None:
-    """Raises `ValueError` if the gradients were summed along one of `names` before. `declared` are
-    the parameters as the gradient function got them.
+    """Raises `ValueError` if all gradients were already summed over one of the axes `names`.
+    `declared` are the parameters as the gradient function got them. `mean` says whether the caller
+    takes the mean over `names`, not the sum.
 
-    The gradient of a parameter that is declared varying varies too, unless a sum over devices made
-    it the same on all. A mean over devices does not change gradients that are the same on all. So
-    with `mean` the gradients are refused only if the loss varies: it was then not summed as they
-    were.
+    If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
+    axis made it the same on all devices. One gradient that varies shows that there was no sum of
+    all gradients. A mean does not change a loss and gradients that are both the same on all
+    devices, so with `mean` these pass. If the loss varies, only the gradients were summed: the mean
+    of these equal sums is the sum itself, and so too large by the number of devices.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))
@@ -470,6 +495,7 @@ def _check_not_summed(
             for gradient, parameter in zip(leaves, parameters, strict=True)
             if name in varying_axes(parameter)
         ]
+        # If no parameter was declared varying (`not differs`), the gradients tell nothing.
         if not differs or any(differs) or (mean and name not in varying_axes(loss_part(value))):
             continue
         not_summed = "The loss was not summed: it still differs between devices."
@@ -482,10 +508,11 @@ def _check_not_summed(
 
 
 def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:
-    """Returns the given axes along which a gradient varies and the loss does not: the loss may have
-    been reduced there.
+    """Returns those of the axes `names` along which a gradient varies and the loss does not: the
+    loss may have been reduced over these axes.
 
-    If no gradient varies either, loss and gradients were both reduced, which is right.
+    If neither varies, both were reduced. `_check_not_summed` accepts that if the caller takes a
+    mean, and refuses it for a sum.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -498,7 +525,8 @@ def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
     """Returns the traced program of a gradient function. Some of its parameters, `declared`, are
-    shares; `shares` has their paths by axis. Raises `ValueError` if the trace fails on shapes."""
+    shares; `shares` has their paths by axis. Raises `ValueError` if the function cannot be traced
+    because shapes do not match."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -515,7 +543,7 @@ def _program_with_shares(
 
 
 class _Program:
-    """A gradient function, traced on these parameters and this batch, whose program can be checked
+    """The program of a gradient function, traced on given parameters and a batch. It can be checked
     and run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
     structure of its results."""
 
@@ -538,12 +566,12 @@ class _Program:
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
     def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuses a loss that uses one of the `shares`, paths of parameters that are split along
-        the axis `name`, as if it were whole. With `may_be_reduced`, also refuses a loss that is
-        already reduced over this axis.
+        """Refuses a loss that uses a share as if it were a whole parameter. `shares` has the paths
+        of the parameters that are split along the axis `name`. With `may_be_reduced`, also refuses
+        a loss that is already reduced over this axis.
 
-        `may_be_reduced` says that the loss does not vary along the axis. Then it was reduced,
-        unless it depends on no argument that varies there.
+        `may_be_reduced` says that the loss does not vary along the axis. Then the loss was reduced,
+        unless it depends on no argument that varies along the axis.
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         # One for each argument of the program: the parameters come first.
@@ -579,21 +607,22 @@ class _Program:
 
 
 def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
-    """Returns each leaf of `tree` summed over its own axes, in float32 or wider.
+    """Returns each leaf of `tree`, summed in float32 or wider over the mesh axes that `names` has
+    for it.
 
-    `names` is a tree like `tree`. It has for each leaf a tuple of names of `axis`: the axes over
-    which the leaf is summed.
+    `names` is a tree like `tree`, with a tuple of names of `axis` in place of each leaf. A leaf
+    with an empty tuple is not summed.
     """
     wide_tree = jax.tree.map(lambda leaf: leaf.astype(accumulation_dtype(leaf.dtype)), tree)
     leaves, structure = jax.tree.flatten(wide_tree)
     names = structure.flatten_up_to(names)
-    # The first group waits for the whole tree, and each later one for the sums before it too: all
-    # devices send in one order.
+    # The first group waits for the whole tree, since the computation of the tree may send too. Each
+    # later group also waits for the sums before it. So all devices send in one order.
     before = tree
-    # All leaves with the same axes are one all-reduce, so that the algorithm can join them. The
-    # order of the groups must be the same in all processes, since they must trace one program; the
-    # order of a set could differ between them. Here the group with the most axes comes first, and
-    # groups with equally many axes keep the order of the leaves.
+    # All leaves with the same axes are one group and one all-reduce, so that the algorithm can join
+    # them. All processes must trace one program, so any order of the groups will do that is the
+    # same in all of them: here the most axes first, and then the order of the leaves. (A set
+    # instead of `dict.fromkeys` could have another order in each process.)
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]
@@ -606,27 +635,27 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
-    `A {U_X} -> A`.
+    from one term of the sum on each device to the sum on all, `A {U_X} -> A`.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
-    gradients of each layer. The messages can overlap with the work of the next iteration. They have
-    as many bytes as the messages of `averaged`, but are sent leaf by leaf, and once per microbatch.
-    So do not use `accumulated` around the block. Tell `averaged` which parameters are summed here:
+    gradients of each layer. The messages can overlap with the work of the next iteration. These
+    messages have as many bytes as those of `averaged`, but are sent leaf by leaf, and once per
+    microbatch. So do not use `accumulated` around the block. By `reduced=` tell `averaged` which
+    parameters have their gradients summed here, so that it does not sum these gradients again:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    The gradients are also right with only one of the two, the wrapped block and `reduced=picked`.
-    Without `reduced=picked`, `averaged` sums them at the end. Without the wrapped block, JAX sums
-    them in the backward pass, by `jax.lax`: `averaged` then leaves the picked parameters typed as
-    the same on all devices. Sums are taken in float32 or wider, and rounded to the type that
-    the block computes in.
+    The gradients are also right if only the block is wrapped, or if only `reduced=picked` is
+    passed. Without `reduced=picked`, `averaged` sums the gradients at the end. Without the wrapped
+    block, JAX sums them in the backward pass, by `jax.lax`: `averaged` then leaves the picked
+    parameters typed as the same on all devices. Sums are taken in float32 or wider, and rounded to
+    the type that the block computes in.
 
     Args:
-        function: a block; its first argument is the tree of parameters, the same on all devices of
-            `axis`.
-        axis: the axes that split the batch. If a parameter varies along some of these axes, its
-            gradient is summed over the other axes.
+        function: a block; its first argument is the tree of parameters.
+        axis: the axes that split the batch. The gradient of a parameter is summed over those of
+            them along which the parameter is the same on all devices.
     """
     axis = Axis.of(axis)
 

@@ -1,4 +1,4 @@
-"""The norm of gradients whose leaves may be shards, and clipping by it.
+"""The norm of gradients whose leaves may be shards, and clipping by this norm.
 
 A gradient that varies along an axis, as its type says, is a shard over that axis. An algorithm,
 such as `ring`, makes an axis from a name: `ring("data")`.
@@ -24,13 +24,13 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike] = ()) -> Grad:
-    """Returns `grad` with its gradients scaled down to a global norm of `max_norm`, over all
-    shards, if their norm is larger.
+    """Returns `grad` with its gradients scaled down so that their global norm, over all shards, is
+    at most `max_norm`.
 
-    It clips the gradients of one step, so use it outside `averaged`, `accumulated` and
-    `precision.unscaled`. A gradient that varies along an axis counts as a shard of a larger one.
-    The sum of squares is all-reduced along the axes in `reduce_norm_over`, such as `ring("data")`,
-    by their algorithms, and along any other axis by `jax.lax`.
+    The gradients of a whole step must be clipped, so use `clipped` outside `averaged`,
+    `accumulated` and `precision.unscaled`. A gradient that varies along an axis counts as a shard
+    of a larger gradient. The axes in `reduce_norm_over`, such as `ring("data")`, all-reduce the sum
+    of squares by their own algorithms. Along any other axis `jax.lax` reduces it.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
@@ -58,7 +58,7 @@ def check_max_norm(where: str, max_norm: Any) -> None:
 @dataclass(frozen=True)
 class Clipped:
     """The gradient function that `clipped` returns. It has a type of its own, so that
-    `refuse_clipped` can recognise it. `axes` are those whose algorithms reduce the norm."""
+    `refuse_clipped` can recognise it. `axes` are the axes whose algorithms reduce the norm."""
 
     grad: Grad
     max_norm: float
@@ -71,8 +71,10 @@ class Clipped:
 
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
-    """Raises `ValueError` if `grad` is `clipped`: inside `wrapper` it would clip
-    `clipped_gradients`, as the message calls them, and not the gradients of the step."""
+    """Raises `ValueError` if `grad` is `clipped`: inside `wrapper`, `grad` would not clip the
+    gradients of the step. `clipped_gradients` is the message's phrase for the gradients that `grad`
+    would clip.
+    """
     if isinstance(grad, Clipped):
         raise ValueError(
             f"{wrapper} wraps grads.clipped, which would clip {clipped_gradients} instead "
@@ -85,13 +87,14 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     """Returns the Euclidean norm of a whole tree whose leaves may be shards; it is the same on all
     devices.
 
-    A leaf that varies along some axes is a shard over them. Its sum of squares is all-reduced over
-    exactly those axes, as one scalar for each set of axes. Squares are summed in float32 or wider.
-    `axes` gives the algorithms along its axes; along any other axis `jax.lax` moves the data.
+    A leaf that varies along some axes is a shard over them. The squares of all leaves with the same
+    axes are summed to one scalar, in float32 or wider, and this scalar is all-reduced over exactly
+    these axes. Along the axes in `axes` their own algorithms move the data, and along any other
+    axis `jax.lax` does.
 
     Raises:
-        ValueError: there is no gradient; a gradient is one device's own, before its reduction; or
-            the types do not record which values vary over devices, as under `check_vma=False`.
+        ValueError: there is no gradient; a gradient is not yet reduced over devices; or the types
+            do not record which values vary over devices, as under `check_vma=False`.
     """
     types.check_typed()
     if not jax.tree.leaves(gradients):
@@ -115,8 +118,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
 
     def total(names, square):
-        """Returns a sum of squares all-reduced over the axes `names`; along an axis that `axes`
-        does not list, by `jax.lax`."""
+        """Returns a sum of squares all-reduced over the axes `names`. `jax.lax` reduces it along an
+        axis that `axes` does not list."""
         if not names:
             return square
         return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(

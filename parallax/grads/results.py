@@ -17,7 +17,7 @@ Grad = Callable[[PyTree, PyTree], tuple[Loss | tuple[Loss, PyTree], PyTree]]
 
 def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Calls a gradient function and returns its two results: the loss, or `(loss, aux)`, and the
-    gradients. Raises `ValueError` if it returns anything but a pair."""
+    gradients. Raises `ValueError` if `grad` returns anything but a pair."""
     results = grad(params, batch)
     if not isinstance(results, tuple) or len(results) != 2:
         returned = "one array" if trees.is_array(results) else type(results).__name__
@@ -37,8 +37,8 @@ def loss_part(value: PyTree) -> Any:
 def map_loss_and_aux(
     value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]
 ) -> PyTree:
-    """Applies `on_loss` and `on_aux` to the first result of a gradient function, a loss or
-    `(loss, aux)`, and returns it in the same form."""
+    """Returns the first result of a gradient function, a loss or `(loss, aux)`, with `on_loss`
+    applied to the loss and `on_aux` to `aux`."""
     return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
 
 

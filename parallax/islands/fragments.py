@@ -1,22 +1,24 @@
-"""The part of a model that a round exchanges: all of it, some leaves, or some stacked layers.
+"""The part of a model that a round exchanges: the whole model, some leaves, or some stacked layers.
 
-Islands exchange their changes in a *round*, every H steps. With F fragments, fragment k has its
-rounds k*H/F steps after fragment 0. So the largest number of bytes that one step moves between
-islands falls by a factor of about F.
+Islands exchange their changes in a *round*, every H steps. If a model is cut into F fragments,
+fragment k has its rounds k*H/F steps after fragment 0. So the largest number of bytes that one step
+moves between islands falls by a factor of about F.
 
 A *part* of a model is a tree with the model's paths, and with None for leaves that are not in the
-part. A leaf of stacked layers may be in a part with only some of its layers.
+part. Of a leaf of stacked layers, a part may have only some layers.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv 2501.18512).
 """
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from parallax import rules, trees
 from parallax._typing import PyTree, Specs
@@ -39,13 +41,13 @@ Fragments = Callable[[PyTree], tuple[Fragment, ...]]
 
 
 class Stream(NamedTuple):
-    """The fragments that rounds exchange, and how the results are used.
+    """The fragments that rounds exchange, and how the results of the exchanges are used.
 
     Attributes:
         fragments: a function that returns the fragments of a model, or of its shapes:
             `whole_model`, `by_path(...)` or `by_layers(...)`.
-        delay: the steps between the exchange of a fragment and the use of its result; fewer than
-            the steps between two rounds.
+        delay: the number of steps between the exchange of a fragment and the use of the result. It
+            must be below the number of steps between two rounds.
         mixing: a number from 0 to 1. In a round an island takes `mixing` times its own weights plus
             `1 - mixing` times the new weights.
     """
@@ -70,7 +72,8 @@ def _joined(model: PyTree, part: PyTree) -> PyTree:
 
 def by_path(*patterns: str | Sequence[str]) -> Fragments:
     """Returns a function from a model to its fragments, one for each argument. An argument is a
-    glob of paths or a list of globs. Its fragment has the leaves whose path matches one of them.
+    glob of paths or a list of globs. The fragment of an argument has the leaves whose path matches
+    one of its globs.
 
     An example is `by_path("blocks.**", ("embedding", "norm.**"))`.
     """
@@ -98,10 +101,10 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
     and one fragment of all other leaves.
 
     Args:
-        count: the number of groups of layers, which are as equal as possible.
+        count: the number of groups of layers; the groups are as equal as possible.
         where: takes a model and returns its blocks. The leaves of the blocks are stacked layers:
-            [L, ...], or [v, L / v, ...] for a pipeline of v chunks per stage. Their first dim is
-            cut into groups.
+            [L, ...], or [v, L / v, ...] for a pipeline of v chunks per stage. The first dim of
+            these leaves is cut into groups.
 
     Raises:
         ValueError: there are fewer layers, or chunks, than `count`.
@@ -160,10 +163,7 @@ def checked_fragments(
     stream: Stream, model: PyTree, specs: Specs | None = None
 ) -> tuple[Fragment, ...]:
     """Returns the fragments of `model`, after a check that each element of the model is in exactly
-    one fragment.
-
-    The check computes nothing: it counts the elements of each leaf in all fragments, and compares
-    shapes.
+    one fragment. The check uses only the shapes of the model's leaves.
 
     Args:
         stream: has the function that makes the fragments.
@@ -171,26 +171,26 @@ def checked_fragments(
         specs: the specs of the model's leaves; None leaves out the check of split dims.
 
     Raises:
-        ValueError: an element is in no fragment, or in two; a fragment reshapes a leaf; or, with
+        ValueError: an element is in two fragments or in none; a fragment reshapes a leaf; or, with
             `specs`, a fragment cuts a dim that is split.
     """
     fragments = stream.fragments(model)
-    # `sizes` has, by path, the number of elements that all fragments together have of a leaf.
-    # `wholes` has the leaves of the model by path, and `splits` their specs.
-    sizes: dict[str, int] = {}
+    # `sizes` has, by the path of a leaf, how many of its elements are in each fragment. `wholes`
+    # has the leaves of the model by path, and `splits` their specs.
+    sizes: dict[str, list[int]] = {}
     wholes = {trees.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     splits = {} if specs is None else trees.by_path(specs)
     for fragment in fragments:
         for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(fragment.get, model)):
             name = trees.dotted(path)
-            sizes[name] = sizes.get(name, 0) + leaf.size
+            sizes.setdefault(name, []).append(leaf.size)
             shape = wholes[name].shape
             # A part of a leaf must have as many dims as the leaf, and no dim may be larger.
             if leaf.ndim != len(shape) or any(map(operator.gt, leaf.shape, shape)):
                 raise ValueError(
                     f"islands: a fragment has {name} in the shape {leaf.shape}, which is no part "
-                    f"of {shape}, its shape in the model. Take the leaf, or some of its layers, "
-                    "with the dims that it has."
+                    f"of {shape}, its shape in the model. Take the whole leaf, or some of its "
+                    "layers, and do not reshape it."
                 )
             # The dims that are split over devices, if the fragment has only a part of the dim.
             cut = [
@@ -200,15 +200,57 @@ def checked_fragments(
             ]
             if cut:
                 raise ValueError(
-                    f"islands: a fragment has a part of dim {cut[0]} of {name}, which is split by "
-                    f"{splits[name]}, so the layers in it would depend on the layout. Cut a dim "
-                    "that no axis splits, or use by_path."
+                    f"islands: a fragment has a part of dim {cut[0]} of {name}. That dim is split "
+                    f"by {splits[name]}, so which layers the fragment has would depend on the "
+                    "layout. Cut a dim that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():
-        if sizes.get(name, 0) != leaf.size:
+        found = sum(sizes.get(name, []))
+        if found != leaf.size:
             raise ValueError(
                 "islands: the fragments together must have each element of the model once; they "
-                f"have {sizes.get(name, 0)} elements of {name or 'the parameter'}, which has "
+                f"have {found} elements of {name or 'the parameter'}, which has "
                 f"{leaf.size}. Let each leaf match one pattern of by_path."
             )
+    if any(len(parts) > 1 for parts in sizes.values()):
+        _check_apart(fragments, model)
     return fragments
+
+
+def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
+    """Raises `ValueError` if two fragments have the same element of a leaf of `model`."""
+    for first, second in itertools.combinations([_indices(each, model) for each in fragments], 2):
+        for name in first.keys() & second.keys():
+            # The parts have an element in common if their indices meet along every dim.
+            pairs = zip(first[name], second[name], strict=True)
+            if all(np.intersect1d(*along).size for along in pairs):
+                raise ValueError(
+                    "islands: the fragments together must have each element of the model once; "
+                    f"two of them have the same elements of {name or 'the parameter'}. Take "
+                    "other layers in each fragment."
+                )
+
+
+def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
+    """Returns which elements of the leaves of `model` a fragment has. The path of a leaf maps to a
+    list of one array for each dim: the indices along this dim of the elements that are in the
+    fragment."""
+    found: dict[str, list[np.ndarray]] = {}
+    for dim in range(max((leaf.ndim for leaf in jax.tree.leaves(model)), default=0)):
+
+        def numbered(leaf, dim=dim):
+            """Returns an array of the leaf's shape, whose elements are their indices along the dim;
+            this array is only a view of one row of numbers, so it takes no memory."""
+            row = [1] * leaf.ndim
+            if dim < leaf.ndim:
+                row[dim] = leaf.shape[dim]
+            return np.broadcast_to(np.arange(math.prod(row)).reshape(row), leaf.shape)
+
+        # The fragment may use `jax.numpy`, whose results in a trace have no values otherwise.
+        with jax.ensure_compile_time_eval():
+            part = jax.tree.map(np.asarray, fragment.get(jax.tree.map(numbered, model)))
+        for path, leaf in jax.tree.leaves_with_path(part):
+            if dim < leaf.ndim:
+                along = tuple(slice(None) if d == dim else 0 for d in range(leaf.ndim))
+                found.setdefault(trees.dotted(path), []).append(leaf[along])
+    return found

@@ -1,4 +1,5 @@
-"""Islands that train separately, and an outer optimizer that joins them every H steps.
+"""Islands that train separately, and an outer optimizer that applies their mean change every H
+steps.
 
     train = islands.local(train, islands.outer_nesterov(), every=50, axis="island")
 
@@ -9,12 +10,13 @@ outer weights W and island i's weights w_i,
     W     = W + outer's update for the gradient delta
     w_i   = W
 
-So delta is the outer optimizer's gradient: an update against it moves W towards the islands.
-Between rounds nothing is sent between islands. Islands send 1/H of the bytes of data parallelism;
-with `ErrorFeedback`, which sends int8, they send 1/(4H). A *fragment* is the part of the model that
-a round exchanges. In the code, `inner` is the training state of this island, `state` is the state
-of all islands (`State`, in state.py), `names` are the mesh axes of the islands, and `present` says
-which islands take part in a round. On a device an array [islands, ...] is [1, ...].
+So delta is the outer optimizer's gradient: an update against delta moves W towards the islands'
+weights. Between rounds nothing is sent between islands. Islands send 1/H of the bytes of data
+parallelism; with `ErrorFeedback`, which sends int8, they send 1/(4H). A *fragment* is the part of
+the model that a round exchanges. In the code, `inner` is the training state of this island, `state`
+is the state of all islands (`State`, in state.py), `names` are the mesh axes of the islands, and
+`present` says which islands take part in a round. An array [islands, ...] is split over the
+islands, so a device has a part [1, ...] of it.
 
 Sources: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for
 fragments, delay and mixing.
@@ -67,30 +69,34 @@ def local(
     axis: AxisLike | ErrorFeedback,
     stream: Stream = ALL_AT_ONCE,
 ) -> IslandStep:
-    """Returns a step that runs `train` on each island, and joins the islands every `every` steps.
+    """Returns a step that runs `train` on each island, and lets islands exchange their changes once
+    in `every` steps.
 
     The result is `step(state, batch, limit=None, present=None) -> (state, info)`, to run inside
-    `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim, [islands],
-    and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present`, bool
-    [islands] and the same on all devices, says which islands take part in a round that begins in
-    this step; None stands for all. The mean is over the present islands; absent islands continue
-    with their own weights until a later round. A round without present islands changes nothing.
+    `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim of islands,
+    and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present` says
+    which islands take part in a round that begins in this step: it is an array of bools [islands],
+    the same on all devices, or None if all islands take part. The changes of the present islands
+    are averaged; absent islands continue with their own weights until a later round. A round
+    without present islands changes nothing. `limit` is passed to `train`, which skips a step whose
+    loss is above `limit`.
 
     Args:
         train: the step of one island, such as `step.make` returns. It names only axes inside an
             island.
-        outer: the outer optimizer; it acts element by element if weights are split.
-        every: H, the steps between two rounds.
-        axis: the axis of the islands, with or without an algorithm; or `ErrorFeedback(axis)`, which
-            sends int8.
-        stream: the part of the model that a round exchanges, and the delay until its use; by
-            default the whole model, used at once.
+        outer: the outer optimizer; if weights are split, it must act element by element.
+        every: the number of steps between two rounds, H.
+        axis: the axis of the islands: a name, or an axis with an algorithm, such as
+            `ring("island")`; or `ErrorFeedback(axis)`, which sends int8.
+        stream: the fragments that rounds exchange, and the delay until the results are used. By
+            default a round exchanges the whole model, without delay.
 
     Raises:
         ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
-            to 1. When it runs: `train` works along the islands' axis; the batch is the same on all
-            islands; the state is not a state of islands; the fragments do not cover the model; or
-            the outer optimizer mixes the elements of a leaf that is split.
+            to 1. When the step runs: `train` sends along the islands' axis, or uses a device's
+            index on it; the batch is the same on all islands; the state is not a state of islands;
+            the fragments do not cover the model; or the outer optimizer mixes the elements of a
+            leaf that is split.
     """
     if every < 1:
         raise ValueError(
@@ -107,7 +113,8 @@ def local(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0 to let islands "
             "take the outer weights."
         )
-    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split.
+    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split. It
+    # gets no specs, `{}`, so an axis may split any dim of a leaf.
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
@@ -141,7 +148,7 @@ def local(
 
 
 def _is_due(number: Int[Array, ""], first: int, every: int) -> Bool[Array, ""]:
-    """Returns whether step `number` is `first` plus a multiple of `every`; never at step 0."""
+    """Returns whether step `number` is `first` plus a multiple of `every`, and is not step 0."""
     # At step 0 all islands are equal, and a round would send zeros.
     return (number > 0) & ((number - first) % every == 0)
 
@@ -160,11 +167,11 @@ class _Round(eqx.Module):
 
     Attributes:
         part: the fragment.
-        k: its number: the index into `optimizer`, `error` and `sent` of the state.
+        k: the number of the fragment: its index in `optimizer`, `error` and `sent` of the state.
         update: the outer optimizer's `update`.
         axis: the axis of the islands, or `ErrorFeedback`.
         mixing: the share of an island's own weights in its weights after a round.
-        present: whether each island takes part; None if all do.
+        present: whether each island takes part; None if all islands do.
     """
 
     part: Fragment
@@ -190,7 +197,8 @@ class _Round(eqx.Module):
         inner, state = states
 
         def stored(state):
-            """Returns the two places of the state in which they are stored."""
+            """Returns the places in a state for the exchange's result and for the new rounding
+            error."""
             return state.sent[self.k], state.error[self.k]
 
         # An exact exchange has no error, so None must count as a leaf.
@@ -205,7 +213,8 @@ class _Round(eqx.Module):
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Exchanges the changes W - w_i of this round's fragment between islands.
+        """Exchanges between islands the changes of this round's fragment: outer weights W minus
+        island i's weights w_i.
 
         Returns two things: a `SentChanges`, with the mean change of the present islands, and this
         island's new rounding error, which is None if the exchange is exact.
@@ -266,9 +275,10 @@ class _Round(eqx.Module):
         """Returns `(inner, state)`, the states of this island and of all islands, after the outer
         optimizer's step with the mean change `sent.mean`.
 
-        `sent.some` says whether any island was present, and `sent.present` whether this one was.
-        Each present island takes the new outer weights, mixed with its own if `mixing` is not 0. If
-        no island was present, no weights change. `error` is the rounding error to store in `state`.
+        `sent.some` says whether any island was present, and `sent.present` whether this island was
+        present. Each present island takes the new outer weights, mixed with its own weights if
+        `mixing` is not 0. If no island was present, no weights change. `error` is the rounding
+        error to store in `state`.
         """
 
         def if_any_present(new, old):
@@ -342,7 +352,8 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
     """Returns this island's state, without the dim of islands. The arrays of `inner` are
     [islands, ...] and split over the islands, so they are [1, ...] on this device.
 
-    The number of the step has no dim of islands. `names` are the axes of the islands, for an error.
+    The number of the step has no dim of islands. `names` are the axes of the islands, for the error
+    message.
     """
 
     def without_island_dim(path, x):
@@ -385,12 +396,12 @@ def _map_arrays(change: Callable[[Array], Array], tree: PyTree) -> PyTree:
 
 
 def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns a function that runs `train` on one island, as if there were no others: inside, no
-    type varies along `names`, the axes of the islands.
+    """Returns a function that runs `train` on one island, as if there were no others: inside
+    `train`, no type varies along `names`, the axes of the islands.
 
     A train step sums over the axes along which its values vary, for example for the norm of its
-    gradients. Without the islands' axis in the types, it sums inside the island only. No operation
-    is added: only types change.
+    gradients. Without the islands' axis in the types, the step sums inside the island only. No
+    operation is added: only types change.
     """
 
     def hidden(x):
@@ -399,10 +410,11 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
-        """Returns the island's state and info after `train`. Their types vary along `names` again.
+        """Returns the island's state and info after `train`. The types of all arrays but the number
+        of the step vary along `names` again.
 
         `train` is traced to a jaxpr with arrays as arguments and results. Leaves that are no arrays
-        are static: they are taken out before, and put back afterwards.
+        are taken out before the trace, and put back afterwards.
         """
         _check_split(batch, names)
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
@@ -455,8 +467,8 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
     """Raises `ValueError` if a train step makes a value that varies along the islands' axis.
 
-    The step's arguments do not vary there (`hidden`), so such a value shows that an operation of
-    the step works along that axis.
+    The step's arguments do not vary along that axis (`hidden`), so such a value shows that an
+    operation of the step works along it.
     """
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):

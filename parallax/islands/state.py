@@ -1,11 +1,11 @@
-"""The state of islands: a training state for each, and the outer weights of all.
+"""The state of islands: a training state for each island, and the outer weights of all.
 
 Each island has *inner* arrays of its own: they are stacked to [islands, ...], and the first dim is
 split over the islands. *Outer* arrays are the same on all islands. In a *round* the islands
 exchange their changes, and the outer optimizer changes the outer weights. A *fragment* is the part
 of the model that a round exchanges; each fragment has its own outer optimizer state. The number of
 the step, `step`, is one number for all islands, without a dim of islands. `_step(inner)` returns
-it, and `_inner(state)` returns the inner state.
+this number, and `_inner(state)` returns the inner state.
 """
 
 import math
@@ -33,8 +33,8 @@ class SentChanges(eqx.Module):
 
     Attributes:
         mean: the mean change of the present islands.
-        some: whether any island was present: a bool.
-        present: whether each island was present: bool [islands].
+        some: whether any island was present, a bool.
+        present: whether each island was present, an array of bools [islands].
     """
 
     mean: PyTree
@@ -46,14 +46,15 @@ class State(eqx.Module):
     """The state that a step of islands changes. The specs of its arrays are kept in a `State` too.
 
     Attributes:
-        inner: the states of all islands: arrays are [islands, ...], except `step`, which is one
-            number for all islands.
-        model: the outer weights: the trained leaves after the last round; None for other leaves.
+        inner: the training states of all islands. Arrays are [islands, ...], except `step`, which
+            is one number for all islands.
+        model: the outer weights, which are the trained leaves after the last round. All other
+            leaves are None.
         optimizer: for each fragment, the state of the outer optimizer.
         error: for each fragment, the rounding errors of an int8 exchange, [islands, ...], which the
             next exchange adds to the changes; None if the exchange is exact.
-        sent: for each fragment, the result of an exchange that waits for its use; None if results
-            are used at once.
+        sent: for each fragment, the result of an exchange that no island has used yet; None if
+            results are used at once.
     """
 
     inner: step.State
@@ -94,18 +95,21 @@ def init(
 ) -> tuple[State, State]:
     """Returns the state of islands that all begin as `state`, and the specs of that state.
 
-    The arrays are made on their own devices: a device never holds the blocks of all islands.
+    Each device makes only its own blocks of the arrays, so no device holds the blocks of all
+    islands.
 
     Args:
-        state: the state of one island, on `mesh`, the same on all islands, as `step.init` makes it.
+        state: the state of one island, as `step.init` makes it on `mesh`. It is the same on all
+            islands.
         specs: the specs of `state`. They must not name the axis of the islands.
         outer: the outer optimizer, which changes the outer weights in a round.
         mesh: the mesh, with the axis of the islands.
-        axis: the axis of the islands, with or without an algorithm, or `ErrorFeedback(axis)` for an
-            exchange in int8. It must be the `axis` that `islands.local` gets.
+        axis: the axis of the islands: a name, or an axis with an algorithm, such as
+            `ring("island")`; or `ErrorFeedback(axis)` for an exchange in int8. It must be the
+            `axis` that `islands.local` gets.
         stream: the fragments and their delay, as in `islands.local`.
-        trainable: the leaves that the outer optimizer trains, as in `step.init`. Islands do not
-            exchange the other leaves.
+        trainable: the leaves that the outer optimizer trains: a function of a leaf, or a tree of
+            booleans, as in `step.init`. Islands do not exchange the other leaves.
 
     Raises:
         ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim
@@ -138,14 +142,15 @@ def state_init(
         mesh: the mesh, with the axis of the islands.
         axis: the axis of the islands, or `ErrorFeedback(axis)` for an exchange in int8.
         stream: the fragments and their delay.
-        trainable: the leaves that the outer optimizer trains.
+        trainable: the leaves that the outer optimizer trains: a function of a leaf, or a tree of
+            booleans.
     """
     names, islands = axis_names(axis), number_of_islands(axis, mesh)
     arrays, static = eqx.partition(state, trees.is_array)
 
     def trained(model):
-        """Returns the trained leaves. `trainable` may also pick whole numbers, and these are left
-        out: an optimizer cannot train them."""
+        """Returns the trained leaves. `trainable` may also pick arrays of integers. These arrays
+        are left out, since an optimizer cannot train them."""
         return eqx.filter(eqx.filter(model, trainable), trees.is_inexact)
 
     weights = jax.eval_shape(trained, eqx.filter(state.model, trees.is_array))
@@ -178,7 +183,7 @@ def state_init(
     begin = jax.jit(make, out_shardings=shardings)
 
     def with_static(state):
-        """Returns a state with the leaves of one island's state that are no arrays."""
+        """Returns `state` with those leaves of one island's state put in that are no arrays."""
         return eqx.tree_at(_inner, state, eqx.combine(state.inner, static))
 
     def with_sharding(leaf, sharding):
@@ -210,8 +215,8 @@ def _specs(
         weights: the shapes of the trained weights.
         names: the mesh axes of the islands.
         mesh: the mesh.
-        has: two bools: whether the state has rounding errors, and whether it has a waiting
-            exchange.
+        has: two bools. The first says whether the state has rounding errors, and the second whether
+            results of exchanges wait in the state.
     """
     by_path = trees.by_path(specs.model)
 
@@ -247,7 +252,7 @@ def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
 
 
 def _nothing_sent(weights: PyTree, islands: int) -> SentChanges:
-    """Returns the result of an exchange at which no island was present."""
+    """Returns the result of an exchange in which no island took part."""
     return SentChanges(_zeros(weights), jnp.asarray(False), jnp.zeros(islands, bool))
 
 
@@ -258,7 +263,7 @@ def axis_names(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
 
 
 def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> int:
-    """Returns the number of islands of a mesh. Raises `ValueError` if the mesh lacks their axis."""
+    """Returns the number of islands of a mesh. Raises `ValueError` if the mesh has no such axis."""
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:
@@ -279,9 +284,9 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
     """Returns the shapes of a state that was saved by `islands` islands, to restore that state from
     a checkpoint.
 
-    `shapes` are the shapes for the number of islands of the present mesh. The saved islands may not
-    divide evenly over the mesh, so their dim is not split: each device reads the blocks of all
-    saved islands.
+    `shapes` are the shapes of a state with as many islands as the present mesh has. The saved
+    islands may not divide evenly over the mesh, so the dim of islands is not split: each device
+    reads the blocks of all saved islands.
     """
 
     def resized(x):
@@ -293,12 +298,13 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
     def resized_sent(sent):
-        """Returns the shapes of a waiting exchange; only `present` has a dim of islands."""
+        """Returns the shapes of an exchange's result; only `present` has a dim of islands."""
         if sent is None:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
 
-    # The step's number has no dim of islands: it is left out here and put back below.
+    # The step's number (`shapes.step` is `shapes.inner.step`) has no dim of islands: it is left out
+    # here and put back below.
     inner = jax.tree.map(resized, eqx.tree_at(_step, shapes.inner, None))
     inner = eqx.tree_at(_step, inner, shapes.step, is_leaf=_is_none)
     error = jax.tree.map(resized, shapes.error)
@@ -308,7 +314,8 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
 
 
 def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str]]:
-    """Returns `state` for the number of islands of `shapes`, and a phrase for each thing lost.
+    """Returns `state` for the number of islands of `shapes`, and a list with a phrase for each
+    thing that is lost.
 
         like = islands.shapes_for_islands(train_step.shapes, 2)    # it was saved by two islands
         state = checkpoints.restore(like).state
@@ -324,12 +331,13 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns arrays [islands, ...] from arrays [islands before, ...]: each new island has the
-        arrays of the old island that it continues."""
+        """Returns the arrays of the new islands, from the arrays of the old islands. Each new
+        island gets the arrays of the old island that it continues. The first dim is that of the
+        islands."""
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
-        """Returns zeros [islands, ...] in place of arrays [islands before, ...]."""
+        """Returns zeros in place of the old islands' arrays, with the new number of islands."""
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
@@ -343,9 +351,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         """Returns the state of `islands` islands, from the arrays of the old state.
 
         Every island starts from the outer weights, `state.model`, which has None for leaves that
-        are not trained. It takes these leaves and the inner optimizer's state from an old island
-        (`sources`). Rounding errors and exchanges under way become zero, since they belong to
-        islands that may be gone.
+        are not trained. An island takes these other leaves and the inner optimizer's state from an
+        old island (`sources`). Rounding errors and exchanges under way become zero, since they
+        belong to islands that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)

@@ -8,8 +8,8 @@
 Mistakes that the program does not show, such as copies of an array that differ, are found in live
 arrays by `run.fingerprint.differing(state)`.
 
-Each finding has a line, a sentence and a cure. A finding may be no mistake, and a program without
-findings may have mistakes.
+Each finding has the line of a mistake, its harm and its cure. A finding may be no mistake, and a
+program without findings may have mistakes.
 """
 
 from parallax.lint.finding import Finding, report

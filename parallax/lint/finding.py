@@ -1,4 +1,4 @@
-"""One mistake that the lint finds: its place, its harm and its cure."""
+"""Describes a mistake that the lint finds: its place, its harm and its cure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Finding:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Returns the findings as text: three lines for each, and a last line with their number; or one
-    line if there are none."""
+    """Returns the findings as text: three lines for each finding, and a last line with the number
+    of findings. Without findings, the text is one line."""
     if not findings:
         return "lint: nothing found."
     lines = [

@@ -1,8 +1,8 @@
 """Finds attention whose shard on a device has as many heads as the whole model.
 
 The number of heads of an `eqx.nn.MultiheadAttention` is static. If its projections are split, a
-device has only some of their outputs. The attention still cuts these into all heads, so each head
-is narrower than in the whole model.
+device has only some of their outputs. The attention still cuts these outputs into as many heads as
+the whole model has, so each head is narrower than in the whole model.
 """
 
 import math
@@ -20,10 +20,10 @@ from parallax.trees import entry_axes
 
 
 def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for each attention in `args` and each line of the program that cuts a
-    device's outputs into all heads of this attention.
+    """Yields a finding for each attention in `args` and each line of the program that reshapes one
+    device's outputs of this attention into as many heads as the whole model has.
 
-    `program` is the traced program with the arguments `args`, the whole arrays.
+    `program` was traced for the arguments `args`, which are whole arrays, not shards.
     """
     modules = filter(_is_attention, jax.tree.leaves(args, is_leaf=_is_attention))
     maps = [eqn for eqn in jaxprs.every(program.jaxpr) if eqn.primitive.name == "shard_map"]
@@ -43,10 +43,10 @@ def _is_attention(node: Any) -> bool:
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields, for each argument of a `shard_map` that has this shape and whose outputs are split,
-    the axes that split them and the number of devices along these axes.
+    """Yields a pair for each argument of a `shard_map` that has this shape and is split along its
+    dim of outputs: the axes that split this dim, and the number of devices along these axes.
 
-    `shape` is that of a projection's whole weight, [..., outputs, inputs].
+    `shape` is the shape of a projection's whole weight, [..., outputs, inputs].
     """
     sizes = shard_map.params["mesh"].shape
     avals = jaxprs.types(shard_map.invars)

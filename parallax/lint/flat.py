@@ -1,7 +1,9 @@
-"""A program as one list of operations: called functions are opened, and each value has a number.
+"""Makes a program one list of operations: the operations of a called function stand in the list in
+place of the call, and each value (array) has an id.
 
-Functions take and return the numbers of values, ints, and not the values. A collective of this
-library is one equation, `linear_collective`. The function `ours` returns its jaxpr of `ppermute`s.
+Ids are ints: 0, 1, 2, ... Functions take and return ids, since the arrays do not exist before a
+run. A collective of this library is one equation, `linear_collective`. The function `ours` returns
+the jaxpr of `ppermute`s that the equation stands for.
 """
 
 from collections import defaultdict
@@ -16,8 +18,8 @@ from parallax.lint.values import LINEAR, Sent
 
 # A conditional becomes several operations. The first is COND, whose operands are the predicate and
 # the operands of the branches; it has no result, and marks where the conditional stands. The
-# operations of all branches follow. Last comes, for each result of the conditional, an operation
-# CHOSEN: its operands are the predicate, and this result of each branch.
+# operations of all branches come next. Last comes, for each result of the conditional, an operation
+# CHOSEN: its operands are the predicate, and the value that each branch returns for this result.
 COND, CHOSEN = "cond", "chosen"
 LOOPS = frozenset({"scan", "while"})
 _CLOSED = LOOPS | {"shard_map"}  # operations whose bodies are read as programs of their own
@@ -27,13 +29,13 @@ class Scope(NamedTuple):
     """The place of an operation among the functions and branches of its program.
 
     Attributes:
-        at: the equations whose source lines may be shown for the operation, the innermost first:
-            its own, then those of the calls, conditionals and loops around it.
-        is_hidden: whether a function of JAX or of this library made the operation; its own source
-            line then tells a user nothing.
+        at: the equations whose source lines may be shown for the operation: first its own, then
+            those of the calls, conditionals and loops around it, the innermost first.
+        is_hidden: whether a function of JAX or of this library made the operation; the operation's
+            own source line then tells a user nothing.
         on_purpose: whether the operation is part of a gather that each trip of a loop is meant to
             repeat.
-        predicates: the numbers of the values that decide whether the operation runs.
+        predicates: the ids of the values that decide whether the operation runs.
     """
 
     at: tuple[JaxprEqn, ...] = ()
@@ -48,10 +50,10 @@ class Node(NamedTuple):
     Attributes:
         name: the name of the primitive, or `CHOSEN`.
         eqn: the equation.
-        inputs: the numbers of the operands.
-        outputs: the numbers of the results.
-        sent: the collective, or None.
-        scope: the place among functions and branches.
+        inputs: the ids of the operands.
+        outputs: the ids of the results.
+        sent: the collective that the operation is; None if it is no collective.
+        scope: the place of the operation among functions and branches.
     """
 
     name: str
@@ -63,12 +65,13 @@ class Node(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The innermost source line that is known."""
+        """The source line of the innermost equation in `scope.at` whose line is known."""
         lines = (source_lines.source(eqn) for eqn in self.scope.at)
         return next((line for line in lines if line != source_lines.UNKNOWN), source_lines.UNKNOWN)
 
     def is_within(self, transform: str) -> bool:
-        """Returns whether a transform of JAX made the operation, or a loop or a call around it.
+        """Returns whether the operation, or a loop or a call around it, was made by a transform of
+        JAX.
 
         `transform` is the beginning of the transform's name in JAX's name stacks, such as "jvp(".
         """
@@ -82,71 +85,71 @@ class Flat:
 
     Attributes:
         ours: the function that returns the jaxpr of a collective of this library.
-        types: the type of each value.
+        types: the type of each value; the value's id is the index.
         nodes: the operations.
-        literals: the constant of each value that is written into the program, by the value's
-            number.
-        arguments: the numbers of the arguments' values.
-        results: the numbers of the results' values.
-        made: the operation that makes each value, by the value's number; no operation makes
-            arguments, constants and literals, so they are not in it.
-        used: the operations that use each value.
+        literals: the numbers that are written into the program, by the ids of their values.
+        arguments: the ids of the arguments.
+        results: the ids of the results.
+        made: the operation that makes each value, by the value's id; no operation makes arguments,
+            constants and literals, so `made` does not have them.
+        used: the operations that use each value, by the value's id.
     """
 
     def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr], scope: Scope):
-        """Lists the operations of a jaxpr; `scope` is their place in the program around it."""
+        """Lists the operations of a jaxpr; `scope` is the place of the jaxpr in the program around
+        it."""
         self.ours = ours
         self.types: list[Any] = []
         self.nodes: list[Node] = []
         self.literals: dict[int, Any] = {}
-        self.arguments = self._numbers(jaxprs.types(jaxpr.invars))
+        self.arguments = self._new_ids(jaxprs.types(jaxpr.invars))
         self.results = self._opened(jaxpr, self.arguments, scope)
         self.made = {output: node for node in self.nodes for output in node.outputs}
         self.used: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes:
-            for value in dict.fromkeys(node.inputs):  # once, also if it is both operands
+            for value in dict.fromkeys(node.inputs):  # once, even if it is both operands
                 self.used[value].append(node)
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Returns the shape of a value."""
         return self.types[value].shape
 
-    def _numbers(self, types: Sequence[Any]) -> tuple[int, ...]:
-        """Returns new numbers for values of these types."""
+    def _new_ids(self, types: Sequence[Any]) -> tuple[int, ...]:
+        """Returns new ids for values of these types."""
         self.types += types
         return tuple(range(len(self.types) - len(types), len(self.types)))
 
     def _literal(self, atom: Any) -> int:
-        """Returns a new number for a literal of the program."""
-        (value,) = self._numbers([atom.aval])
+        """Returns a new id for a literal of the program."""
+        (value,) = self._new_ids([atom.aval])
         self.literals[value] = atom.val
         return value
 
     def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
-        """Adds the operations of a jaxpr, and returns the numbers of its results.
+        """Adds the operations of a jaxpr, and returns the ids of its results.
 
-        `arguments` are the numbers of its arguments.
+        `arguments` are the ids of the jaxpr's arguments.
         """
-        numbers = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> number
-        numbers |= zip(jaxpr.constvars, self._numbers(jaxprs.types(jaxpr.constvars)), strict=True)
+        ids = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> id
+        ids |= zip(jaxpr.constvars, self._new_ids(jaxprs.types(jaxpr.constvars)), strict=True)
 
         def read(atoms):
-            """Returns the numbers of variables and literals."""
+            """Returns, for each variable or literal, the id of its value."""
             return tuple(
-                self._literal(atom) if jaxprs.is_literal(atom) else numbers[atom] for atom in atoms
+                self._literal(atom) if jaxprs.is_literal(atom) else ids[atom] for atom in atoms
             )
 
         for eqn in jaxpr.eqns:
             # `at` begins with the equation itself, unless its line tells a user nothing.
             place = scope if scope.is_hidden else scope._replace(at=(eqn, *scope.at))
             outputs = self._equation(eqn, read(eqn.invars), place)
-            numbers |= zip(eqn.outvars, outputs, strict=True)
+            ids |= zip(eqn.outvars, outputs, strict=True)
         return read(jaxpr.outvars)
 
     def _equation(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
-        """Adds the operations of an equation, and returns the numbers of its results.
+        """Adds the operations of an equation, and returns the ids of its results.
 
-        A call of a function is opened: its operations are added instead. Collectives, loops and
+        For a call of a function, the function's operations are added. Collectives, loops and
         `shard_map` stay one operation each. An operation inside a function of JAX or of this
         library is hidden (`Scope.is_hidden`), so that findings show the caller's line.
         """
@@ -155,9 +158,10 @@ class Flat:
             return self._conditional(eqn, inputs, scope)
         ours = self.ours(eqn) if name == LINEAR else None  # a jaxpr of this library
         if ours and eqn.params["name"] == remat.GATHERED:
-            # `zero.gathered` names its gathers so. A loop repeats them on purpose, to save memory.
+            # `zero.gathered` and `sequence.gather_from` give their gathers this name. A loop
+            # repeats these gathers on purpose, to save memory.
             scope = scope._replace(on_purpose=True)
-        sent = values.sent(eqn, ours)  # the collective, or None
+        sent = values.sent(eqn, ours)  # None if it is no collective
         # A collective of this library that is made of several others is opened like a call.
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
         if inner is None:
@@ -166,10 +170,10 @@ class Flat:
         return self._opened(inner, inputs, scope._replace(is_hidden=is_hidden))
 
     def _conditional(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
-        """Adds the operations of a conditional, as COND and CHOSEN describe them, and returns the
-        numbers of its results.
+        """Adds the operations of a conditional, and returns the ids of its results.
 
-        A result depends on the predicate and on this result of every branch, whichever branch runs.
+        The comment at `COND` and `CHOSEN` lists these operations. Result j depends on the predicate
+        and on result j of every branch, whichever branch runs.
         """
         predicate, *operands = inputs
         self._node(COND, eqn, inputs, types=[], sent=None, scope=scope)
@@ -191,22 +195,26 @@ class Flat:
         sent: Sent | None,
         scope: Scope,
     ) -> tuple[int, ...]:
-        """Adds one operation with results of these types, and returns their numbers."""
-        outputs = self._numbers(types)
+        """Adds one operation whose results have the given `types`, and returns the results' ids.
+
+        `sent` is the collective that the operation is, or None if it is no collective. `scope` is
+        the place of the operation among functions and branches.
+        """
+        outputs = self._new_ids(types)
         self.nodes.append(Node(name, eqn, inputs, outputs, sent, scope))
         return outputs
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns a pair for each carry of a loop: its place among the operands, and its place among
-    the results.
+    """Returns a pair for each carry of a loop: the carry's place among the loop's operands, and its
+    place among the loop's results.
 
     The operands of a `scan` are constants, carries and sliced arrays; its results are the carries
     and then stacked arrays. The operands of a `while` are the constants of its condition, the
-    constants of its body, and the carries, which are its results.
+    constants of its body, and the carries; its results are the carries.
     """
     if eqn.primitive.name == "scan":
-        first, count = jaxprs.scan_parts(eqn)  # the numbers of constants and of carries
+        first, count = jaxprs.scan_parts(eqn)  # how many constants and carries there are
     else:
         first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         count = len(eqn.outvars)
@@ -214,7 +222,8 @@ def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
 
 
 def sliced(eqn: JaxprEqn) -> range:
-    """Returns the places of the operands that a loop slices: each trip gets one slice of each."""
+    """Returns the places of the operands that a loop slices: each trip (iteration) gets one slice
+    of each such operand."""
     if eqn.primitive.name != "scan":
         return range(0)
     # The constants and the carries, which `scan_parts` counts, come first.

@@ -1,10 +1,14 @@
 """Finds sums over devices that a loop only adds to a carry: one sum after the loop would give the
 same result.
 
-A `Value` has the facts of a value. Its `parts` are the sums and carries that it is a linear
-function of. Its `differs` are the axes along which it differs between devices. Its `trip` is the
-depth of the innermost loop that changes it, or 0 if none does. A part is *spoiled* if the loop's
-body also uses it in another way than by adding it up; a spoiled sum must stay in the loop.
+For example, a loop of `carry = carry + psum(x)` can add up `x`, with one `psum` after the loop. A
+loop of `carry = carry + psum(x) ** 2` needs the sum in each trip (iteration).
+
+A `Value` records what the lint knows about one value (array) of the program. `parts` are the sums
+and carries of which the value is a linear function: `carry + psum(x)` has two parts, the old carry
+and the sum. `differs` are the axes along which the value differs between devices. `trip` is the
+depth of the innermost loop that changes the value, or 0 if no loop does. A part is *spoiled* if the
+loop's body also uses it in another way than by adding it up; a spoiled sum must stay in the loop.
 """
 
 from collections.abc import Sequence
@@ -20,7 +24,8 @@ from parallax.lint.values import VIEWS, Value
 # devices in the body, and ("carry", i) is the i-th carry at the beginning of the trip.
 LoopPart = tuple[str, int]
 
-# Linear functions of all their operands, which commute with a sum over devices and over trips.
+# Operations that are linear functions of all their operands. So they commute with a sum over
+# devices and over trips.
 _LINEAR = VIEWS | {
     *("add", "add_any", "concatenate", "convert_element_type", "optimization_barrier"),
     *("reduce_sum", "replicated", "sub"),
@@ -31,8 +36,8 @@ class Sum(NamedTuple):
     """A sum over devices in a loop's body.
 
     Attributes:
-        aval: the type of its operand.
-        axes: the axes of the devices.
+        aval: the type of the sum's operand.
+        axes: the mesh axes over which the sum goes.
         where: the caller's source line.
     """
 
@@ -46,7 +51,7 @@ class Loop:
     """A loop whose body is being read.
 
     Attributes:
-        depth: the number of nested loops, this one included.
+        depth: the number of loops around the body, this one included.
         trips: the number of trips; None if it is not known.
         sums: the sums over devices in the loop's body.
         spoiled: the parts that are also used in another way than by adding them up.
@@ -60,25 +65,27 @@ class Loop:
     def summed(
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
-        """Notes a sum of `value` over devices, and returns the parts of the sum's result: those of
-        `value`, and the new sum. `only_added` decides later whether the sum could stand after the
-        loop.
+        """Notes a sum of `value` over devices, and returns the parts of the sum's result: the parts
+        of `value`, and the new sum. `only_added` decides later whether the sum could stand after
+        the loop.
         """
         # A sum that depends on a carry must stay in the loop, and so must the sums that were added
-        # to this carry: each trip needs its value.
+        # to this carry: each trip needs the carry's value.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
         return value.parts | {("sum", len(self.sums) - 1)}
 
     def carried(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the carries as they are at the beginning of a trip: each is a part of its own."""
+        """Returns the facts about the carries (`values`) at the beginning of a trip: each carry is
+        its own only part."""
         return [value._replace(parts=frozenset({("carry", i)})) for i, value in enumerate(values)]
 
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:
-        """Returns the parts that an equation's result is a linear function of.
+        """Returns the parts of which an equation's result is a linear function.
 
-        If the result is another function of its operands, their parts are spoiled.
+        If the result is no linear function of the operands' parts, the result has no parts, and the
+        operands' parts are spoiled.
         """
         parts = frozenset().union(*(value.parts for value in values))
         if parts and not self._is_linear(eqn, values, parts):
@@ -102,7 +109,8 @@ class Loop:
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
-        # A carry that is used in another way needs its sums in each trip, so they do not count.
+        # A carry that is used in another way needs its sums in each trip, so these sums do not
+        # count.
         added = {
             part for value in carries if not value.parts & self.spoiled for part in value.parts
         }
@@ -111,19 +119,22 @@ class Loop:
     def _is_linear(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]
     ) -> bool:
-        """Returns whether an equation's result is a linear function of `parts`, those of its
-        operands `values`. A factor must be the same in all trips.
+        """Returns whether an equation's result is a linear function of `parts`, which are the parts
+        of its operands `values`, and whether a sum over devices may move past the equation.
+
+        A factor that is the same in all trips can be applied after the sum that follows the loop. A
+        mask that is the same on all devices can be applied before that sum, in each trip.
         """
         name = eqn.primitive.name
         has_parts = [bool(value.parts) for value in values]
         # `trip` is the depth of the innermost loop that changes the factor. If it is less than the
-        # depth of this loop, the factor is the same in all its trips.
+        # depth of this loop, the factor is the same in all trips of this loop.
         if name == "mul":
             return sum(has_parts) == 1 and values[has_parts.index(False)].trip < self.depth
         if name == "div":
             return has_parts == [True, False] and values[1].trip < self.depth
         axes = frozenset().union(*(self.sums[k].axes for kind, k in parts if kind == "sum"))
-        # A mask (the first operand) that is the same on all devices commutes with their sum.
+        # The first operand of a `select_n` is the mask.
         if name == "select_n":
             return not has_parts[0] and not values[0].differs & axes
         if name == "scatter-add":  # the second operand has the places

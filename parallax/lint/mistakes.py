@@ -1,10 +1,10 @@
-"""The findings in a program: each function makes the finding for one kind of mistake.
+"""Makes the findings in a program: each function returns the `Finding` for one kind of mistake.
 
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
-devices along them together. `where` is the caller's source line. `trips` is the number of trips of
-a loop, or None if it is not known. `sent` is a collective: its `kind`, and whether it is made of
-`ppermute`s (`permutes`), which wait for all devices of the program. A `Value` has the facts of one
-value.
+devices along them together. `where` is the caller's source line. `trips` is the number of trips
+(iterations) of a loop, or None if it is not known. `sent` is a collective. `sent.kind` is its kind,
+and `sent.permutes` says whether it is made of `ppermute`s, which wait for all devices of the
+program. A `Value` records what the lint knows about one value (array) of the program.
 """
 
 import math
@@ -23,8 +23,8 @@ def under_a_predicate(
 ) -> Finding:
     """Returns the finding for a collective over `axes` that some devices do not reach.
 
-    `around` is the operation that contains the collective, "cond" or "while". Its predicate differs
-    between the `size` devices along the axes `along`.
+    `around` is the operation that contains the collective, "cond" or "while". The predicate of this
+    operation differs between the `size` devices along the axes `along`.
     """
     name = f"{sent.kind} made of ppermutes" if sent.permutes else sent.kind
     if sent.kind == "permute":
@@ -42,8 +42,9 @@ def under_a_predicate(
 
 
 def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where: str) -> Finding:
-    """Returns the finding for a `cond` whose predicate varies, although `inputs` of its operands
-    and `outputs` of its results have types that do not vary."""
+    """Returns the finding for a `cond` whose predicate varies, although the types of some operands
+    and results do not vary. `inputs` and `outputs` are the numbers of these operands and
+    results."""
     return Finding(
         "lost-varying-mark",
         where,
@@ -57,8 +58,8 @@ def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where:
 
 
 def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for a sum over devices of numbers that are equal on all of them. `value`
-    has the facts of these numbers, which tell whether an earlier sum made them equal."""
+    """Returns the finding for a sum over devices of an array that is equal on all of them. `value`
+    is what the lint knows about this array, such as whether an earlier sum made it equal."""
     # `value.summed` pairs each axis of an earlier sum with the line of that sum.
     before = [f"was summed over {axis!r} at {at}" for axis, at in value.summed if axis in axes]
     why = before[0] if before else "does not depend on the device there"
@@ -88,8 +89,7 @@ def same_every_trip(
 
 
 def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, where: str) -> Finding:
-    """Returns the finding for a sum over devices in a loop that only adds its results to a
-    carry."""
+    """Returns the finding for a sum over devices whose results a loop only adds to a carry."""
     return Finding(
         "sum-in-a-loop",
         where,
@@ -138,8 +138,8 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
 def gathered_out_of_order(
     aval, dim: int, split: tuple[str, ...], axes: tuple[str, ...], where: str
 ) -> Finding:
-    """Returns the finding for a gather over `axes` of the dim `dim`, which is split over the axes
-    `split`, if the gathered blocks do not follow each other in the whole dim."""
+    """Returns the finding for a gather whose blocks do not follow each other in the whole dim. The
+    gather goes over `axes`, along the dim `dim`, which is split over the axes `split`."""
     return Finding(
         "gathered-out-of-order",
         where,
@@ -211,8 +211,8 @@ REPEATED = {  # kind: the numbers, the harm and the cure
     ),
     "counted-on-a-device": (
         "numbers made of 0, 1, 2, ... on each device",
-        "the count begins anew on each of {size} devices, so all devices get the first positions, "
-        "or the first heads.",
+        "the count starts again at 0 on each of {size} devices, so all devices get the first "
+        "positions, or the first heads.",
         "Count in the whole dim: context.positions(tokens, axis) for tokens; for heads or units, "
         "add jax.lax.axis_index(axis) * n, where n is the number of them on one device.",
     ),
@@ -231,8 +231,8 @@ def repeated_on_each_device(
 
 
 def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Finding:
-    """Returns the finding for `tokens`, the array of inputs, in the order of the text, if the
-    program expects them in another order. Their dim `dim` is split over `axes`."""
+    """Returns the finding for `tokens`, an array of inputs that are in the order of the text,
+    although the program expects another order. Its dim `dim` is split over `axes`."""
     return Finding(
         "tokens-not-split",
         f"dim {dim} of the batch's {shown(tokens)}",
@@ -272,8 +272,8 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
 
 
 def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for gradients of a device's own rows that are scaled by their own norm
-    before they are summed."""
+    """Returns the finding for gradients of one device's rows that are scaled by the norm of these
+    gradients before they are summed over devices."""
     return Finding(
         "clipped-before-the-sum",
         where,
@@ -316,7 +316,7 @@ def wide_product(
 
 
 def _summed_terms(eqn: JaxprEqn) -> int:
-    """Returns the number of multiply-adds for each number of a matmul's or convolution's result."""
+    """Returns how many multiply-adds make one element of a matmul's or convolution's result."""
     operand, kernel = types(eqn.invars)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -342,5 +342,5 @@ def _bytes(count: int) -> str:
 
 
 def _times(trips: int | None) -> str:
-    """Returns how often a loop runs, as text."""
+    """Returns how often a loop's body runs, as text."""
     return "in every trip" if trips is None else f"{trips} times"

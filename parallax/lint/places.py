@@ -1,8 +1,9 @@
 """Tells how arrays are split, dim by dim, before and after operations on one device.
 
-A `Flat` program is a list of operations, its nodes, whose values are numbered. The `Dims` of a
-value have, for each dim, the axes that split it, the outermost first. `sent` is the collective of a
-node, or None.
+A `Flat` program is a list of operations, its nodes. The program's values (arrays) have ids, and
+functions take and return these ids. The `Dims` of a value have, for each dim, the axes that split
+the dim, the outermost first: `((), ("data",))` for a matrix whose second dim is split. `sent` is
+the collective that a node is, or None if the node is no collective.
 """
 
 from collections.abc import Sequence
@@ -13,20 +14,21 @@ from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.values import NO_AXES, Dims, sent_inside
 
 ELEMENTWISE = jaxprs.ELEMENTWISE | {CHOSEN, "replicated", "stop_gradient"}
-LAID_OUT = jaxprs.LAID_OUT  # operations that only move numbers, such as a reshape
+LAID_OUT = jaxprs.LAID_OUT  # operations that only move elements, such as a reshape
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
     """Returns the axes that split dims of which a device has several rows (indices). A device's
-    reduction over such a dim covers its own rows only. `shape` is that of the device's block.
+    reduction over such a dim covers only this device's rows. `shape` is the shape of the device's
+    block.
     """
-    # A dim with one row on each device may count models, as in an ensemble, so it is left out.
+    # The rows of a dim with one row on each device may be separate models, as in an ensemble.
     pairs = zip(dims, shape, strict=True)
     return frozenset(axis for axes, size in pairs if size > 1 for axis in axes)
 
 
 def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the dims of the result of an operation on one device, given those of one operand.
+    """Returns the dims of the result of an operation on one device, given the dims of one operand.
 
     Returns None if the result does not have the operand's elements in the same places.
     """
@@ -36,11 +38,13 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
 
 
 def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the dims of an operand, given those of the result; None if the two do not have the
-    same elements in the same places.
+    """Returns the dims of an operand, given the dims of the result. Returns None if the two arrays
+    do not have the same elements in the same places.
     """
     if node.name == "transpose":
-        order = node.eqn.params["permutation"]  # dim `order[j]` of the operand is dim j after it
+        order = node.eqn.params[
+            "permutation"
+        ]  # dim `order[j]` of the operand is dim j of the result
         return tuple(dims[order.index(i)] for i in range(len(order)))
     return _same_elements(node, dims, program.shape(result), program.shape(operand))
 
@@ -48,13 +52,15 @@ def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -
 def _same_elements(
     node: Node, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
 ) -> Dims | None:
-    """Returns the dims after an operation that keeps all elements in order, or None for others.
+    """Returns how one array of an operation is split, given how another is split. One of the two is
+    the operand and the other the result, in either direction. Returns None unless the operation
+    keeps all elements in order.
 
     Args:
         node: the operation.
-        dims: for each dim of the one shape, the axes that split it.
-        before: the shape with these dims: that of the operand or of the result.
-        after: the other shape.
+        dims: for each dim of the given array, the axes that split the dim.
+        before: the shape of the given array.
+        after: the shape of the other array.
     """
     if node.name in ELEMENTWISE:
         return dims if before == after else None
@@ -71,10 +77,10 @@ def _same_elements(
 def operands(node: Node, result: int) -> Sequence[int]:
     """Returns the operands from which an operation makes a result.
 
-    If a loop returns a carry, the result is made of the operand with the carry's first value. If it
-    returns a stacked output, no operand is listed. In an operation with as many results as
-    operands, such as a barrier, each result is made of its own operand. In all other operations,
-    each result is made of all operands.
+    A carry that a loop returns is made of the operand with the carry's first value. For a stacked
+    output of a loop, no operand is listed. In an operation with several results and as many
+    operands, such as a barrier, each result is made of the operand at the same place. In all other
+    operations, each result is made of all operands.
     """
     if node.name in LOOPS:  # `carried` gives the places (operand, result) of each carry
         return [node.inputs[i] for i, j in flat.carried(node.eqn) if node.outputs[j] == result]
@@ -84,11 +90,12 @@ def operands(node: Node, result: int) -> Sequence[int]:
 
 
 def joined_axes(program: Flat, node: Node) -> frozenset[str]:
-    """Returns the axes of the collectives in an operation: one, or all those in a loop's bodies.
+    """Returns the axes over which an operation is a collective. For a loop, returns the axes of all
+    collectives in its body and its condition.
 
-    This library's `replicated` declares that a value is the same along its axes, as after a
-    collective over them. `program.ours` returns the jaxpr of a collective of this library, and
-    `sent_inside` yields the collectives in a jaxpr.
+    This library's `replicated` declares that a value is the same along the axes of `replicated`,
+    for example after a collective over them. `program.ours` returns the jaxpr of a collective of
+    this library, and `sent_inside` yields the collectives in a jaxpr.
     """
     if node.sent:
         return frozenset(node.sent.axes)

@@ -15,7 +15,7 @@ from parallax.lint.finding import Finding, report
 from parallax.lint.fixed_heads import narrower_heads
 from parallax.lint.reading import Reading
 from parallax.lint.stacked_gates import split_by_sharding
-from parallax.lint.token_order import unsplit_tokens
+from parallax.lint.token_order import tokens_out_of_order
 
 
 def program(
@@ -25,47 +25,50 @@ def program(
 
     The program is traced, and neither compiled nor run.
 
-    * `collective-under-a-predicate`: a `ppermute`, also one of this library, in a `cond`, `switch`
-      or `while` whose predicate differs between devices. It waits for all devices of the program,
-      and hangs. Other collectives hang only if the predicate differs along their own axis.
+    * `collective-under-a-predicate`: a collective in a `cond`, `switch` or `while` whose predicate
+      differs between devices. A `ppermute` waits for all devices of the program, and hangs; so does
+      a collective of this library, which is made of `ppermute`s. Any other collective hangs only if
+      the predicate differs along an axis of the collective.
     * `lost-varying-mark`: a `cond` whose predicate differs between devices, while operands or
-      results are typed as the same on all devices. Its gradients are wrong (jax #40823).
+      results are typed as the same on all devices. The gradients are then wrong (jax #40823).
     * `summed-twice`: a sum over devices of a value that is the same on all of them.
     * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry. One sum of
-      the carry after the loop gives the same.
+      the carry after the loop gives the same result.
     * `same-every-trip`: a collective in a loop, of a value that the loop does not change.
-      `zero.gathered` and `sequence.gather_from` are accepted: parameters that are gathered again
-      for each microbatch need not be held.
-    * `update-mixes-a-shard`: a reduction of a shard that goes into the update of that shard, with
-      no collective over the shard's axes on the way. Examples are `optax.lamb` and clipping by a
-      norm, on shards. An update is the term `u` of an output `w + u` that has the spec of the
-      argument `w`. The lint follows the values that elementwise operations connect to the update.
-      It finds their reductions to one number, and in optax's own lines also reductions of single
-      dims.
-    * `shards-summed`: a sum of a part of such an update `u`, over an axis that splits the argument
-      `w`. It adds different shards. Only a part that a product, a reduction or a loop made counts,
-      since gradients are made so.
+      `zero.gathered` and `sequence.gather_from` are accepted: they gather in each trip on purpose,
+      so that the gathered array need not be kept.
+    * `update-mixes-a-shard`: a reduction of one device's shard whose result goes into the update of
+      that shard, with no collective over the shard's axes in between. Examples are `optax.lamb` and
+      clipping by a norm, on shards. An update is the term `u` of an output `w + u` that has the
+      shape and the spec of the argument `w`. The lint looks at the values from which elementwise
+      operations compute the update. It finds reductions of them, and of elementwise functions of
+      them, to one number. A reduction over only some dims is found only if optax's code makes it.
+    * `shards-summed`: a sum of a value from which such an update `u` is computed, over an axis that
+      splits the argument `w`. The sum adds different shards. The value counts only if it comes from
+      a product, a reduction or a loop, as a gradient does.
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by the norm or the
       maximum of each device's own gradients, and only then summed over the devices. An example is
-      `optax.clip_by_global_norm` inside `grads.averaged`. The lint finds scalings by a product or a
-      quotient outside of differentiated functions. A device must have several rows: with one row,
-      each example is clipped, as in differentially private training. Clipping of each microbatch's
-      mean is not found.
-    * `gathered-out-of-order`: a gather of a floating-point argument over the outer of two axes
-      that split a dim, or over both in another order than in its spec. The gathered blocks then do
-      not follow each other in the dim, which does no harm in a batch.
-    * `layers-not-gathered`: a `scan` over layers that are split over the axis of the batch, without
-      a collective over that axis, while its carry depends on that batch. A split argument counts as
-      layers if an output has the same shape and spec (its gradient or its update), and else as a
-      batch. Programs that also send along that axis, as pipelines do, are accepted.
+      `optax.clip_by_global_norm` inside `grads.averaged`. The lint looks for products and quotients
+      that scale gradients, but not inside a function that is differentiated. Each device must have
+      several rows of the batch: if it has one row, each example is clipped, as in differentially
+      private training. Clipping of each microbatch's mean is not found.
+    * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
+      split. The gather goes over the outer axis only, or over both in another order than in the
+      argument's spec, so the gathered blocks do not follow each other. Integers, such as tokens,
+      are accepted.
+    * `layers-not-gathered`: a `scan` over layers that are split over the axis that also splits the
+      batch. The carry of the `scan` depends on the batch, and no collective over that axis gathers
+      the layers. A split argument counts as layers if an output (its gradient or its update) has
+      the same shape and spec. Any other split argument counts as a batch. Programs that also send
+      along that axis, as pipelines do, are accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec
-      splits (hidden units, heads), with no collective before its result is combined with an array
-      that has that dim. A reduction over groups is found too, if a device has one element of each
-      group.
-    * `parts-of-a-split-dim`: slices of a dim that a weight's spec splits, joined with each other.
-      Examples are a fused matrix that is split by its outputs, and the stacked gates of an
-      `eqx.nn.LSTMCell`. If the trace fails because shapes do not fit, and the arguments hold a cell
-      whose arrays are split by rows, this is the only finding.
+      splits (hidden units, heads), if its result is combined, without a collective first, with an
+      array that still has the split dim. A reduction over groups of units (a group norm) is found
+      too, if a device has one element of each group, as with 8 units in 2 groups on 4 devices.
+    * `parts-of-a-split-dim`: different slices of a dim that a weight's spec splits are combined
+      with each other. Examples are a fused matrix that is split by its outputs, and the stacked
+      gates of an `eqx.nn.LSTMCell`. If the trace fails because shapes do not fit, and the arguments
+      hold a cell whose arrays are split by rows, this mistake is the only finding.
     * `one-key-for-split-units`: random numbers that are the same on all devices are combined with
       an array along its split dim, as in dropout with the same mask for the units of every device.
     * `counted-on-a-device`: numbers that each device makes of 0, 1, 2, ... are combined with an
@@ -74,30 +77,32 @@ def program(
     * `added-before-the-sum`: a bias or a residual that each device adds to its term of a sum over
       devices, so that the sum counts it several times.
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
-      their tokens in another order, such as `context.zigzag`. It is found only if the arguments are
-      arrays, and the targets are the inputs, one token later.
+      their tokens in another order, such as `context.zigzag`. The mistake is found only if the
+      arguments are arrays with values, and each target is the next input token.
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` among the arguments, whose
-      projections are split by their outputs, cuts a device's outputs into all its heads.
-    * `parameter-by-closure`, `blocks-outside-the-stage`, `blocks-on-every-stage`: a function of a
-      pipeline reads parameters for which it has no gradient, or all stages have the same layers.
-      The trace ends there with an error, and this is the only finding.
+      projections are split by their outputs, cuts a device's outputs into all heads of the model.
+    * Three mistakes with a pipeline end the trace with an error, which is then the only finding.
+      `parameter-by-closure`: a function uses a parameter by closure, not from its argument.
+      `blocks-outside-the-stage`: the function before or after the stages reads the stages' blocks.
+      `blocks-on-every-stage`: all stages have the same blocks.
     * `wide-product`: a matrix product or convolution in 32 bits or more, of numbers that came from
       bfloat16 or float16.
 
     Values differ between devices along the axes of `in_specs` and of `lax.axis_index`. The result
-    of a sum, a maximum or a gather is equal on all devices of its axes, even if its type says that
-    it varies. Axes of one device do not count. `update-mixes-a-shard` and `shards-summed` accept a
-    dim of which a device has one row, since it may count models. `update-mixes-a-shard` also
-    accepts an argument whose elements are rounded to whole numbers or to 8 bits, since each shard
-    may have its own scale. A hand-written pipeline whose stages all hold the same layers is not
-    found: a recurrent net that sends its state to the next device is the same program.
+    of a sum, a maximum or a gather counts as equal on all devices along the axes of this
+    collective, even if the type of the result says that it varies. Axes of one device do not count.
+    `update-mixes-a-shard` and `shards-summed` accept a dim of which a device has one row, since the
+    rows of the dim may be separate models, as in an ensemble. `update-mixes-a-shard` also accepts
+    an argument whose elements are rounded to whole numbers or to 8 bits, since each shard may have
+    its own scale. A hand-written pipeline whose stages all hold the same layers is not found: it
+    cannot be told from a recurrent net that sends its state to the next device.
 
     Args:
         f: a function, usually a whole step made by `mesh.spmd`; or a result of `jax.make_jaxpr`,
             which needs no `args`.
         args: the arguments of `f`; arrays may be `jax.ShapeDtypeStruct`s.
-        compute: the 16-bit type that all products should have; then each wider one is a finding,
-            for any operands.
+        compute: the 16-bit type that all products should have. If it is given, each product in a
+            wider type is a finding, whatever types its operands came from.
 
     Raises:
         ValueError: `compute` is a wider type.
@@ -117,10 +122,12 @@ def program(
         if found := [*split_by_sharding(args)]:
             return found[:1]
         raise
-    # Outside of any `shard_map`, arguments are whole, so nothing is known of them (`Value()`).
+    # `opened` returns the jaxpr without the values of its constants, and `flat` the list of the
+    # jaxpr's operations. Outside of any `shard_map`, arguments are whole, so nothing is known of
+    # them (`Value()`).
     reading = Reading(narrow=compute is not None)
     reading.read(reading.flat(opened(jaxpr)), [values.Value()] * len(jaxpr.in_avals))
-    of_arguments = (*unsplit_tokens(jaxpr, args), *narrower_heads(jaxpr, args))
+    of_arguments = (*tokens_out_of_order(jaxpr, args), *narrower_heads(jaxpr, args))
     return [*reading.findings.values(), *of_arguments]
 
 
@@ -135,7 +142,7 @@ def check(f: Callable[..., Any], *args: Any, allowed: Collection[str] = PASS) ->
 
     Args:
         f: a function, as `program` takes it.
-        args: its arguments.
+        args: the arguments of `f`.
         allowed: the kinds of findings that pass; by default those that only cost time, and
             `summed-twice`, which a later division may make right.
 

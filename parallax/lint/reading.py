@@ -1,13 +1,18 @@
-"""One reading of a program: the facts of values are followed from operation to operation, and
-mistakes are noted. A loop's body is followed again until the facts of its carries no longer change.
+"""Reads a program operation by operation, finds what the lint knows about each value, and notes
+mistakes.
 
-A `Flat` program is a list of operations (`Node`s), whose values are numbered. A `Value` has the
-facts of one value. `differs` are the axes along which it differs between devices. `trip` is the
-depth of the innermost loop that changes it. `parts` are the sums and carries of a loop that it is a
-linear function of. `shard` is the argument whose elements it has. `sent` is the collective of a
-node, or None. A collective of this library is one equation, whose jaxpr `ours` returns. `map` is
-the `shard_map` around the operation, or None. While a reading is `silent`, facts are followed and
-no mistake is noted.
+A *fact* is one thing that the lint knows about a value (an array), such as "it differs along
+'data'". The facts about an operation's results are computed from the facts about its operands. A
+`Value` has the facts about one value. `differs` are the axes along which the value differs between
+devices. `trip` is the depth of the innermost loop that changes the value. `parts` are those sums
+and carries of a loop of which the value is a linear function. `shard` is the argument whose
+elements the value has. `constant` says that the value was made only of numbers written into the
+program, and `narrow` is the 16-bit type that the value was cast from.
+
+A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
+that a node is, or None if the node is no collective. A collective of this library is one equation,
+whose jaxpr `ours` returns. `map` is the `shard_map` around the current operation; outside any
+`shard_map` it is None. `silent` is true while mistakes are not noted.
 """
 
 import contextlib
@@ -23,29 +28,30 @@ from parallax.lint.finding import Finding
 from parallax.lint.flat import CHOSEN, COND, LOOPS, Flat, Node, Scope
 from parallax.lint.loops import Loop
 from parallax.lint.shards import ShardMap
-from parallax.lint.spread import after
+from parallax.lint.split_dims import dims_after
 from parallax.lint.values import NO_AXES, Dims, Value, either, in_tuple, joined
 
 
 class Reading:
-    """One reading of a program: the findings, and the loops and maps around the current operation.
+    """One reading of a program: the findings, and the `shard_map` and loops around the current
+    operation.
 
     Attributes:
         narrow: whether all products should be in 16 bits.
         findings: the mistakes so far.
-        silent: whether mistakes are not noted, as while a loop's carries are followed until they no
-            longer change.
-        map: the `shard_map` around the operation, or None.
+        silent: true while no mistakes are noted, for example while a loop's body is read again and
+            again until the facts about its carries no longer change.
+        map: the `shard_map` around the operation; None if there is none.
         loops: the loops around the operation, the outermost first.
         predicates: the conditionals and `while` loops around the operation, each with the axes
-            along which its predicate differs.
-        known: the facts of all values of each program, by the program's id, from the last reading
+            along which its predicate differs between devices.
+        known: the facts about all values of each program, by `id(program)`, from the last reading
             that was not silent.
     """
 
     def __init__(self, *, narrow: bool):
-        """Begins a reading without findings. The caches (`known` and below) go by the ids of
-        jaxprs, equations and programs."""
+        """Begins to read a program; there are no findings yet. The keys of the last four dicts are
+        made of `id(x)` of jaxprs, equations, operations and programs."""
         self.narrow = narrow
         self.findings: dict[Finding, Finding] = {}
         self.silent = False  # whether mistakes are not noted
@@ -53,23 +59,24 @@ class Reading:
         self.loops: list[Loop] = []
         # "cond" or "while", and the axes along which the predicate differs between devices.
         self.predicates: list[tuple[str, frozenset[str]]] = []
-        # A program -> the facts of all its values, by their numbers.
+        # A program -> the facts about all its values, in the order of their ids.
         self.known: dict[int, list[Value]] = {}
         # A jaxpr and the operation that contains it -> the list of its operations.
         self._flats: dict[tuple[int, int], Flat] = {}
         # The equation of a collective of this library -> its jaxpr.
         self._ours: dict[int, Jaxpr] = {}
-        # A program and the facts of its arguments -> the facts of its results.
+        # A program and the facts about its arguments -> the facts about its results.
         self._settled: dict[tuple, list[Value]] = {}
 
     def flat(self, jaxpr: Jaxpr, node: Node | None = None) -> Flat:
-        """Returns a jaxpr as a list of operations; `node` is the operation that contains it.
+        """Returns a jaxpr as a list of operations. `node` is the operation that contains the jaxpr;
+        None for the whole program.
 
         A later call returns the same list, since a loop's body is read several times.
         """
         key = id(jaxpr), id(node)
         if key not in self._flats:
-            # Predicates are numbers of values in the outer program, and mean nothing in this one.
+            # Predicates are ids of values in the outer program, and mean nothing in this one.
             scope = node.scope._replace(predicates=()) if node else Scope()
             self._flats[key] = Flat(jaxpr, self.ours, scope)
         return self._flats[key]
@@ -80,19 +87,19 @@ class Reading:
 
     def ours(self, eqn: JaxprEqn) -> Jaxpr:
         """Returns the jaxpr of a collective of this library. The first call for an equation traces
-        it, and later calls return the same jaxpr."""
+        the jaxpr, and later calls return the same jaxpr."""
         if id(eqn) not in self._ours:
             mesh, checked = (self.map.mesh, self.map.checked) if self.map else (None, True)
             self._ours[id(eqn)] = types.linear_jaxpr(eqn, mesh, check_vma=checked)
         return self._ours[id(eqn)]
 
     def note(self, finding: Finding | None) -> None:
-        """Notes a mistake, unless the reading is silent; None is no mistake."""
+        """Notes a mistake, unless the reading is silent. If `finding` is None, nothing is noted."""
         if finding and not self.silent:
             self.findings.setdefault(finding, finding)
 
-    def _large(self, axes: Iterable[str]) -> frozenset[str]:
-        """Returns the axes that have several devices."""
+    def _of_several_devices(self, axes: Iterable[str]) -> frozenset[str]:
+        """Returns those of `axes` that have several devices."""
         sizes = self.map.sizes if self.map else {}  # only axes that have several devices
         return frozenset(axis for axis in axes if axis in sizes)
 
@@ -105,28 +112,31 @@ class Reading:
     def read(
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None] = ()
     ) -> list[Value]:
-        """Returns the facts of a program's results, and notes the mistakes in the program.
+        """Returns the facts about a program's results, and notes all mistakes in the program: the
+        mistakes that `propagate` notes, and those in updates and in clipped sums.
 
-        `results` has for each result the axes that split each of its dims, or None if they are not
-        known.
+        `arguments` are the facts about the program's arguments. `results` has, for each result, the
+        axes that split each of its dims, or None if these axes are not known.
         """
-        returned = self.follow(program, arguments)
-        # Two kinds of mistakes are found from the facts of all values, so only after `follow`.
+        returned = self.propagate(program, arguments)
+        # Mistakes in clipped sums and in updates need the facts about all values, so they come
+        # after `propagate`.
         if self.map and not self.silent:
             self.map.note_clipped_sums(program)
             self.map.note_updates(program, arguments, results)
         return returned
 
-    def follow(self, program: Flat, arguments: Sequence[Value]) -> list[Value]:
-        """Returns the facts of a program's results, given those of its arguments, operation by
-        operation.
+    def propagate(self, program: Flat, arguments: Sequence[Value]) -> list[Value]:
+        """Returns the facts about a program's results, given the facts about its arguments. The
+        method goes through the operations in order, and notes those mistakes that a single
+        operation shows.
         """
-        # While silent, nothing is noted, so a program with the same facts is not followed again.
+        # While silent, nothing is noted, so a program with the same facts is not read again.
         # `summed` is only for messages.
         key = (id(program), *(value._replace(summed=()) for value in arguments))
         if self.silent and key in self._settled:
             return self._settled[key]
-        known = [Value()] * len(program.types)  # the facts of each value, by its number
+        known = [Value()] * len(program.types)  # the facts about each value, by its id
         for value in program.literals:
             known[value] = Value(constant=True)
         for value, facts in zip(program.arguments, arguments, strict=True):
@@ -149,15 +159,16 @@ class Reading:
     @contextlib.contextmanager
     def _under(self, predicates: list[tuple[str, frozenset[str]]]) -> Iterator[None]:
         """Adds `predicates` to those of the reading, for the operations that are read inside the
-        `with`."""
+        `with`. Each predicate is a pair: "cond" or "while", and the axes along which the predicate
+        differs between devices."""
         outside = self.predicates
         self.predicates = [*outside, *predicates]
         yield
         self.predicates = outside
 
     def _operation(self, program: Flat, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the results of one operation, given those of its operands
-        (`inputs`), and notes mistakes in it."""
+        """Returns the facts about the results of one operation, given the facts about its operands
+        (`inputs`), and notes mistakes in the operation."""
         if node.name == "shard_map":
             return self._shard_map(node, inputs)
         if node.name in LOOPS:
@@ -172,26 +183,29 @@ class Reading:
         # Mistakes with dims are noted only in the forward pass. JAX names the operations of the
         # backward pass "transpose(...)".
         note_in_forward = _ignore if node.is_within("transpose(") else note
-        # Three records with parts of each result's facts: its numbers, its dims, and the argument
-        # whose elements it has.
-        spreads = after(program, node, inputs, self.map.sizes, note_in_forward)
-        places = self.map.places(program, node, inputs, note)
+        # `results` have the facts about each result as a whole, `dims` those about its dims, and
+        # `origins` a dict of those about what it was computed from. `origin_facts` notes gathers
+        # that put blocks in a wrong order, which is a mistake in the backward pass too.
+        dims = dims_after(program, node, inputs, self.map.sizes, note_in_forward)
+        origins = self.map.origin_facts(program, node, inputs, note)
         return [
-            numbers.with_dims_of(dims._replace(**place))
-            for numbers, dims, place in zip(results, spreads, places, strict=True)
+            whole.with_dims_and_origin_of(of_dims._replace(**fields))
+            for whole, of_dims, fields in zip(results, dims, origins, strict=True)
         ]
 
     def _plain(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the results' numbers, for an operation that does not communicate."""
+        """Returns the facts about each result as a whole, for an operation that does not
+        communicate."""
         if node.name in mistakes.PRODUCTS and not self.silent:
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
         if node.name == "axis_index":
-            # `_large` leaves out axes of one device, along which nothing differs.
-            return [Value(differs=self._large(in_tuple(node.eqn.params["axis_name"])))]
-        if node.name != CHOSEN:  # the branches of a conditional were opened into this program
-            self._read_kernels(node, inputs)
+            # Along an axis of one device nothing differs.
+            axes = in_tuple(node.eqn.params["axis_name"])
+            return [Value(differs=self._of_several_devices(axes))]
+        if node.name != CHOSEN:  # the branches of a conditional were read as part of this program
+            self._read_inner_jaxprs(node, inputs)
         # The sums and carries of the innermost loop that the result is a linear function of. They
-        # are followed only in the last reading of a loop's body, which is not silent.
+        # are found only in the last reading of a loop's body, which is not silent.
         parts = frozenset()
         if self.loops and not self.silent:
             parts = self.loops[-1].through(node.eqn, inputs)
@@ -204,53 +218,59 @@ class Reading:
             result = result._replace(differs=result.differs - set(node.eqn.params["axes"]))
         return [result] * len(node.outputs)
 
-    def _read_kernels(self, node: Node, inputs: list[Value]) -> None:
-        """Notes mistakes in the jaxprs inside an operation, such as a reducer or a kernel. It is
-        not known which operand gives which argument, so each argument gets the facts of all
-        operands.
+    def _read_inner_jaxprs(self, node: Node, inputs: list[Value]) -> None:
+        """Notes mistakes in the jaxprs that an operation holds, such as a Pallas kernel or the
+        function of a reduction. It is not known which operand gives which argument, so each
+        argument gets the facts about a value that is computed from all operands.
         """
-        outside, self.map = self.map, None  # dims and shards are not followed inside
+        outside, self.map = self.map, None  # inside, nothing is known of dims and shards
         for jaxpr in jaxprs.inner(node.eqn):
             program = self.flat(jaxpr, node)
-            self.follow(program, [joined(inputs)] * len(program.arguments))
+            self.propagate(program, [joined(inputs)] * len(program.arguments))
         self.map = outside
 
     # Control flow
 
     def _shard_map(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Reads the body of a `shard_map`, and returns the facts of its results outside of it."""
+        """Reads the body of a `shard_map`, and returns the facts about its results that hold
+        outside of the `shard_map`."""
         params, outside = node.eqn.params, self.map
-        # A `ShardMap` looks up facts in `known`, and opens loops by `self.body`.
+        # The `ShardMap` reads facts about all values from `known`. It looks for mistakes in the
+        # bodies of loops, which `self.body` gives. It collects one finding for each kind and line.
         shard_map = ShardMap(params["mesh"], params["check_vma"], self.known, self.body)
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
-        # Its specs give the facts of the body's arguments, and how its results are split.
+        # The specs give the facts about the body's arguments, and how the body's results are split.
         arguments, result_dims = shard_map.enter(jaxpr, params, inputs, self.ours)
         returned = self.read(self.flat(jaxpr, node), arguments, result_dims)
         self.map = outside
         for finding in shard_map.findings.values():
             self.note(finding)
-        # Outside, the arrays are whole, and nothing differs between devices.
+        # Outside, the arrays are whole, and nothing differs between devices. Only facts that are
+        # about neither devices nor dims are kept.
         return [
             Value(trip=value.trip, constant=value.constant, narrow=value.narrow)
             for value in returned
         ]
 
     def _loop(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Reads a loop, and returns the facts of its results.
+        """Reads a loop, and returns the facts about its results.
 
-        The body is followed in silence until its carries settle, and then read once more. A loop of
-        one trip is read as a call. The operands of a `while` begin with `skipped` constants of its
-        condition, which are no arguments of the body.
+        Facts are propagated through the body, in silence, until the facts about its carries no
+        longer change. Then the body is read once more, to note its mistakes. A loop of one trip
+        (iteration) is read like a call of its body. The operands of a `while` begin with `skipped`
+        constants of its condition, which are no arguments of the body.
         """
         eqn, program = node.eqn, self.body(node)
         skipped = 0 if node.name == "scan" else eqn.params["cond_nconsts"]
-        carries = [i - skipped for i, _ in flat.carried(eqn)]  # their places among `arguments`
+        # `carried` gives the places of each carry among the operands and among the results.
+        carries = [i - skipped for i, _ in flat.carried(eqn)]  # its places among `arguments`
         arguments = inputs[skipped:]
         trips = eqn.params.get("length")  # None for a `while`
         depth = len(self.loops) + 1  # with this loop
         if trips != 1:
-            # Sums of the outer loop that enter this one are not followed further.
+            # Sums of the outer loop that enter this loop count as used in another way than by
+            # adding them up.
             if self.loops and not self.silent:
                 self.loops[-1].spoil(inputs)
             arguments = [value._replace(parts=frozenset()) for value in arguments]
@@ -263,15 +283,17 @@ class Reading:
         # Each trip has other carries and other slices.
         for i in (*carries, *flat.sliced(eqn)):
             arguments[i] = arguments[i]._replace(trip=depth)
-        # `_settle` also replaces the carries' facts in `arguments` by those that hold in each trip.
+        # `_settle` also replaces the facts about the carries in `arguments` by those that hold in
+        # each trip.
         returned = self._settle(program, arguments, carries, Loop(depth, trips))
         predicate = Value(constant=True)
         if node.name == "while":
             condition = self.flat(jaxprs.opened(eqn.params["cond_jaxpr"]), node)
             first = eqn.params["body_nconsts"]
-            # The condition takes its constants and the carries.
+            # The condition takes its constants and the carries. It has no updates and no gradients,
+            # so `propagate` finds all mistakes in it.
             operands = [*inputs[:skipped], *arguments[first:]]
-            predicate = self.follow(condition, operands)[0]
+            predicate = self.propagate(condition, operands)[0]
         if not self.silent:
             # The second reading notes mistakes, with the facts that hold in every trip.
             with self._under([("while", predicate.differs)] if node.name == "while" else []):
@@ -283,16 +305,17 @@ class Reading:
     def _settle(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns the facts of a body's results that hold in every trip. No mistakes are noted.
+        """Returns those facts about the results of a loop's body that hold in every trip
+        (iteration) of the loop. No mistakes are noted.
 
-        The body is followed until the facts of its carries no longer change. The facts of the
-        carries in `arguments`, at the places `carries`, are replaced by those that hold in every
-        trip.
+        Facts are propagated through the body until the facts about its carries no longer change.
+        The carries stand at the places `carries` of `arguments`. There, the facts about them are
+        replaced by those that hold in every trip.
         """
         was_silent, self.silent = self.silent, True
         self.loops.append(loop)  # loops inside count it for their depth
         while True:
-            returned = self.follow(program, arguments)
+            returned = self.propagate(program, arguments)
             changed = False
             for j, i in enumerate(carries):
                 # A carry is its first value, or the result of an earlier trip.
@@ -309,33 +332,36 @@ class Reading:
     def _read_body(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns the facts of the results of a loop's body, and notes its mistakes. One kind is a
-        sum over devices that could be taken once, after the loop. The carries stand at the places
-        `carries` of `arguments`, with the facts that hold in every trip.
+        """Returns the facts about the results of a loop's body, and notes the mistakes in the body.
+        One kind of mistake is a sum over devices that could be taken once, after the loop. The
+        carries stand at the places `carries` of `arguments`, with the facts that hold in every
+        trip.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
             inside[i] = carry
         self.loops.append(loop)
+        # A new carry is split as the old one, so the shards of the old carries give its dims.
         dims = _dims_of([arguments[i].shard for i in carries], program)
         returned = self.read(program, inside, dims)
         self.loops.pop()
         for total in loop.only_added(returned[: len(carries)], returned[len(carries) :]):
-            facts = total.axes, self._devices(total.axes), loop.trips, total.where
-            self.note(mistakes.sum_in_a_loop(total.aval, *facts))
+            details = total.axes, self._devices(total.axes), loop.trips, total.where
+            self.note(mistakes.sum_in_a_loop(total.aval, *details))
         return returned
 
     # Collectives and conditionals
 
     def _collective(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts of the numbers of a collective's results, and notes mistakes in it.
+        """Returns the facts about a collective's results as a whole, and notes mistakes with the
+        collective.
 
-        The mistakes are a collective that some devices may not reach, a sum of equal numbers, and a
-        collective that sends the same in every trip of a loop.
+        The mistakes are a collective that some devices may not reach, a sum of numbers that are
+        equal on all devices, and a collective that sends the same numbers in every trip of a loop.
         """
         sent, where = node.sent, node.where
         assert sent is not None
-        axes = self._large(sent.axes)
+        axes = self._of_several_devices(sent.axes)
         results = [values.after_collective(sent, value, axes, where) for value in inputs]
         # A ragged all-to-all, for example, has more operands than results.
         if len(results) != len(node.outputs):
@@ -363,13 +389,13 @@ class Reading:
                     self.note(mistakes.same_every_trip(sent, aval, axes, loop.trips, where))
             elif loop and sent.kind == "sum" and jaxprs.is_float(aval):
                 results[i] = results[i]._replace(parts=loop.summed(value, aval, axes, where))
-            elif loop:  # of the collectives, only sums are followed as linear functions
+            elif loop:  # of the collectives, only sums count as linear functions
                 loop.spoil([value])
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
         """Notes a conditional whose predicate differs between devices, if the types of some
-        operands or results do not vary along the same axes.
+        operands or results do not vary along the axes along which the predicate differs.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.
@@ -379,8 +405,9 @@ class Reading:
         # `axes_of_type` gives the axes along which a type varies.
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
-        # If a type lacks an axis, JAX computes wrong gradients. Integers, and numbers written into
-        # the program, have no gradients.
+        # If an operand's type lacks an axis, JAX computes wrong gradients. Integers, and numbers
+        # written into the program, have no gradients. Results of any type count: those that differ
+        # are taken for equal copies.
         floats = [aval for aval, value in pairs if jaxprs.is_float(aval) and not value.constant]
         # For each operand, and each result, whose type lacks some of these axes: those axes.
         inputs_lost, outputs_lost = (
@@ -401,8 +428,9 @@ def _ignore(*mistake: Any) -> None:
 def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
     """Returns the axes that split the dims of each result of a loop's body (`program`).
 
-    The carries come first, and are split like their first values, whose `shard`s are `shards`. The
-    split of a carry without a shard is not known (None), nor is that of the stacked outputs.
+    The carries come first. They are split like their first values, about which `shards` has the
+    facts `shard`. The split of a carry without a shard is not known (None), nor is that of the
+    stacked outputs.
     """
     dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]
@@ -411,26 +439,30 @@ def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
 def _after_loop(
     returned: list[Value], carries: list[Value], predicate: Value, depth: int
 ) -> list[Value]:
-    """Returns the facts of a loop's results, outside of the loop.
+    """Returns the facts about a loop's results, outside of the loop.
 
     Args:
-        returned: the facts of the body's results, in any trip: the carries and the stacked outputs.
-        carries: the facts of the carries that hold at the beginning of every trip.
-        predicate: the facts of a `while` loop's predicate; those of a constant for a `scan`.
+        returned: the facts about the body's results, in any trip: the carries, and the outputs that
+            the loop stacks.
+        carries: those facts about the carries that are true at the beginning of every trip.
+        predicate: the facts about a `while` loop's predicate; for a `scan`, the facts about a
+            constant.
         depth: the number of loops around this one.
     """
     outside = [value.stacked() for value in returned[len(carries) :]]
-    # The numbers of a carry come from the last trip; its dims are those of every trip.
+    # A carry's elements come from the last trip. The facts about its dims and about what it was
+    # computed from are those of every trip.
     outside = [
-        value.with_dims_of(carry) for value, carry in zip(returned, carries, strict=False)
+        value.with_dims_and_origin_of(carry)
+        for value, carry in zip(returned, carries, strict=False)
     ] + outside
     return [
         value._replace(
             # If the predicate differs, some devices run more trips than others.
             differs=value.differs | predicate.differs,
-            # The `trip` in `returned` and in the predicate is often this loop itself, which says
-            # nothing outside. So that no collective is accused wrongly, the result counts as
-            # changed by each trip of the innermost loop around.
+            # The `trip` in `returned` and in the predicate is often the depth of this loop itself,
+            # which says nothing outside of it. So that no collective is accused wrongly, the result
+            # counts as changed by each trip of the innermost loop around this one.
             trip=depth,
             constant=value.constant and predicate.constant,
             parts=frozenset(),  # the sums and carries of this loop, which mean nothing outside

@@ -1,4 +1,4 @@
-"""Finds mistakes in a rule set before anything is placed.
+"""Finds mistakes in a rule set before any array is placed on devices.
 
 A spec (`PartitionSpec`) has one entry for each dim of a leaf: the mesh axes that split the dim.
 """
@@ -34,8 +34,8 @@ def rules(
     """Returns all mistakes in placing `tree` on `mesh` by `rule`.
 
     The leaves are arrays or `jax.ShapeDtypeStruct`s. The list starts with every error that
-    `parallax.rules.specs` can find; that function raises only the first. Then come mistakes that it
-    accepts:
+    `parallax.rules.specs` can find; that function raises only the first. Then come mistakes that
+    `specs` accepts:
 
     * `large-leaf-whole`: a leaf of `large` bytes or more that is copied to every device, although
       an axis could split it.
@@ -43,20 +43,21 @@ def rules(
       the same work.
     * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` whose projections are split over an
       axis that does not split the batch. The number of its heads is static, so a shard computes as
-      many heads as the whole, each narrower.
-    * `parts-of-a-split-dim`: an `eqx.nn.LSTMCell` or `GRUCell` whose rows are split over such an
-      axis. Its gates are stacked, so a shard has rows of some of the gates.
+      many heads as the whole attention, and each of them is narrower.
+    * `parts-of-a-split-dim`: an `eqx.nn.LSTMCell` or `GRUCell` whose rows are split over an axis
+      that does not split the batch. Its gates are stacked, so a shard has rows of some of the
+      gates.
     * `too-many-bytes`: more than `limit` bytes on a device. All devices have equally many bytes,
-      since a split dim is a multiple of the devices on its axes.
+      since the size of a split dim is a multiple of the number of devices that split the dim.
 
     Args:
         tree: the parameters.
-        rule: the rule, from a leaf's path and the leaf to its spec.
+        rule: the rule, a function from a leaf's path and the leaf to the leaf's spec.
         mesh: the mesh.
         batch: the specs of the batch. A weight that is split like the batch is refused: each device
-            would multiply its rows by its own part of the weight. Only `rules.fsdp` and
-            `rules.experts` may split a weight like the batch.
-        large: the bytes from which a whole leaf counts as large.
+            would multiply its rows of the batch by another part of the weight. Only `rules.fsdp`
+            and `rules.experts` may split a weight like the batch.
+        large: the number of bytes from which a whole leaf counts as large.
         limit: the most bytes that a device may hold; None for no limit.
     """
     batch_specs = jax.tree.leaves(batch, is_leaf=is_spec)
@@ -75,7 +76,8 @@ def rules(
     findings += _fixed_heads(tree, specs, batch_axes)
 
     def row_axes_beside_the_batch(path, weight):
-        """Returns the axes that split the rows of a cell's weight, without those of the batch."""
+        """Returns the axes that split the rows of a cell's weight, except those that split the
+        batch."""
         axes = stacked_gates.row_axes(specs.get(path, P()), weight.ndim)
         return [axis for axis in axes if axis not in batch_axes]
 
@@ -96,12 +98,13 @@ def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
 def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
-    """Returns the finding for a leaf that every device has as a whole; its cure is a rule that
+    """Returns the finding for a leaf that every device has as a whole. The cure is a rule that
     would split the leaf. Returns no finding if no axis can split it.
     """
 
     def rank(pair):
-        """Returns a sort key: first axes that do not split the batch, then large axes and dims."""
+        """Returns a sort key: axes that do not split the batch come before those that do, then
+        larger axes before smaller ones, and then larger dims before smaller ones."""
         axis, dim = pair
         return axis in batch_axes, -mesh.shape[axis], -leaf.shape[dim], dim
 
@@ -161,8 +164,8 @@ def _fixed_heads(
 
 
 def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes that split the first dim, in which a projection's weight has its outputs; an
-    empty spec names none."""
+    """Returns the axes that split the first dim of a projection's weight, the dim of the outputs.
+    An empty spec names no axes."""
     return entry_axes(spec[0]) if len(spec) else ()
 
 
@@ -186,7 +189,7 @@ def _too_many(
     leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None
 ) -> list[Finding]:
     """Returns the finding for more than `limit` bytes on a device, with the three largest leaves.
-    Returns no finding if they fit.
+    Returns no finding if the leaves fit.
     """
     bytes_of = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
     on_device, devices = sum(bytes_of.values()), math.prod(mesh.shape.values())
@@ -221,8 +224,8 @@ def _devices(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
 
 
 def _dims(leaf: Any, size: int) -> list[int]:
-    """Returns the dims of a leaf that an axis of this size can split: those whose length is a
-    multiple of `size`, except empty ones."""
+    """Returns the dims of a leaf that an axis of this size can split: the dims whose length is a
+    multiple of `size`, and not 0."""
     return [
         dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0
     ]

@@ -1,14 +1,19 @@
-"""Finds mistakes with arguments that are split, from the specs of a `shard_map` and its operations.
+"""Finds mistakes with arguments that are split, from the specs of a `shard_map` and the operations
+in its body.
 
-The `Dims` of a value have, for each dim, the axes that split it, the outermost first. A value's
-`shard` is the argument whose elements it has, with the `Dims` of the value. `fed` are the axes
-along which it depends on a split batch, without a collective between. `chosen` are the axes for
-which it depends on the device's index. `known` has the facts (`Value`s) of a program's values, by
-number. `axes_of_blocks` gives the axes that split dims of which a device has several rows.
+A *value* is an array in the program; functions take and return its id, an int. A *fact* is one
+thing that the lint knows about a value, such as "it differs along 'data'". A `Value` has the facts
+about one value. `known[id(program)]` has the facts about all values of a program, by the ids of the
+values. Three facts say what a value was computed from. `shard` is the argument whose elements the
+value has, with the `Dims` of the value: for each dim, the axes that split the dim, the outermost
+first. `fed` are the axes along which the value depends on a split batch, if no collective over the
+axis stands between the batch and the value. `chosen` are the axes along which the value depends on
+the device's index. `axes_of_blocks` gives the axes that split dims of which a device has several
+rows (indices).
 
-Joining elements of different shards is no mistake in two cases. A dim with one row (index) on each
-device may count models, as in an ensemble. And if the elements are rounded to integers or to 8
-bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
+A reduction of one shard is no mistake in two cases. If each device has one row of a dim, the rows
+of this dim may be separate models, as in an ensemble. If the elements are rounded to integers or to
+8 bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
 """
 
 import math
@@ -27,7 +32,7 @@ from parallax.lint.places import axes_of_blocks, forward, joined_axes
 from parallax.lint.values import NO_AXES, Dim, Dims, Shard, Value, in_tuple, sent_inside
 from parallax.trees import entry_axes
 
-Note = Callable[..., None]  # (mistake, node, *facts)
+Note = Callable[..., None]  # (mistake, node, *details), as `ShardMap.note`
 
 
 @dataclass
@@ -37,12 +42,13 @@ class ShardMap:
     Attributes:
         mesh: the mesh.
         checked: the value of `check_vma`.
-        known: the facts of all values of each program that was read, by the program's id.
+        known: the facts about all values of each program that was read, by `id(program)`.
         body: the function that returns the body of a loop.
         sizes: the sizes of the mesh axes that have several devices.
-        trained: the numbers of the arguments that are trained: a result has the same shape and
-            spec.
-        exchanged: the axes of permutes and all-to-alls in the body, such as those of a pipeline.
+        trained: the indices of the arguments that are trained. An argument counts as trained if a
+            result has the same shape and spec.
+        exchanged: the axes of permutes and all-to-alls in the body, such as the permutes of a
+            pipeline.
         findings: the mistakes, one for each kind and line.
     """
 
@@ -56,20 +62,21 @@ class ShardMap:
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
 
     def __post_init__(self):
-        """Sets `sizes`, without axes of one device, which split nothing."""
+        """Sets `sizes`. Axes of one device are left out, since they split nothing."""
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
 
-    def note(self, mistake: Callable[..., Finding], node: Node, *facts: Any) -> None:
-        """Notes a mistake at `node`, if it is the first one of its kind on its line. `mistake`, a
-        function of `mistakes`, makes the finding from `facts` and the line."""
-        finding = mistake(*facts, node.where)
+    def note(self, mistake: Callable[..., Finding], node: Node, *details: Any) -> None:
+        """Notes a mistake at `node`, if it is the first mistake of its kind on this source line.
+        `mistake`, a function in the module `mistakes`, makes the finding from `details` and the
+        line."""
+        finding = mistake(*details, node.where)
         self.findings.setdefault((finding.kind, finding.where), finding)
 
     def devices(self, axes: Iterable[str]) -> int:
         """Returns the number of devices along these axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    # The facts of arguments and results
+    # The facts about arguments and results
 
     def enter(
         self,
@@ -78,23 +85,24 @@ class ShardMap:
         inputs: Sequence[Value],
         ours: Callable[[JaxprEqn], Jaxpr],
     ) -> tuple[list[Value], list[Dims]]:
-        """Returns the facts of the body's arguments, and the axes that split the dims of its
-        results. Also sets `trained`, the numbers of the trained arguments, and `exchanged`, the
-        axes of permutes and all-to-alls: along these, `note_layers` accepts a split of the layers.
+        """Returns the facts about the body's arguments, and the axes that split the dims of its
+        results. Also sets `trained`, the indices of the trained arguments, and `exchanged`, the
+        axes of permutes and all-to-alls. Along the axes `exchanged`, `note_layers` accepts a split
+        of the layers.
 
         Args:
             jaxpr: the body.
             params: the parameters of the `shard_map`, with its specs.
-            inputs: the facts of its operands.
+            inputs: the facts about the operands of the `shard_map`.
             ours: the function that returns the jaxpr of a collective of this library.
         """
-        sources = self._dims(params["in_specs"], jaxpr.invars)
+        argument_dims = self._dims(params["in_specs"], jaxpr.invars)
         results = self._dims(params["out_specs"], jaxpr.outvars)
         returned = [(aval.shape, dims) for aval, dims in _typed(jaxpr.outvars, results)]
         # An argument is trained if it or its gradient is returned, with the same shape and spec.
         # The other arguments that are split are rows of a batch.
         is_trained = [
-            (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, sources)
+            (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, argument_dims)
         ]
         self.trained = frozenset(i for i, trained in enumerate(is_trained) if trained)
         sent = [sent for sent in sent_inside(jaxpr, ours) if sent.kind in ("permute", "exchange")]
@@ -102,13 +110,13 @@ class ShardMap:
         # For each argument of a batch, the axes that split its first dim, the rows.
         fed = [
             frozenset(() if trained or not dims else dims[0])
-            for dims, trained in zip(sources, is_trained, strict=True)
+            for dims, trained in zip(argument_dims, is_trained, strict=True)
         ]
         of_batch = NO_AXES.union(*fed)
         arguments = []
-        for i, (value, dims) in enumerate(zip(inputs, sources, strict=True)):
+        for i, (value, dims) in enumerate(zip(inputs, argument_dims, strict=True)):
             # A weight that is split over an axis of the batch is gathered before its use, so its
-            # dim does not count as split over this axis. The first dim of a batch counts rows.
+            # dim does not count as split over this axis. The first dim of a batch has its rows.
             dim_facts = [
                 Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
                 for k, axes in enumerate(dims)
@@ -120,26 +128,27 @@ class ShardMap:
         return arguments, results
 
     def _dims(self, specs: Sequence[PartitionSpec], atoms: Sequence[Any]) -> list[Dims]:
-        """Returns for each array the axes that split each of its dims and have several devices."""
+        """Returns, for each dim of each array, those axes of several devices that split the dim."""
         split = []
         for spec, aval in zip(specs, jaxprs.types(atoms), strict=True):
             # A spec may have fewer entries than the array has dims: the other dims are not split.
             entries = [*spec, *[None] * aval.ndim][: aval.ndim]
-            split.append(tuple(self._large(entry_axes(entry)) for entry in entries))
+            split.append(tuple(self._of_several_devices(entry_axes(entry)) for entry in entries))
         return split
 
-    def _large(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Returns the axes that have several devices, in the given order."""
+    def _of_several_devices(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `axes` that have several devices, in the given order."""
         return tuple(axis for axis in axes if axis in self.sizes)
 
-    def places(
+    def origin_facts(
         self, program: Flat, node: Node, inputs: Sequence[Value], note: Note
     ) -> list[dict[str, Any]]:
-        """Returns the fields `shard`, `fed` and `chosen` of each result of an operation, by name.
+        """Returns a dict for each result of an operation, with the facts `shard`, `fed` and
+        `chosen` about the result.
 
         A result has the shard of the first operand whose elements it keeps. In an operation with
         several results and as many operands, result j belongs to operand j. A collective ends the
-        dependence on a split batch (`fed`) along its axes.
+        dependence on a split batch (`fed`) along the axes of the collective.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
@@ -183,16 +192,18 @@ class ShardMap:
     def _gathered(
         self, program: Flat, node: Node, operand: int, result: int, dims: Dims, note: Note
     ) -> Dims | None:
-        """Returns the `Dims` of a gathered array, given those of the operand (`dims`); None if its
-        blocks are not in order.
+        """Returns the `Dims` of a gathered array, given the `Dims` of the operand (`dims`). Returns
+        None if the gathered blocks are not in order.
 
-        The blocks are in order if the gather goes over the innermost axes of the dim, in the order
-        of its spec. Floating-point blocks that are out of order are noted as a mistake. Integers
-        are data, such as tokens of a batch, and their order does no harm.
+        The blocks are in order if the gather goes over the innermost axes that split the dim, in
+        the order in which the spec names them. Floating-point blocks that are out of order are
+        noted as a mistake. Integers are data, such as tokens of a batch, and the order of their
+        blocks does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
-        axes = self._large(node.sent.axes if node.sent else ())  # the axes of several devices
-        # Without such axes nothing is gathered. A gather along a new dim is not followed.
+        axes = self._of_several_devices(node.sent.axes if node.sent else ())
+        # Without such axes nothing is gathered. After a gather along a new dim, the split of the
+        # dims is not known.
         if not axes or len(before) != len(after):
             return dims if before == after else None
         grown = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
@@ -213,9 +224,11 @@ class ShardMap:
     def note_updates(
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None]
     ) -> None:
-        """Notes the operations that join elements of different shards in updates of arguments.
+        """Notes two kinds of mistakes in the updates of arguments: a sum over devices that adds
+        different shards, and a reduction of one device's shard that no collective completes.
 
-        `results` has, for each result, the axes that split its dims, or None if they are not known.
+        `results` has, for each result, the axes that split its dims, or None if these axes are not
+        known.
         """
         # `results` is empty if nothing is known of any result.
         for result, dims in zip(program.results, results, strict=False):
@@ -233,30 +246,30 @@ class ShardMap:
         """Notes the mistakes in one result, if it is an update of one of the arguments `bases`.
         `dims` has the axes that split the result's dims.
         """
-        # The u in result = w + u, and the predicates that decide whether it is added.
+        # The ids of u in result = w + u, and of the predicates that decide whether u is added.
         terms = updates.terms(program, result, bases)
         if not terms:
             return
         # The values that hold elements of the update, and the sums that add different shards.
         dims_of, sums = updates.elements(program, result, dims)
         for node, value, axes in sums:
-            # Only a gradient is a mistake: a part that a product, a reduction or a loop made.
-            if updates.is_made(program, value, dims):
-                facts = program.types[value], axes, self.devices(axes)
-                self.note(mistakes.shards_summed, node, *facts)
+            # Only a sum of gradients is a mistake.
+            if updates.may_be_gradient(program, value, dims):
+                details = program.types[value], axes, self.devices(axes)
+                self.note(mistakes.shards_summed, node, *details)
         split = axes_of_blocks(dims, program.shape(result))
         for node, value, axes in updates.reductions(program, dims_of, split):
-            # The values that depend on the reduction, each with the axes that no collective on the
-            # way to it goes over.
+            # The values that depend on the reduction, each with the axes over which a collective is
+            # still missing.
             reached = updates.reached(program, node.outputs, axes)
             missing = NO_AXES.union(*(reached.get(term, NO_AXES) for term in terms))
             if missing:
-                facts = node.name, program.types[value], missing, self.devices(missing)
-                self.note(mistakes.update_mixes_a_shard, node, *facts)
+                details = node.name, program.types[value], missing, self.devices(missing)
+                self.note(mistakes.update_mixes_a_shard, node, *details)
 
     def note_clipped_sums(self, program: Flat) -> None:
-        """Notes gradients that are scaled by a norm of one device's part before their sum over
-        devices.
+        """Notes gradients that are scaled by a norm of one device's gradients before they are
+        summed over devices.
         """
         known = self.known[id(program)]
         for node in program.nodes:
@@ -264,7 +277,7 @@ class ShardMap:
                 continue
             for value in node.inputs:
                 axes = known[value].differs & set(node.sent.axes)
-                # The arguments that the summed value is made from element by element.
+                # The arguments that the summed value is computed from by elementwise operations.
                 arguments = updates.origins(program, value) & set(program.arguments)
                 # If the devices train different models, as islands do, each should clip by its own
                 # norm. The sum is then made from weights too: arguments that differ along the axes.
@@ -272,8 +285,9 @@ class ShardMap:
                     self._note_scaled(program, value, axes)
 
     def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
-        """Notes operations that scale elements of `result` by their norm on one device only, in the
-        program and in its loops. `axes` are those of the later sum.
+        """Notes operations that scale elements of `result` by the norm of these elements on one
+        device. It searches the program and the bodies of the program's loops. `axes` are the axes
+        of the later sum over devices.
         """
         known, origins = self.known[id(program)], updates.origins(program, result)
         # With one row per device, the norm is that of one example, as in private training.
@@ -283,8 +297,8 @@ class ShardMap:
                 # Inside a differentiated function, which JAX names "jvp(...)", a norm belongs to
                 # the model.
                 if along and not reduced.node.is_within("jvp("):
-                    facts = program.types[value], along, self.devices(along)
-                    self.note(mistakes.clipped_before_the_sum, scaling, *facts)
+                    details = program.types[value], along, self.devices(along)
+                    self.note(mistakes.clipped_before_the_sum, scaling, *details)
         for value in origins:  # if a loop made it, its gradients may be scaled in the loop's body
             loop = program.made.get(value)
             if loop and loop.name in LOOPS and not loop.is_within("jvp("):
@@ -292,10 +306,11 @@ class ShardMap:
                 self._note_scaled(body, body.results[loop.outputs.index(value)], axes)
 
     def _rows(self, program: Flat, axes: frozenset[str]) -> int:
-        """Returns the largest number of a batch's rows (examples) that a device has of any argument
-        that differs along `axes`. Returns 0 if no such argument has rows.
+        """Returns how many rows (examples) of the batch a device has: the largest number of rows of
+        an argument that differs along `axes`, or 0 if no such argument has rows.
 
-        `dim.rows` is whether a dim counts rows; its size is then their number.
+        `dim.rows` is true if a dim runs over the rows; the size of the dim is then the number of
+        rows.
         """
         known = self.known[id(program)]
         batch = [argument for argument in program.arguments if known[argument].differs & axes]
@@ -304,8 +319,8 @@ class ShardMap:
         return max((size for pairs in dims for size, dim in pairs if dim.rows), default=0)
 
     def note_layers(self, loop: Node, inputs: Sequence[Value]) -> None:
-        """Notes a scan over layers if the axis that splits the layers also splits the batch, and
-        nothing gathers them. Each device would then run its rows through only some layers.
+        """Notes a scan over layers if the axis that splits the layers also splits the batch, and no
+        collective gathers the layers. Each device would then run its rows through only some layers.
         """
         body = self.body(loop)
         for i in flat.sliced(loop.eqn):  # the places of the operands of which a trip gets a slice
@@ -315,26 +330,26 @@ class ShardMap:
                 continue
             uses, axes_sent_over = _uses(body, body.arguments[i])
             # The carries that the layers change, and the axes along which they depend on the batch.
-            # An axis does not count if the carry depends on the device's index along it, by which a
-            # pipeline's stages choose their inputs.
+            # An axis does not count if the carry depends on the device's index along this axis: a
+            # pipeline's stages choose their inputs by this index.
             carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
             fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))
             # `dims[0]` has the axes that split the layers. Programs that send the layers, or
             # exchange anything, along an axis are accepted.
             along = fed & set(shard.dims[0]) - self.exchanged - axes_sent_over
             if along:
-                facts = jaxprs.types(loop.eqn.invars)[i], along, self.devices(along)
-                self.note(mistakes.layers_not_gathered, loop, *facts)
+                details = jaxprs.types(loop.eqn.invars)[i], along, self.devices(along)
+                self.note(mistakes.layers_not_gathered, loop, *details)
 
 
 def _typed(atoms: Sequence[Any], dims: Sequence[Dims]) -> Iterable[tuple[Any, Dims]]:
-    """Returns the type of each variable with the axes that split its dims."""
+    """Returns, for each variable, its type and the axes that split its dims."""
     return zip(jaxprs.types(atoms), dims, strict=True)
 
 
 def _uses(program: Flat, argument: int) -> tuple[set[int], set[str]]:
-    """Returns the values that depend on an argument, and the axes of the collectives that take one
-    of them."""
+    """Returns the ids of the values that depend on an argument, and the axes of the collectives
+    that take one of these values."""
     dependent, axes = {argument}, set()
     for node in program.nodes:
         if dependent & set(node.inputs):

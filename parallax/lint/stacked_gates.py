@@ -1,7 +1,7 @@
 """Finds recurrent cells of Equinox whose weights are split by rows.
 
-The rows of a cell's weights are its gates, one after another. If they are split, a device has the
-rows of some gates, instead of the rows of some hidden units in all gates.
+The rows of a cell's weights are the rows of its gates, one gate after another. If the rows are
+split, a device has the rows of some gates, instead of the rows of some hidden units in all gates.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +18,8 @@ WEIGHTS = ("weight_ih", "weight_hh")  # [gates * hidden units, inputs], after di
 
 
 def split_cells(tree: Any, axes_of: Callable[[str, Any], Iterable[str]]) -> Iterator[Finding]:
-    """Yields a finding for each `eqx.nn.LSTMCell` and `eqx.nn.GRUCell` in `tree` whose rows are
-    split.
+    """Yields a finding for each `eqx.nn.LSTMCell` and `eqx.nn.GRUCell` in `tree` whose weights are
+    split by rows.
 
     Args:
         tree: the model, or arguments of a program.
@@ -42,10 +42,11 @@ def split_cells(tree: Any, axes_of: Callable[[str, Any], Iterable[str]]) -> Iter
 
 
 def split_by_sharding(tree: Any) -> Iterator[Finding]:
-    """Yields the findings of `split_cells` for arrays that are placed on a mesh already."""
+    """Yields the findings of `split_cells` for a tree whose arrays are on a mesh already."""
 
     def axes_of(_, weight):
-        """Returns the axes of several devices that split a weight's rows; none without a mesh."""
+        """Returns those axes that split a weight's rows and have several devices. A weight that is
+        on no mesh has none."""
         sharding = getattr(weight, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return ()
@@ -56,7 +57,7 @@ def split_by_sharding(tree: Any) -> Iterator[Finding]:
 
 
 def row_axes(spec: PartitionSpec, ndim: int) -> tuple[str, ...]:
-    """Returns the axes that split the rows of a weight [..., rows, columns] of `ndim` dims."""
+    """Returns the axes that split the rows of a weight of `ndim` dims, [..., rows, columns]."""
     # A shorter spec has no entry for the rows, the last dim but one.
     return entry_axes(spec[ndim - 2]) if len(spec) >= ndim - 1 else ()
 

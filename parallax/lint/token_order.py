@@ -1,8 +1,8 @@
 """Finds tokens that are in another order than the program expects.
 
-A program with split tokens has a constant table of their places in the text, [devices, tokens of a
-device], as `context.positions` makes it. The values of a batch show in which order its tokens are:
-the targets are the inputs, one token later.
+A program with split tokens has a constant table, of shape [devices, tokens of a device], with the
+places of the tokens in the text. `context.positions` makes this table. The values of a batch show
+the order of its tokens, since each target is the next token of the text.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from parallax.lint.finding import Finding
 from parallax.trees import entry_axes, is_array
 
 
-def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
+def tokens_out_of_order(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
     """Yields a finding for inputs and targets whose order differs from that of the program's table
     of places.
 
@@ -34,15 +34,15 @@ def unsplit_tokens(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
     arguments = [_whole_numbers(leaf) for leaf in leaves] or [None] * len(program.in_avals)
     for eqn, values in _shard_maps(program, arguments):
         sizes = eqn.params["mesh"].shape
-        inputs = [
+        known_operands = [
             (value, spec)
             for value, spec in zip(values, eqn.params["in_specs"], strict=True)
             if value is not None
         ]
         # A table of places is whole on all devices: no axis is in its spec.
-        tables = [value for value, spec in inputs if _is_table(value) and not any(spec)]
+        tables = [value for value, spec in known_operands if _is_table(value) and not any(spec)]
         # Any two arrays of one shape and spec may be inputs and targets.
-        for (first, spec), (second, second_spec) in itertools.permutations(inputs, 2):
+        for (first, spec), (second, second_spec) in itertools.permutations(known_operands, 2):
             if first.shape == second.shape and spec == second_spec:
                 yield from _differently_ordered(first, second, spec, sizes, tables)
 
@@ -60,7 +60,7 @@ def _differently_ordered(
         axes = entry_axes(entry)
         devices = math.prod(sizes[axis] for axis in axes)
         for table in tables:
-            # The table must belong to this dim, by its devices and its tokens.
+            # The table must have as many devices and tokens as this dim.
             if len(table) != devices or table.size != tokens.shape[dim]:
                 continue
             # The tokens in the order of the text, if they are split as the table says.
@@ -82,13 +82,14 @@ def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
 
 
 def _is_table(value: np.ndarray) -> bool:
-    """Returns whether an array is a table [devices, tokens of a device] with each place once."""
+    """Returns whether an array is a table [devices, tokens of a device] that has each place in the
+    text once."""
     return value.ndim == 2 and bool((np.sort(value, axis=None) == np.arange(value.size)).all())
 
 
 def _whole_numbers(value: Any) -> np.ndarray | None:
     """Returns a value as a NumPy array if it is an array of whole numbers whose elements are all on
-    this machine, and None otherwise.
+    this machine. Returns None for any other value.
     """
     if isinstance(value, jax.Array):  # a tracer and a deleted (donated) array have no values
         if isinstance(value, Tracer) or value.is_deleted():
@@ -102,10 +103,10 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 def _shard_maps(
     program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
 ) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
-    """Yields each `shard_map` of a program, with the value of each operand: an argument or constant
-    that reaches it unchanged, or None.
+    """Yields each `shard_map` of a program, with the value of each operand. An operand's value is
+    None unless the operand is an argument or a constant that reaches the `shard_map` unchanged.
 
-    A `shard_map` inside a call, such as that of `jit`, is found too.
+    A `shard_map` inside a call, such as a call of `jit`, is found too.
     """
     jaxpr = jaxprs.opened(program)
     # Not strict: a jaxpr that is not closed has the variables of its constants without the values.

@@ -1,13 +1,16 @@
-"""Finds the updates of split arguments: the terms that they add, and the reductions in these terms.
+"""Finds the updates of split arguments: the terms that are added to an argument, and the reductions
+in these terms.
 
 An output is the *update* of an argument if both have the same shape and spec, and the output is the
 argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or
-`decay * m + (1 - decay) * g`. The *elements* of an update are the values that it is computed from
-by elementwise operations, transposes and all-reduces: weights, gradients, an optimizer's state. The
-functions take and return the numbers of values in a `Flat` program, and `Node`s, its operations.
-`program.made` has the operation that makes a value (none for an argument), and `program.used` those
-that use it. The `Dims` of a value have, for each dim, the axes that split it. A value is *full* if
-it has several elements, and none of them is repeated by a broadcast.
+`decay * m + (1 - decay) * g`. The *elements* of an update are the values (weights, gradients, an
+optimizer's state) from which elementwise operations, transposes and all-reduces compute the update.
+
+A *value* is an array in a `Flat` program. Functions take and return the id of a value, an int. A
+`Node` is an operation of the program. `program.made` has the operation that makes a value (none for
+an argument), and `program.used` has the operations that use the value. The `Dims` of a value have,
+for each dim, the axes that split the dim. A value is *full* if it has several elements, and none of
+them is repeated by a broadcast. A gradient is full; an epsilon or a norm is not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,9 +44,9 @@ ADDS = frozenset({"add", "add_any", "sub"})
 REDUCES = {f"reduce_{kind}": "axes" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
 REDUCES |= {"argmax": "axes", "argmin": "axes", "sort": "dimension"}
 REDUCES |= {name: "axis" for name in ("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")}
-# Operations whose results hold functions of single elements of the operands.
+# Operations that count as computing each element of a result from one element of each operand.
 PLACED = ELEMENTWISE | LAID_OUT | LOOPS | {"transpose"}
-# The operations that a number may pass on its way from a reduction to an update.
+# The operations that a reduction's result may pass through on its way to an update.
 PASSED_ON = (
     ELEMENTWISE
     | LAID_OUT
@@ -53,12 +56,12 @@ PASSED_ON = (
 
 
 class Joined(NamedTuple):
-    """An operation that joins elements of an operand, such as a sum.
+    """An operation that combines elements of its operand, such as a sum.
 
     Attributes:
         node: the operation.
-        value: the number of the operand.
-        axes: the axes along which devices join different elements.
+        value: the id of the operand.
+        axes: the axes along which the devices have different elements of the operand.
     """
 
     node: Node
@@ -67,46 +70,49 @@ class Joined(NamedTuple):
 
 
 def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
-    """Returns the terms that are added to an argument to make `result`: u in `result = w + u`.
+    """Returns the ids of the terms that are added to an argument to make `result`: u in
+    `result = w + u`.
 
-    After them come the predicates that decide whether they are added. If `result` is no sum of an
-    argument and a term of its shape, the list is empty.
+    After the terms come the ids of the predicates that decide whether the terms are added. If
+    `result` is no sum of an argument and a term of its shape, the list is empty.
 
     Args:
         program: the operations.
-        result: the number of the value that may be an update.
-        bases: the numbers of the arguments that may be w.
+        result: the id of the value that may be an update.
+        bases: the ids of the arguments that may be w.
     """
     bases, added, decisions = set(bases), [], []
     # A list of values still to read, not a recursion: a sum may have thousands of terms.
     seen, waiting = set(), [result]
     while waiting:
         # The values before casts and scalar factors, and the predicates that choose among them.
-        sources, predicates = _unscaled(program, waiting.pop())
+        unscaled, predicates = _unscaled(program, waiting.pop())
         decisions += predicates
-        for node in (program.made.get(source) for source in sources - seen):
+        for node in (program.made.get(value) for value in unscaled - seen):
             if not node or node.name not in ADDS:
                 continue
-            is_base = [bool(_unscaled(program, operand)[0] & bases) for operand in node.inputs]
+            is_base = [bool(_unscaled_values(program, x) & bases) for x in node.inputs]
             if any(is_base):
                 # w + u adds u. In w + w both operands are bases, and the second counts as added.
                 added.append(node.inputs[1 - is_base.index(True)])
             else:
                 waiting += node.inputs
-        seen |= sources
+        seen |= unscaled
     # A term that is one number in every place, such as the epsilon of w + epsilon, is no update.
     full_terms = [
-        term for term in added if any(_is_full(program, end) for end in _unscaled(program, term)[0])
+        term
+        for term in added
+        if any(_is_full(program, value) for value in _unscaled_values(program, term))
     ]
     return [*full_terms, *decisions] if full_terms else []
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
     """Returns the values that hold the elements of `result`, each with its dims, and the sums over
-    devices on the way that add different shards.
+    devices that add different shards on the way from these values to `result`.
 
-    Such a sum goes over axes that split its operand, and the values before it are not followed.
-    `dims` are the dims of `result`.
+    A sum that adds different shards goes over axes that split its operand. This operand, and the
+    values that it is computed from, are not returned. `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -129,7 +135,7 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
 
 
 def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> Dims | None:
-    """Returns the dims of an operand, computed from `dims`, those of the result `value`. Returns
+    """Returns the dims of an operand, computed from `dims`, the dims of the result `value`. Returns
     None if the operand does not hold the elements of the result.
     """
     # Carries and sums over devices keep the shape and the split; stacked results have another
@@ -139,12 +145,13 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
     return None if node.sent else backward(program, node, operand, value, dims)
 
 
-def is_made(program: Flat, value: int, dims: Dims) -> bool:
-    """Returns whether a product, a reduction or a loop made some elements of a value, as in a
-    gradient. Other operations count too, except elementwise ones, reshapes, broadcasts, transposes,
-    collectives and `iota`.
+def may_be_gradient(program: Flat, value: int, dims: Dims) -> bool:
+    """Returns whether some elements of a value come from a product, a reduction or a loop, as the
+    elements of a gradient do. Every operation counts as one of these three, except elementwise
+    ones, reshapes, broadcasts, transposes, collectives and `iota`.
     """
-    nodes = [program.made.get(element) for element in elements(program, value, dims)[0]]
+    dims_of, _ = elements(program, value, dims)
+    nodes = [program.made.get(element) for element in dims_of]
     return any(
         node and node.name not in ELEMENTWISE | LAID_OUT | {"transpose", "iota"} and not node.sent
         for node in nodes
@@ -154,15 +161,15 @@ def is_made(program: Flat, value: int, dims: Dims) -> bool:
 def reductions(
     program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
 ) -> Iterator[Joined]:
-    """Yields the reductions of the values in `dims_of`, or of elementwise functions of them, each
-    with the axes over which a collective should complete the reduction.
+    """Yields the reductions of the values in `dims_of` and of elementwise functions of these
+    values. Each has the axes over which a collective should complete the reduction.
 
-    For a reduction of all elements to one number, these are the axes `split`. A reduction of some
-    dims counts only if optax made it, as one by hand may be meant for a device's own rows; its axes
-    are those that split these dims. Nothing is yielded if the elements are rounded somewhere, since
-    a quantiser may have one scale for each shard.
+    For a reduction of all elements to one number, the axes are `split`. A reduction of some dims
+    counts only if optax made it, since a user may mean to reduce only the rows of one device. Its
+    axes are those that split the reduced dims. Nothing is yielded if the elements are rounded
+    somewhere, since a quantiser may have one scale for each shard.
     """
-    # The dims of each value that is followed; None if its elements are not in the same places.
+    # The dims of each elementwise function; None if the elements are not in the same places.
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
     waiting, reduced = list(known), []
@@ -173,8 +180,8 @@ def reductions(
                 return
             if node.name in REDUCES or node.name == "dot_general":
                 reduced.append((node, value))
-            is_followed = node.name in ELEMENTWISE | LAID_OUT | {"transpose"}
-            for output in node.outputs if is_followed else ():
+            keeps_elements = node.name in ELEMENTWISE | LAID_OUT | {"transpose"}
+            for output in node.outputs if keeps_elements else ():
                 same_size = program.types[output].size == program.types[value].size
                 if same_size and output not in known and value in operands(node, output):
                     dims = known[value]
@@ -189,16 +196,18 @@ def reductions(
         if program.types[node.outputs[0]].size == 1:
             yield Joined(node, value, split)
         elif dims is not None and _is_of_optax(node):
-            # A dim with one row on each device may count models, so it is left out.
+            # The rows of a dim with one row on each device may be separate models.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
             yield Joined(node, value, frozenset(axis for d in several for axis in dims[d]))
 
 
 def origins(program: Flat, result: int) -> set[int]:
-    """Returns the values that `result` is made from element by element, itself included.
+    """Returns `result`, and the values that it is computed from by elementwise operations.
 
-    Unlike in `elements`, the elements may be in another order, and may be fewer or more: slices and
-    concatenations are followed too. Values that are not full are left out.
+    Reshapes, transposes, loops, slices, concatenations and sums over devices count as elementwise
+    here. So, unlike the values that `elements` returns, these values may have the elements of
+    `result` in another order, or have fewer or more elements. Values that are not full are left
+    out.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -218,11 +227,12 @@ def origins(program: Flat, result: int) -> set[int]:
 def scalings(
     program: Flat, values: set[int], axes: frozenset[str]
 ) -> Iterator[tuple[Joined, Node, int]]:
-    """Yields the products and quotients that scale one of `values` by a number that was reduced
-    from `values`, such as a norm.
+    """Yields the products and quotients that scale one of `values` by a number, such as a norm,
+    that is a reduction of `values`.
 
-    Each is a triple: the reduction and its operand (`Joined`), the product or quotient, and the
-    value that it scales. No collective over all of `axes` completes the reduction.
+    Each item is a triple: the reduction and its operand (`Joined`), the product or quotient, and
+    the value that it scales. A reduction that a collective over all of `axes` completes is left
+    out.
     """
     # `reductions` needs the dims of each value. Here no dim counts as split: the axes that
     # `reductions` gives are not used below.
@@ -230,27 +240,29 @@ def scalings(
     for reduced in reductions(program, whole, axes):
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
-        numbers = reached(program, reduced.node.outputs, axes)  # the values that depend on it
+        dependent = reached(program, reduced.node.outputs, axes)  # the values that depend on it
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):
                 # One operand depends on the reduction; the other must be one of `values`.
-                scaled = [operand for operand in node.inputs if operand not in numbers]
+                scaled = [operand for operand in node.inputs if operand not in dependent]
                 if len(scaled) == 1 and scaled[0] in values:
                     yield reduced, node, scaled[0]
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on the reduced numbers `start`, each with its missing axes.
+    """Returns the values that depend on `start`, the results of a reduction. Each value has the
+    axes over which a collective is still missing.
 
-    An axis of `axes` is missing if on some way to the value no collective goes over it. A value
-    without missing axes is left out. The ways go through collectives, the carries of loops, and the
-    operations in `PASSED_ON`: elementwise ones, reshapes, transposes, reductions, slices and joins.
+    An axis of `axes` is missing for a value if there is a path from `start` to the value without a
+    collective over that axis. A value without missing axes is left out. A path goes through
+    collectives, the carries of loops, and the operations in `PASSED_ON`: elementwise ones,
+    reshapes, transposes, reductions, slices and concatenations.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
     while waiting:
         value, axes = waiting.pop()
-        # Several ways may lead to a value. An axis that one of them misses is missing.
+        # Several paths may lead to a value. An axis that one of them misses is missing.
         axes |= missing.get(value, frozenset())
         if not axes or missing.get(value) == axes:
             continue
@@ -267,12 +279,13 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
 
 def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
-    """Returns the value before its casts and its scalar factors, in a set, and an empty list.
+    """Returns a set and a list. The set has the value from which casts and scalar factors make
+    `value`, and the list is empty.
 
-    If `value` is chosen from several, by `select_n` or a conditional, the set has all of them, and
-    the list has the predicates that choose.
+    If a `select_n` or a conditional (`CHOSEN`) chooses among several values, the set has all of
+    them, without their casts and scalar factors, and the list has the predicates that choose.
     """
-    ends, predicates, seen, waiting = set(), [], set(), [value]
+    unscaled, predicates, seen, waiting = set(), [], set(), [value]
     while waiting:
         value = waiting.pop()
         if value in seen:
@@ -280,20 +293,28 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
         seen.add(value)
         node = program.made.get(value)
         inputs = node.inputs if node else ()
-        full = [operand for operand in inputs if _is_full(program, _bare(program, operand))]
+        # A cast of a broadcast is not full either, so casts are taken off first.
+        full = [operand for operand in inputs if _is_full(program, _uncast(program, operand))]
         if node and node.name in SCALED:  # casts, copies and changes of sign
             waiting += operands(node, value)
-        elif node and node.name in ("mul", "div") and len(full) == 1:  # the other is a scalar
+        elif node and node.name in ("mul", "div") and len(full) == 1:
+            # The other operand is a scalar. A quotient scalar / x counts as scaled, too.
             waiting += full
         elif node and node.name in ("select_n", CHOSEN):
             predicates.append(node.inputs[0])
             waiting += node.inputs[1:]
         else:
-            ends.add(value)
-    return ends, predicates
+            unscaled.add(value)
+    return unscaled, predicates
 
 
-def _bare(program: Flat, value: int) -> int:
+def _unscaled_values(program: Flat, value: int) -> set[int]:
+    """Returns the set that `_unscaled` returns."""
+    unscaled, _ = _unscaled(program, value)
+    return unscaled
+
+
+def _uncast(program: Flat, value: int) -> int:
     """Returns the value that `value` was made of by casts, copies and changes of sign."""
     while (node := program.made.get(value)) and node.name in SCALED:
         (value,) = operands(node, value)
@@ -303,8 +324,9 @@ def _bare(program: Flat, value: int) -> int:
 def _is_full(program: Flat, value: int) -> bool:
     """Returns whether a value has several elements, none of them repeated by a broadcast.
 
-    Of the operations `LAID_OUT` (broadcasts and reshapes), only a broadcast has a smaller operand.
-    Only the operation that makes the value is looked at.
+    If the value is made by one of `LAID_OUT` (broadcasts and reshapes) from a smaller operand, the
+    operation is a broadcast that repeats elements. The operations that make the operand are not
+    looked at.
     """
     size, node = program.types[value].size, program.made.get(value)
     if node is None or node.name not in LAID_OUT:
@@ -316,8 +338,9 @@ def _is_of_optax(node: Node) -> bool:
     """Returns whether optax made the operation: whether the innermost known function outside JAX is
     in a file of optax.
 
-    `scope.at` has the equation and the calls around it. For each of them, `maker` returns the file
-    of the innermost function outside JAX and Python, or "" if it is not known.
+    `scope.at` has the operation's equation and the equations of the calls around it. For each
+    equation, `maker` returns the file of the innermost function outside JAX and Python, or "" if
+    this file is not known.
     """
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 

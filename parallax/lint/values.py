@@ -1,11 +1,14 @@
-"""The facts that the lint follows from value to value of a program.
+"""Records what the lint knows about the values of a program, and how some operations change this.
 
-A `Value` has the facts of one value, and a `Dim` those of one of its dims.
+A *value* is an array in the program. A *fact* is one thing that the lint knows about a value
+without running the program, such as "it differs along 'data'". A `Value` has the facts about one
+value, and a `Dim` has the facts about one dim of a value. Each value of a program also has an id,
+an int.
 
-JAX's replication types say along which axes a value is *known* to be the same. These facts say
-along which axes it *is* the same, as far as the program shows. A value that was summed and then
-cast to varying has the same bits on all devices, although its type says otherwise. A program with
-`check_vma=False` has no such types.
+JAX's replication types say along which axes a value is *known* to be the same on all devices. The
+facts say along which axes it *is* the same, as far as the program shows. A value that was summed
+and then cast to varying has the same bits on all devices, although its type says otherwise. A
+program with `check_vma=False` has no such types.
 """
 
 import math
@@ -21,15 +24,15 @@ from parallax import jaxprs
 NO_AXES: frozenset[str] = frozenset()
 Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that split it, the outermost first
 
-# Operations whose results hold numbers of the first operand (or their negatives), at places that do
-# not depend on other operands.
+# Operations whose results hold elements of the first operand (or their negatives), at places that
+# do not depend on other operands.
 VIEWS = frozenset(
     {
         *("broadcast_in_dim", "copy", "expand_dims", "neg", "pvary", "reshape", "rev", "slice"),
         *("squeeze", "transpose"),
     }
 )
-# The same, but the places may depend on other operands.
+# Operations like `VIEWS`, but the places may depend on other operands.
 _MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 _KINDS = {
@@ -46,15 +49,16 @@ LINEAR = "linear_collective"
 
 
 class Dim(NamedTuple):
-    """The facts of a dim.
+    """The facts about one dim of a value.
 
     Attributes:
         split: the axes along which devices have different elements of the dim.
-        within: the axes of the split dim that a reshape cut into an outer dim and this inner one.
-        rows: whether the dim counts the batch's rows.
+        within: if a reshape cut a split dim into an outer dim and this inner one, the axes of that
+            split dim.
+        rows: whether the dim runs over the rows (examples) of the batch.
         drawn: whether random numbers were drawn for each element.
-        counted: whether the elements were made of their indices on the device: 0, 1, 2, ...
-        parts: the slices of split dims that the elements are made of.
+        counted: whether the elements were computed from their indices on the device, 0, 1, 2, ...
+        parts: the slices of split dims that the elements were computed from.
     """
 
     split: frozenset[str] = NO_AXES
@@ -69,7 +73,7 @@ class Part(NamedTuple):
     """A slice of a split dim.
 
     Attributes:
-        source: the split dim, as the id of its program, the number of its value, and its index.
+        source: the split dim, as `id(program)`, the id of its value, and its index among the dims.
         aval: the type of the value.
         start: the first element of the slice.
     """
@@ -80,15 +84,16 @@ class Part(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A device's term of a reduction over a split dim.
+    """The fact that a value is a function of a device's term of a reduction over a split dim.
 
     Attributes:
-        node: the reduction.
-        aval: the type of its operand.
-        is_linear: whether the value is still a linear function of the term, so that a later sum
-            over devices completes the reduction.
+        node: the reduction that made the term.
+        aval: the type of the reduction's operand.
+        is_linear: whether the value is a linear function of the term, so that a later sum over
+            devices completes the reduction.
         is_peak: whether the reduction is a maximum or a minimum.
-        added: the operation that added a value that is the same on all devices, or None.
+        added: the operation that added to the term a value that is the same on all devices; None if
+            no operation did.
     """
 
     node: Any
@@ -99,11 +104,11 @@ class Term(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The elements of one argument.
+    """An argument whose elements a value has.
 
     Attributes:
-        argument: the number of the argument.
-        dims: the axes that split each dim.
+        argument: the index of the argument.
+        dims: for each dim of the value, the axes that split the dim.
     """
 
     argument: int
@@ -111,22 +116,29 @@ class Shard(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The facts of one value.
+    """The facts about one value.
+
+    The fields `differs` to `parts` are about the whole value, `dims` to `shared` about its dims,
+    and `shard` to `chosen` about what it was computed from.
 
     Attributes:
-        differs: the mesh axes along which devices may hold different numbers.
-        trip: the depth of the innermost loop whose trips change the value; 0 if none does.
-        constant: whether the value is made only of numbers written into the program, and of counts.
-        narrow: the name of the 16-bit type whose numbers the value holds in a wider type, or "".
-        summed: the axes along which the value is the same because it was summed, each with the line
-            of the sum.
-        parts: the sums and carries of the innermost loop that the value is a linear function of.
-        dims: the facts of the dims; None for numbers written into the program.
-        terms: the axes along which the value is a term of a sum, each with the term.
-        shared: the axes by whose number of devices the value was divided.
-        shard: the argument whose elements the value has, or None.
-        fed: the axes along which the value depends on a split batch, without a collective between.
-        chosen: the axes for which the value depends on the device's index (`axis_index`).
+        differs: the mesh axes along which devices may hold different elements.
+        trip: the depth of the innermost loop whose trips (iterations) change the value; 0 if no
+            loop does.
+        constant: whether the value is made only of numbers written into the program, and of
+            `iota`s (0, 1, 2, ...).
+        narrow: the name of the 16-bit type that the value was cast from, if the value's own type is
+            wider; else "".
+        summed: the axes along which the value is the same on all devices because it was summed,
+            each with the source line of the sum.
+        parts: those sums and carries of the innermost loop of which the value is a linear function.
+        dims: the facts about each dim; None for numbers written into the program.
+        terms: the axes along which the value is a device's term of a sum, each with its `Term`.
+        shared: the axes along which the value was divided by the number of devices.
+        shard: the argument whose elements the value has; None if there is none.
+        fed: the axes along which the value depends on a split batch, if no collective over the axis
+            stands between the batch and the value.
+        chosen: the axes along which the value depends on the device's index (`axis_index`).
     """
 
     differs: frozenset[str] = NO_AXES
@@ -144,12 +156,14 @@ class Value(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether a dim of the value counts rows of the batch."""
+        """Whether a dim of the value runs over the rows of the batch."""
         return any(dim.rows for dim in self.dims or ())
 
-    def with_dims_of(self, value: "Value") -> "Value":
-        """Returns facts that join two records: those of the numbers (`differs` to `parts`) are of
-        this value, and all others (`dims` to `chosen`) of `value`.
+    def with_dims_and_origin_of(self, value: "Value") -> "Value":
+        """Returns the facts about a value that `self` and `value` have together: from `self` those
+        about the whole value (`differs`, `trip`, `constant`, `narrow`, `summed`, `parts`), and from
+        `value` those about its dims (`dims`, `terms`, `shared`) and about what it was computed from
+        (`shard`, `fed`, `chosen`).
         """
         return value._replace(
             differs=self.differs,
@@ -161,13 +175,13 @@ class Value(NamedTuple):
         )
 
     def sliced(self) -> "Value":
-        """Returns the facts of a slice along the first dim."""
+        """Returns the facts about `x[i]`, one slice of the value `x` along its first dim."""
         shard = self.shard and self.shard._replace(dims=self.shard.dims[1:])
         return self._replace(dims=self.dims[1:] if self.dims else self.dims, shard=shard)
 
     def stacked(self) -> "Value":
-        """Returns the facts of such values, stacked along a new first dim. The stack is no longer
-        followed as elements of an argument (`shard`)."""
+        """Returns the facts about an array of several values with these facts, stacked along a new
+        first dim. The stack does not count as elements of an argument (`shard`)."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -177,8 +191,9 @@ class Sent(NamedTuple):
 
     Attributes:
         kind: "sum", "maximum", "gather", "scatter", "exchange" or "permute".
-        axes: the mesh axes along which it sends.
-        permutes: whether it is made of `ppermute`s, which wait for all devices of the program.
+        axes: the mesh axes along which the collective sends.
+        permutes: whether the collective is made of `ppermute`s, which wait for all devices of the
+            program.
     """
 
     kind: str
@@ -187,8 +202,8 @@ class Sent(NamedTuple):
 
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
-    """Returns the facts of the numbers of a value that is computed from all `values`. Its other
-    facts (`narrow`, `parts`, dims, terms, shard and so on) are those given in `fields`, or unknown.
+    """Returns the facts about a value that is computed from all `values`: `differs`, `trip`,
+    `constant` and `summed`. The other facts are given in `fields`, or are not known.
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
@@ -202,10 +217,11 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 
 
 def either(first: Value, second: Value) -> Value:
-    """Returns the facts of a value that is one of two. Facts that lead to a finding, such as a
-    `shard`, must hold for both; facts that excuse one, such as `differs`, need to hold for only
-    one. If one of the two is made only of numbers written into the program, the dims are those of
-    the other.
+    """Returns the facts about a value that is one of two, such as the result of a conditional.
+
+    Facts that lead to a finding, such as a `shard`, must hold for both. Facts that excuse a
+    finding, such as `differs`, need to hold for only one. If one of the two is made only of numbers
+    written into the program, the facts about dims are those about the other value.
     """
     together = joined(
         [first, second],
@@ -216,8 +232,8 @@ def either(first: Value, second: Value) -> Value:
     )
     # The dims of numbers written into the program are None.
     if first.dims is None or second.dims is None:
-        spread = first if second.dims is None else second
-        return together._replace(dims=spread.dims, terms=spread.terms, shared=spread.shared)
+        known = first if second.dims is None else second
+        return together._replace(dims=known.dims, terms=known.terms, shared=known.shared)
     return together._replace(
         dims=tuple(map(_either_dim, first.dims, second.dims)),
         terms=tuple(pair for pair in first.terms if pair in second.terms),
@@ -226,8 +242,8 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts of a dim that is one of two: those of both, but it counts rows if one of
-    the two does."""
+    """Returns the facts about a dim that is one of two: those that hold for both, except `rows`,
+    which needs to hold for only one."""
     return Dim(
         first.split & second.split,
         first.within & second.within,
@@ -239,9 +255,11 @@ def _either_dim(first: Dim, second: Dim) -> Dim:
 
 
 def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
-    """Returns the name of the 16-bit type whose numbers an equation's result holds in a wider type,
-    or "". `values` are the facts of the operands; of a `cond`, those of its predicate and then of
-    this result of each branch.
+    """Returns the name of the 16-bit type that an equation's result was cast from, if the result's
+    own type is wider; else "".
+
+    `values` are the facts about the operands. For a result of a `cond`, they are the facts about
+    the predicate, and then those about the value that each branch returns for this result.
     """
     name = eqn.primitive.name
     if name == "convert_element_type":
@@ -260,34 +278,35 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 
 
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
-    """Returns the collective of an equation, or None.
+    """Returns the collective that an equation is, or None if the equation itself is no collective.
 
     `ours` is the jaxpr of the equation if it is a collective of this library. All kinds of such
-    collectives are made of `ppermute`s, and the jaxpr does not name the kind. The kind follows from
-    the sizes before and after.
+    collectives are made of `ppermute`s, and the jaxpr does not name the kind. The kind is found by
+    comparing the size of the result with the size of the operand.
     """
     kind = _KINDS.get(eqn.primitive.name)
-    # A collective among groups of an axis's devices is left out, as it does not go over the axis.
-    # An axis with a number for a name is one of `vmap`, and no mesh axis.
+    # A collective among groups of an axis's devices is left out, as it does not go over the whole
+    # axis. An axis with a number for a name is one of `vmap`, and no mesh axis.
     if kind and eqn.params.get("axis_index_groups") is None:
         names = in_tuple(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])
         axes = tuple(axis for axis in names if isinstance(axis, str))
-        return Sent(kind, axes, kind == "permute")
+        return Sent(kind, axes, permutes=kind == "permute")
     if ours is None:
         return None
     inside = list(jaxprs.every(ours))
     permutes = [eqn for eqn in inside if eqn.primitive.name == "ppermute"]
-    # If it contains collectives of this library, the caller opens it and reads each of those.
+    # If the jaxpr contains collectives of this library, the caller opens it and reads each of them.
     if not permutes or any(eqn.primitive.name == LINEAR for eqn in inside):
         return None
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
     before, after = (jaxprs.types(atoms)[0].size for atoms in (eqn.invars, eqn.outvars))
-    # A result that is the same on all devices, that of an all-reduce, is declared `replicated`.
+    # An all-reduce declares inside its jaxpr that its result is `replicated`. An all-gather does so
+    # only with `to="reduced"`, and is then taken for a sum.
     if any(eqn.primitive.name == "replicated" for eqn in inside):
         kind = "sum"
     else:
         kind = "scatter" if after < before else "gather" if after > before else "exchange"
-    return Sent(kind, tuple(sorted(axes)), True)  # made of `ppermute`s
+    return Sent(kind, tuple(sorted(axes)), permutes=True)
 
 
 def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sent]:
@@ -301,13 +320,14 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 
 
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
-    """Returns the facts of the numbers of a collective's result. After a sum, a maximum or a gather
-    they are the same along its axes; after other collectives they differ.
+    """Returns the facts about a collective's result as a whole (`differs`, `trip`, `constant`,
+    `summed`). The result of a sum, a maximum or a gather is the same on all devices along `axes`;
+    the result of any other collective differs between these devices.
 
     Args:
         sent: the collective.
-        value: the facts of its operand.
-        axes: those of its axes that have several devices.
+        value: the facts about the collective's operand.
+        axes: the axes of the collective that have several devices.
         where: the source line of the collective, "file.py:12".
     """
     # The first three fields of a `Value` are `differs`, `trip` and `constant`.

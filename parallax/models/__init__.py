@@ -1,1 +1,1 @@
-"""Models that run whole or on a shard."""
+"""Models whose functions take the whole model, or one device's shard of it."""

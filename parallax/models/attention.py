@@ -24,9 +24,9 @@ def grouped(
     """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
     wider.
 
-    Query head h attends to the keys and values of head h // (H / G), so neighbouring heads share
-    them. With G = H this is the attention of Vaswani et al., with G = 1 multi-query attention. All
-    B H T S scores, for S keys, are in memory at once.
+    Query head h attends to the keys and values of head h // (H / G), so H / G neighbouring heads of
+    queries share one head of keys and values. With G = H this is the attention of Vaswani et al.,
+    with G = 1 multi-query attention. All B H T S scores, for S keys, are in memory at once.
 
     Args:
         q: the queries of H heads.
@@ -34,7 +34,7 @@ def grouped(
         v: the values of G heads.
         first: the place of the first query among the keys: query t sees the keys 0 to `first` + t.
         segments: the number of each token's document; tokens of different documents do not see each
-            other. The queries must then be of all tokens, as the keys are.
+            other. With `segments`, there must be a query for every token that has a key.
         sharers: the number of heads of queries that share a head of keys in the whole model. A
             shard is refused if it has more or fewer heads of keys than its queries attend to.
             None: this is not checked.

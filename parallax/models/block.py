@@ -5,9 +5,9 @@ feed-forward, and one is dropout. `residual` and `split` are taps: they return t
 unchanged, and report it to a recording by `bisect` under a path, in which `*` is the layer.
 
 The devices of the tensor axis share a block: each has some heads and hidden units. `comms`, a
-`tensor.Comms`, has the functions by which they communicate. `comms.row` multiplies by a device's
-rows of a weight and sums over the devices; `comms.wrap_attention` makes the attention function see
-the tokens of other devices if a context axis splits them.
+`tensor.Comms`, has the functions by which these devices communicate. `comms.row` multiplies by a
+device's rows of a weight and sums over the devices; `comms.wrap_attention` makes the attention
+function see the tokens of other devices if a context axis splits them.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Linear(eqx.Module):
 
     @property
     def bias_or_none(self) -> Float[Array, "..."] | None:
-        """The bias; None if there is none, as the functions of `tensor` need."""
+        """The bias, or None if there is no bias: the functions of `tensor` need None, not `()`."""
         return None if isinstance(self.bias, tuple) else self.bias
 
 
@@ -54,7 +54,7 @@ class Block(eqx.Module):
 
 
 def _unchanged(y: Any, site: int) -> Any:
-    """Returns `y`: the dropout of a family that has none."""
+    """Returns `y` unchanged, for a family without dropout."""
     return y
 
 
@@ -80,8 +80,9 @@ def apply(
         weights: the weights of one block.
         x: the residual stream.
         heads: a function from the normalised stream to queries, keys and values by head.
-        feed_forward: a function from the normalised stream to the array that is added to the
-            stream, already summed over the devices, and an auxiliary value or None.
+        feed_forward: a function from the normalised stream to two results. The first is the array
+            that is added to the stream, already summed over the devices. The second is an auxiliary
+            value, or None.
         dropped: a function `(y, site)` that returns `y` with dropout. Each site has its own masks:
             site 1 is after the attention, and site 2 after the feed-forward.
         epsilon: the epsilon of the norms.

@@ -16,7 +16,8 @@ class Bound(NamedTuple):
 
     Attributes:
         text: a description of these numbers, for errors.
-        holds: whether a number is one of these; it must be false for nan.
+        holds: a function that returns whether a number is one of these numbers; for nan it must
+            return False.
     """
 
     text: str
@@ -29,7 +30,7 @@ POSITIVE = Bound("of more than 0", lambda value: 0 < value < math.inf)
 
 
 class Checked(NamedTuple):
-    """Checks the fields of a frozen configuration, and stores them as Python's numbers.
+    """Checks the fields of a frozen configuration, and stores them as `int` and `float`.
 
     Each method raises `ValueError` with a sentence that names the field.
 
@@ -86,8 +87,8 @@ class Checked(NamedTuple):
 
 
 def divisor(number: int, most: int) -> int:
-    """Returns the largest divisor of `number` that is not above `most`. Errors propose it in place
-    of a number that does not divide.
+    """Returns the largest divisor of `number` that is not above `most`. Errors propose this divisor
+    in place of a number that does not divide `number`.
     """
     small_divisors = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     # Each divisor above the square root is `number` divided by one below it.

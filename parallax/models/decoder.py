@@ -1,5 +1,5 @@
 """A decoder's compiled train step over data x stage x context x tensor, and the function that makes
-its state on the devices that keep it.
+the step's state. That function makes each part of the state on the devices that keep the part.
 
     options = {"batch": 64, "key": jax.random.key(0)}
     made = decoder.train_step(
@@ -11,7 +11,8 @@ its state on the devices that keep it.
 `models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
 model. A `Layout` has the sizes of the axes, and a `Compute` has all other choices. The L blocks are
 one tree of arrays [L, ...]; in a pipeline with v chunks per stage, the arrays are [v, L / v, ...].
-A model's *static* leaves are those that are not arrays.
+Row c of these arrays has chunk c of every stage, and dim 1 is split over the stages. A model's
+*static* leaves are those that are not arrays.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ from parallax.models import decoder_taps, recipe
 from parallax.models.family import Batch, Configuration, Family
 from parallax.models.recipe import PLAIN, Compute, Setup
 from parallax.schedule import Schedule
-from parallax.step import Info, Planned, State, Step, make, planned
+from parallax.step import Info, Planned, State, Step, planned
+from parallax.step import make as make_step
 from parallax.trees import DiskForm
 
 __all__ = [
@@ -71,8 +73,8 @@ class Train(Protocol):
         """Returns the state after the step, and the step's loss and gradient norm.
 
         `windows` are sequences of T + 1 tokens, and `weights` the weights of their last T tokens in
-        the loss; None: all are 1. If the loss is above `limit`, the step changes nothing; None:
-        there is no limit.
+        the loss. None: all weights are 1. If the loss is above `limit`, the step changes nothing;
+        None: there is no limit.
         """
         ...
 
@@ -98,9 +100,9 @@ class TrainStep(NamedTuple):
             targets; a weight of 0 leaves a target out. If the loss is above `limit`, a scalar, the
             step changes nothing.
         specs: the specs of the state's arrays.
-        local: the step on local blocks, `(state, batch, limit) -> (state, info)` of a `Batch`,
-            before it is mapped over the mesh and compiled. It is for wrappers other than
-            `mesh.spmd`, such as `on_islands.train_step`.
+        local: the step for one device's shards, `(state, batch, limit) -> (state, info)`, where
+            `batch` is a `Batch`. This function is not yet mapped over the mesh or compiled. It is
+            for wrappers other than `mesh.spmd`, such as `on_islands.train_step`.
         keys: a function from the step's number, and optionally the number of sequences, to a random
             key for each sequence of the global batch; it returns None without dropout.
         batch: the number of sequences in the global batch.
@@ -128,8 +130,9 @@ def train_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> TrainStep:
-    """Returns the train step `(state, windows) -> (state, info)` of a decoder over data x stage x
-    context x tensor, and the function that makes its state.
+    """Returns a `TrainStep`: the train step `(state, windows) -> (state, info)` of a decoder over
+    data x stage x context x tensor, the function that makes the step's state, and the parts from
+    which `on_islands` builds a step.
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
     on the devices yet. The weights and the dropout masks depend only on `key` and on positions in
@@ -138,12 +141,12 @@ def train_step(
     Args:
         family: the kind of decoder, such as `gpt2.FAMILY`.
         config: the model's sizes.
-        optimizer: one that acts element by element, or one of `parallax.optimizers`.
+        optimizer: an optimizer that acts element by element, or one of `parallax.optimizers`.
         layout: the sizes of the axes, ZeRO, the precision and rematerialisation. With stages, the
-            blocks of the model in the state are [v, L / v, ...], and `joined` makes them [L, ...]
-            again.
-        mesh: the mesh of the layout, `mesh.make(**layout.axes)`. It may have more axes, such as the
-            axis of islands.
+            L blocks of the model in the state are [v, L / v, ...], for v chunks per stage, and
+            `joined` makes them [L, ...] again.
+        mesh: the mesh of the layout, `mesh.make(**layout.axes)`. The mesh may have more axes, such
+            as the axis of islands.
         batch: the number of sequences in the global batch.
         key: the seed of the run.
         compute: the choices that the layout does not make.
@@ -168,7 +171,9 @@ def train_step(
         grad = compose(functions, setup, scale)
 
         def weighted_grad(model, batch):
-            """Returns the loss and the gradients for a batch with normalised weights."""
+            """Normalises the weights of the targets, if the batch has weights, and returns the loss
+            and the gradients.
+            """
             return grad(model, recipe.weighted(batch, setup))
 
         # The same function, which also reports the gradients to a recording by `bisect`.
@@ -179,8 +184,8 @@ def train_step(
     # Under ZeRO-3 a device has the same share of all three, so a plain optimizer fits.
     if layout.zero in (1, 2):
         optimizer = zero.sharded(optimizer, setup.along(recipe.SHARDED_OVER), specs)
-    local = make(
-        precision.ScaledGrad(grad_of),  # called with the loss scale in the state, or None
+    local = make_step(
+        precision.ScaledGrad(grad_of),  # gets the state's loss scale, None without one
         optimizer,
         max_norm=compute.max_norm,
         # The axes, with their algorithms, over which the shards' sums of squares are added.
@@ -198,7 +203,16 @@ def train_step(
     train = compiled(
         local, state.shapes, state.specs, on_mesh, keys, batch_spec=P(layout.batch_axes)
     )
-    return TrainStep(state.init, state.shapes, train, state.specs, local, keys, batch, setup)
+    return TrainStep(
+        init=state.init,
+        shapes=state.shapes,
+        train=train,
+        specs=state.specs,
+        local=local,
+        keys=keys,
+        batch=batch,
+        setup=setup,
+    )
 
 
 def _planned_state(
@@ -212,9 +226,9 @@ def _planned_state(
 ) -> tuple[Planned, Specs]:
     """Returns the planned state of a step, and the specs of the gradients that the optimizer gets.
 
-    A `Planned` state (step.py) is its shapes, its specs, and the function `init` that makes it. The
-    optimizer gets gradients that are split like its own state. Under ZeRO-1 and ZeRO-2, that state
-    is split over more axes than the parameters.
+    A `Planned` (step.py) describes a state: its shapes, its specs, and the function `init` that
+    makes the state. The optimizer gets gradients that are split like the optimizer's state. Under
+    ZeRO-1 and ZeRO-2, that state is split over more axes than the parameters.
     """
     # Brings the blocks of a model from [L, ...] to the form of the layout.
     split_blocks = _on_blocks(family, _into_stages(layout, compute.schedule))
@@ -235,8 +249,9 @@ def _planned_state(
     )
 
     def init(model=None):
-        """Returns the state, with new weights, or with those of `model`, whose blocks are [L,
-        ...]."""
+        """Returns the state, with new weights, or with the weights of `model`, whose blocks are [L,
+        ...].
+        """
         return state.init() if model is None else state.init(split_blocks(model))
 
     return state._replace(init=init), rules.specs(state.shapes.model, state_rule, mesh)
@@ -256,7 +271,8 @@ def compiled(
     """Returns the step `local`, mapped over the mesh and compiled. It donates the state.
 
     Args:
-        local: the step on local blocks, `(state, batch, *options) -> (state, info)` of a `Batch`.
+        local: the step for one device's shards, `(state, batch, *options) -> (state, info)`, where
+            `batch` is a `Batch`.
         shapes: the shapes of the state; its leaves that are not arrays become part of the program.
         specs: the specs of the state's arrays.
         spmd: the function that maps the step over the mesh: `mesh.spmd` with its `mesh`, or
@@ -264,9 +280,10 @@ def compiled(
         keys: a function from the step's number to the random keys of the global batch; it returns
             None without dropout.
         batch_spec: the spec of the batch.
-        info_spec: the spec of the loss and the norm.
-        options: the number of options of `local`. Each is the same on all devices; one that the
-            caller leaves out is None.
+        info_spec: the spec of the loss and of the gradient norm.
+        options: the number of arguments that `local` takes after the batch, such as `limit`. Each
+            such argument is the same on all devices; an argument that the caller leaves out is
+            None.
     """
     in_specs = (specs, batch_spec, *(P(),) * options)
     step = spmd(local, in_specs=in_specs, out_specs=(specs, info_spec))
@@ -275,8 +292,8 @@ def compiled(
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *given):
         """Returns the new arrays of the state, and the step's info. `arrays` is a state without its
-        static leaves, which `step` gets too. `given` are the options that the caller passes; the
-        others are None.
+        static leaves; `step` gets these leaves as well. `weights`, [batch, T], are the weights of
+        the targets. `given` are the options that the caller passes; the other options are None.
         """
         all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
@@ -294,7 +311,7 @@ class _TrainArrays(NamedTuple):
 
     Attributes:
         train: the compiled step, which takes and returns only the state's arrays.
-        static: the state's other leaves, which the step leaves unchanged.
+        static: the leaves of the state that are not arrays; the step does not change them.
     """
 
     train: Any
@@ -321,11 +338,13 @@ def loss_step(
     """Returns the compiled loss `(model, windows, weights=None) -> loss` of the model that
     `train_step` trains, for evaluation: without dropout, and without the auxiliary losses of the
     blocks. `model` is the field `model` of a state: its blocks have the form that the layout needs.
+    `windows` are sequences of T + 1 tokens, and `weights` the weights of their last T tokens. None:
+    all weights are 1. The loss is the (weighted) mean over these tokens, in nats.
 
     The size of the batch may differ from training, and must be a multiple of data x microbatches.
-    The loss computes in the precision of the parameters. If ZeRO-3 splits the model, its layers are
-    gathered one by one. The loss uses the fields `axes`, `attention`, `context_attention`,
-    `documents`, `expert_dispatch`, `comms` and `schedule` of `compute`.
+    The loss computes in the precision of the parameters. If ZeRO-3 splits the model, the layers of
+    the model are gathered one by one. The loss uses the fields `axes`, `attention`,
+    `context_attention`, `documents`, `expert_dispatch`, `comms` and `schedule` of `compute`.
     """
     # These choices concern only the backward pass, and an evaluation has none.
     compute = dataclasses.replace(compute, remat=None, reduce_in_backward=False)
@@ -353,7 +372,9 @@ def loss_step(
 
     @jax.jit
     def run(arrays, windows, weights=None):
-        """Returns the loss of a model: `arrays` has its arrays, and `static` its other leaves."""
+        """Returns the loss of a model: `arrays` has the model's arrays, and `static` the model's
+        other leaves.
+        """
         return evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
 
     def run_model(model, windows, weights=None):
@@ -367,18 +388,18 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
     """Returns the model of a state under `layout` with its blocks as [L, ...], as a model on one
     device has them. A tree without such a model is returned unchanged.
 
-    If `Compute` has a schedule, pass it as `schedule`: it gives the order of the chunks.
+    If `Compute` has a schedule, pass it as `schedule`: the schedule gives the order of the chunks.
     """
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
     """Returns the form in which `run.checkpoint.Checkpoints` stores a state, so that any layout can
-    read it; None without a pipeline: the state is then stored unchanged.
+    read it. Without a pipeline, the result is None, and the state is stored unchanged.
 
-    Wherever the state holds a model of the family (the parameters, the optimizer's moments), its
-    blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule, pass it
-    as `schedule`: it gives the order of the chunks.
+    Wherever the state holds a model of the family (the parameters, the optimizer's moments), the
+    model's blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule,
+    pass it as `schedule`: the schedule gives the order of the chunks.
     """
     if not layout.pipelined:
         return None
@@ -401,10 +422,12 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
 
 def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
     """Returns a function from blocks [L, ...] to blocks as the state of `layout` holds them: [v,
-    L / v, ...] in a pipeline with v chunks per stage.
+    L / v, ...] in a pipeline with v chunks per stage. Row c has chunk c of every stage, one stage
+    after another.
 
     The `schedule` of `Compute` may place the chunks on the stages in another order. Without that
-    schedule, the chunks keep the order of the layers, which the layout's schedules need.
+    schedule, the chunks keep the order of the layers: the schedules that a `Layout` names need this
+    order.
     """
 
     def split(blocks):
@@ -423,7 +446,8 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
 
 def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
     """Returns a function from blocks as the state of `layout` holds them, [v, L / v, ...] in a
-    pipeline with v chunks per stage, to blocks [L, ...]. It is the inverse of `_into_stages`.
+    pipeline with v chunks per stage, to blocks [L, ...]. This function is the inverse of
+    `_into_stages`.
     """
 
     def join(blocks):
@@ -447,8 +471,8 @@ def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a function that applies `change` to the blocks of each model of the family in a tree.
-    `family.model` is the class of the models, and `family.where` picks the blocks of one. A state
-    is such a tree: its parameters are a model, and so are the optimizer's moments.
+    `family.model` is the class of the models, and `family.where` picks the blocks of one model. A
+    state is such a tree: its parameters are a model, and so are the optimizer's moments.
     """
 
     def is_model(leaf):
@@ -488,9 +512,9 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         )
     if compute.reduce_in_backward and (layout.pipelined or layout.microbatches > 1 or layout.zero):
         raise ValueError(
-            "decoder: Compute(reduce_in_backward=True) sums a block's gradients wherever they are "
-            f"made, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). Leave it "
-            "out: gradients are then reduced once, or by zero=3 where they are made."
+            "decoder: Compute(reduce_in_backward=True) sums gradients in the backward pass of "
+            f"each block, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). "
+            "Leave it out: gradients are then reduced once per step, or with zero=3 by each block."
         )
     if compute.unroll is not None and compute.unroll < 1:
         raise ValueError(
@@ -499,7 +523,7 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(
-            "decoder: Compute(comms=...) says how blocks communicate whose tokens are split over "
-            f"the tensor axis, so it needs sequence=True; got Layout({layout}). Set it, or leave "
-            "`comms` out."
+            "decoder: Compute(comms=...) is for blocks that split tokens over the tensor axis, so "
+            f"it needs sequence=True; got Layout({layout}). Set sequence=True, or leave `comms` "
+            "out."
         )

@@ -1,17 +1,18 @@
 """A decoder put together from its parts: its loss, its logits and the functions of a pipeline.
 
 The families here differ in their blocks and in their positions. The embedding, the head and the
-loss are the same, and are here. The vocabulary is split over stages and tensor devices: each of P
-stages holds 1/P of the rows and computes 1/P of the head, so none is slower than the others.
+loss are the same for all families, and are in this module. The vocabulary is split over stages and
+tensor devices: each of P stages holds 1/P of the rows and computes 1/P of the head, so no stage is
+slower than the others.
 
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
 that this device's layers compute; in the residual stream, between layers, the tensor axis may split
-these further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has all that
-its layers compute. `sum_partials(x)` sums the devices' terms for these tokens, and returns the
-device's tokens of the stream. `T shard` is the number of a device's tokens in that stream. The
-functions of `decoder_taps` return their argument unchanged, and report it to a recording by
-`bisect`.
+these tokens further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has
+all tokens that its layers compute. `sum_partials(x)` takes the devices' terms for all tokens that
+the layers compute, and returns the sums of these terms for the tokens that this device has in the
+stream. `T shard` is the number of a device's tokens in that stream. The functions of `decoder_taps`
+return their argument unchanged; while `bisect` records, they also report that argument.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -24,11 +25,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import argument_checks, cross_entropy, pipeline, tensor
-from parallax.collectives import AxisLike
+from parallax import argument_checks, cross_entropy, tensor
+from parallax.collectives import AxisLike, combined_axis
 from parallax.collectives.types import varying, varying_axes
 from parallax.models import decoder_taps
 from parallax.models.family import Batch, run_blocks, seen
+from parallax.pipeline import ends
 from parallax.pipeline.checks import output
 from parallax.remat import none
 
@@ -36,7 +38,7 @@ ONE_DEVICE = tensor.comms(())
 
 
 def _without_positions(model: Any, x: Any, keys: Any, *, first: Any, comms: tensor.Comms) -> Any:
-    """Returns `x`: the family's positions enter in its blocks, or it has none."""
+    """Returns `x`, for a family without positions, or with positions that enter in the blocks."""
     return x
 
 
@@ -58,7 +60,9 @@ class DecoderParts(NamedTuple):
             `(weights, x, keys, layer) -> x` for tokens at these positions. A block with auxiliary
             values returns a `pipeline.Output`.
         add_positions: a function `(model, x, keys, *, first, comms)`. It adds the embeddings of the
-            positions `first`, `first` + 1, ... to `x`, the embeddings of the tokens.
+            positions `first`, `first` + 1, ... to `x`, the embeddings of the tokens. Then it
+            applies the family's dropout. `keys` has a random key for each sequence; if `keys` is
+            None, there is no dropout.
     """
 
     name: str
@@ -77,13 +81,14 @@ def loss_and_aux(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], Any]:
-    """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks, [L, ...]
-    each, or None without any.
+    """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks as arrays
+    [L, ...], or None if the blocks have none.
 
-    `model` is a whole model, or a shard of it along `axis`. `batch` may be a tuple: the windows of
-    T + 1 tokens, and the keys of dropout. `attend` is the attention function, and `comms` makes the
-    functions by which the devices of `axis` communicate. `remat` wraps each block, and the loop
-    over blocks has `unroll` of them in its body. The errors are those of `loss`.
+    `model` is a whole model, or one device's shard of a model along `axis`. `batch` may be a tuple:
+    the windows of T + 1 tokens, and the keys of dropout. `attend` is the attention function, and
+    `comms` makes the functions by which the devices of `axis` communicate. `remat` wraps each
+    block, and the body of the loop over blocks runs `unroll` blocks. The errors are those of
+    `loss`.
     """
     batch = batch if isinstance(batch, Batch) else Batch(*batch)
     name, vocabulary = f"{parts.name}.loss", model.config.vocabulary
@@ -112,13 +117,16 @@ def loss(
     """Returns the mean cross-entropy, in nats per token, of all tokens after the first in `batch`'s
     windows of T + 1 tokens; auxiliary losses of the blocks are added.
 
-    With `context.comms`, it is the mean over this device's tokens only.
+    With `context.comms`, the loss is the mean over this device's tokens only.
 
     Args:
         parts: the functions of the family.
-        model: the whole model, or a shard of it along `axis`.
-        batch: a `Batch`. Dropout depends only on a sequence's key, the layer and the head, so it is
-            the same under every layout.
+        model: the whole model, or one device's shard of the model along `axis`.
+        batch: a `Batch`, or a tuple of its windows [B, T + 1] and its keys of dropout [B]; without
+            dropout the keys are None. If the batch has weights, the loss of each target is
+            multiplied by the target's weight, and the sum is still divided by the number of
+            targets. Dropout depends only on a sequence's key, the layer and the head, so it is the
+            same under every layout.
         attend: causal attention, called as `attend(q, k, v)` with queries [B, T, H, K], and with
             keys and values [B, T, G, K], for H heads of queries and G heads of keys, where G
             divides H. On a GPU it may be `functools.partial(jax.nn.dot_product_attention,
@@ -128,15 +136,15 @@ def loss(
         comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each device;
             `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
             split over another axis; `experts.comms` with experts split.
-        remat: a function that takes a block, `(weights, x, layer) -> x`, and returns it wrapped,
-            such as one of `parallax.remat`, or one that first gathers the weights
-            (`zero.gathered`).
+        remat: a function that takes a block, `(weights, x, layer) -> x`, and returns a wrapped
+            block. Examples are the functions of `parallax.remat`, and `zero.gathered` with an axis
+            and specs: the block that it returns first gathers the weights.
         unroll: the number of blocks that the loop's body runs one after another, so that the gather
             of one block may overlap another block.
 
     Raises:
         ValueError: T is more than the model's context; there is no token to predict; the queries of
-            this shard attend to heads of keys and values that it does not have; or, outside
+            this shard attend to heads of keys and values that the shard does not have; or, outside
             `jax.jit`, where values are known, a token is outside the vocabulary, or an array is
             deleted. Inside `jax.jit`, a token outside the vocabulary makes the loss nan.
     """
@@ -162,8 +170,8 @@ def logits(
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
     `attend` is causal attention, a function of queries, keys and values, and the errors are as in
-    `loss`. Inside `jax.jit`, a token outside the vocabulary makes the logits after it and after all
-    later tokens nan.
+    `loss`. Inside `jax.jit`, if a token is outside the vocabulary, the logits after it and after
+    all later tokens are nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
@@ -189,9 +197,11 @@ def stages(
     """Returns the three functions `(embed, stage, head)` of a decoder, for
     `pipeline.value_and_grad`.
 
-    For a microbatch `part`, `embed(model, part)` returns the input x of the first block.
-    `stage(model, x, part, position)` runs the blocks of one chunk, and `head(model, x, part)`
-    returns the loss.
+    A microbatch `part` is a `Batch`, or a tuple of the first fields of one. The fields are the
+    windows [B, T + 1], the keys of dropout, the weights of the targets, and the segments, which say
+    to which document each token belongs. `embed(model, part)` returns the input x of the first
+    block. `stage(model, x, part, position)` runs the blocks of one chunk, and `head(model, x,
+    part)` returns the loss.
 
     Args:
         parts: the functions of the family.
@@ -200,17 +210,21 @@ def stages(
         axis: the tensor axis inside each stage.
         comms: how the devices of `axis` communicate.
         attend: the attention function.
-        remat: wraps each block.
+        remat: the function that wraps each block.
         unroll: the number of blocks in the loop's body.
     """
 
-    def embed_part(model, part):
-        """Returns the first block's input, [B, T shard, D], of the microbatch `part`: a `Batch`, or
-        a tuple of its first fields.
+    def comms_of_ends():
+        """Returns the communication of the embedding and the head inside a stage. Over the stages,
+        which split the vocabulary too, the embedding and the head send by `across`.
+        """
+        return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
 
-        The vocabulary is split over `axis` and over the stages (`shared`). `copy_to` is the
-        identity, and sums the stages' cotangents in the backward pass: all stages need the sum for
-        their rows of the embedding, and only the first one uses x.
+    def embed_part(model, part):
+        """Returns the first block's input, [B, T shard, D], for the microbatch `part`.
+
+        The vocabulary is split over `axis` and over the stages. Only the first stage uses this
+        input, so `sum_to_first` adds up the stages' rows on the first stage only.
         """
         windows, keys, weights, _ = Batch(*part)
         return embed(
@@ -218,16 +232,17 @@ def stages(
             model,
             windows[:, :-1],
             keys,
+            # Tokens that no target with a weight depends on may be outside the vocabulary.
             weights=weights,
-            comms=comms(axis, shared=stage_axis),
-            across=functools.partial(tensor.copy_to, axis=stage_axis),
+            comms=comms_of_ends(),
+            across=functools.partial(ends.sum_to_first, axis=stage_axis),
         )
 
     def stage(model, x, part, position):
         """Returns the output of the blocks of one chunk. `position` is the number of the chunk, in
         the order of the model.
 
-        `x` is the input, [B, T shard, D], and `part` the microbatch, as in `embed_part`.
+        `x` is the input, [B, T shard, D], and `part` the microbatch.
         """
         windows, keys, _, segments = Batch(*part)
         on_axis = comms(axis)
@@ -235,6 +250,7 @@ def stages(
             config,
             # The positions of the inputs; a window has one token more.
             positions=on_axis.context_tokens(positions(x, windows.shape[1] - 1), dim=0),
+            # The block calls `attend` through `comms`, which then also passes the segments.
             comms=_with_segments(on_axis, segments),
             attend=attend,
         )
@@ -250,9 +266,9 @@ def stages(
         )
 
     def head_of_part(model, x, part):
-        """Returns the mean cross-entropy of the microbatch `part`, as in `embed_part`, from the
-        last block's output `x`, [B, T shard, D]. `from_last` gives the last stage's `x` to all
-        stages, since each stage computes a part of the head.
+        """Returns the mean cross-entropy of the microbatch `part`, from the last block's output
+        `x`, [B, T shard, D]. `copy_from_last` gives the last stage's `x` to all stages, since each
+        stage computes a part of the head.
         """
         windows, _, weights, _ = Batch(*part)
         return head(
@@ -260,8 +276,8 @@ def stages(
             x,
             windows[:, 1:],
             weights=weights,
-            comms=comms(axis, shared=stage_axis),
-            across=functools.partial(pipeline.from_last, axis=stage_axis),
+            comms=comms_of_ends(),
+            across=functools.partial(ends.copy_from_last, axis=stage_axis),
         )
 
     return embed_part, stage, head_of_part
@@ -281,16 +297,17 @@ def embed(
     """Returns the input of the first block, for this device's part of the tokens: the sum of the
     embeddings of the tokens and of the positions `first`, `first` + 1, ...
 
-    Each device looks up the rows that it has, and `comms` sums them over the devices that share the
-    vocabulary. In a pipeline, all stages share it, and only the first stage uses the sum. Then
-    `across` is `tensor.copy_to` over the stages: in the backward pass it gives the first stage's
-    cotangent to all stages.
+    `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
+    applies the dropout. Each device looks up the rows that it has, and `comms` sums these rows over
+    the devices that share the vocabulary. In a pipeline, all stages share the vocabulary, and only
+    the first stage uses the sum. The caller then passes `pipeline.sum_to_first` over the stages as
+    `across`.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
-    of 0 in `weights`, as in padding: the loss does not depend on such a token.
+    of 0 in `weights`, for example in padding: the loss does not depend on such a token.
 
     Raises:
-        ValueError: the windows are empty, or longer than the model's context.
+        ValueError: there are no tokens, or more per sequence than the model's context.
     """
     _check_tokens(parts.name, tokens, model.config.context)
     attended = seen(weights)  # whether a target with a weight depends on the token
@@ -324,8 +341,8 @@ def head(
     across: Callable[..., Any] = _unchanged,
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy of this device's part of the `targets`, in nats per token,
-    from the output of the last block. The loss of each target is multiplied by its weight in
-    `weights`.
+    from the output of the last block. The loss of each target is multiplied by the target's weight
+    in `weights`; the sum is still divided by the number of targets.
 
     In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
     from the last stage to all stages.
@@ -355,7 +372,8 @@ def positions(
 
 def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     """Returns a function `(*shape, scale=0.02)` that draws an array of normal numbers with the
-    standard deviation `scale`. It has random keys for `count` calls, and fails at a further call.
+    standard deviation `scale`. The function has random keys for `count` calls, and fails at a
+    further call.
     """
     keys = iter(jax.random.split(key, count))
 
@@ -395,14 +413,16 @@ def _with_segments(
 
 
 def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
-    """Refuses with a `ValueError` empty inputs, and windows longer than the model's context."""
+    """Refuses with a `ValueError` empty inputs, and inputs longer than the model's context.
+    `tokens` are the inputs: windows without their last token, which is only a target.
+    """
     if not tokens.size:
         raise ValueError(
-            f"{name} needs one sequence or more, each of two tokens or more; got inputs of shape "
-            f"{tokens.shape}."
+            f"{name} needs one sequence or more, each of one input token or more (a window to "
+            f"train on has one token more); got inputs of shape {tokens.shape}."
         )
     if tokens.shape[1] > context:
         raise ValueError(
-            f"{name}: windows of {tokens.shape[1]} tokens are longer than the model's context of "
+            f"{name}: inputs of {tokens.shape[1]} tokens are longer than the model's context of "
             f"{context}. Cut them, or configure context={tokens.shape[1]}."
         )

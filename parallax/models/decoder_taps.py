@@ -1,12 +1,12 @@
 """The taps of a decoder. A tap returns its argument unchanged. While a recording is on, the tap
-also reports the value, with its path and with its places in the whole model. So runs that split
-rows, tokens, heads and hidden units in different ways can be compared.
+also reports this value, with the value's path and with the value's places in the whole model. So
+runs that split rows, tokens, heads and hidden units in different ways can be compared.
 
 In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
 A tap's `places` are the positions of the elements of a dim in the whole array. `comms`, a
 `tensor.Comms`, knows how tokens are split: `local_tokens` takes this device's part of the tokens
-between layers, and `context_tokens` its part of the tokens inside the layers. `GATHERED` are the
-axes over which ZeRO-3 gathers weights: the taps' specs are without these axes.
+between layers, and `context_tokens` takes the device's part of the tokens inside the layers.
+`GATHERED` are the axes over which ZeRO-3 gathers weights: the taps' specs are without these axes.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ GATHERED = ("data", "context")
 def residual(x: Any, path: str, comms: Comms) -> Any:
     """Returns `x` of the residual stream, [B, T, D], with a tap.
 
-    A device may have only some of the tokens, in any order, so the tap gets their positions.
+    A device may have only some of the tokens, in any order, so the tap gets the positions of these
+    tokens.
     """
     if not recording.is_on():
         return x
@@ -76,8 +77,8 @@ def block(
         apply: one block, a function `(weights, x, layer) -> x`.
         specs: the specs of the model.
         where: picks the blocks in a model, or in its specs.
-        loops: the number of leading dims of the blocks' arrays that loops run over, such as the
-            dim of layers. `specs` have these dims, and the `weights` of one block do not.
+        loops: the number of leading dims of the blocks' arrays, such as the dim of layers. Loops
+            run over these dims. `specs` have them, and the `weights` of one block do not.
     """
 
     def tapped(weights, x, layer):
@@ -113,8 +114,8 @@ def ends(
 
 
 def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """Returns the gradient function `grad` with taps of its gradients, which the optimizer gets.
-    `specs` are the specs of the gradients.
+    """Returns the gradient function `grad` with taps of the gradients that it returns, which the
+    optimizer gets. `specs` are the specs of the gradients.
     """
 
     def tapped(*arguments):
@@ -127,8 +128,8 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
 
 
 def _tapped_tokens(x: Any, path: str, comms: Comms, spec: P) -> Any:
-    """Returns `x`, a value inside a layer or the head, [B, T, ...], with a tap, which gets the
-    positions of this device's tokens.
+    """Returns `x`, [B, T, ...], with a tap that gets the positions of this device's tokens. `x` is
+    a value inside a layer or inside the head.
     """
     return taps.tap(
         x,

@@ -32,7 +32,9 @@ def ends_with(token: int) -> Documents:
     """
 
     def numbered(windows):
-        """Returns the number of `token`s before each token, [batch, window]."""
+        """Returns, for each place of a window, how often `token` stands before it: [batch,
+        window].
+        """
         ends = (windows == token).astype(jnp.int32)
         # `- ends`: the token that ends a document still belongs to that document.
         return jnp.cumsum(ends, axis=1) - ends
@@ -44,12 +46,13 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     """Returns `batch` with `segments` and `weights` that keep its documents apart. `numbers` has
     the number of each token's document.
 
-    A token does not see inputs of other documents. A target has a weight of 0 if its input, the
-    token before it, is of another document. The loss is then a weighted mean: see
+    A token does not see inputs of other documents. A target has a weight of 0 if the token before
+    it, its input, is of another document. The loss is then a weighted mean: see
     `cross_entropy.normalized`.
 
     Raises:
-        ValueError: the numbers are not whole, or not one for each token of the windows.
+        ValueError: the numbers are not whole, or there is not exactly one number for each token of
+            the windows.
     """
     if numbers.shape != batch.windows.shape or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise ValueError(
@@ -96,8 +99,8 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
 def visible_share(numbers: Shaped[ArrayLike, "batch tokens"]) -> float:
     """Returns the share of the causal attention scores that documents leave unmasked, as a mean
-    over the rows of the batch. A causal score belongs to a pair: a token, and itself or an earlier
-    token. The score is unmasked if both are of one document.
+    over the rows of the batch. A causal score belongs to a pair of tokens: a token, and the same or
+    an earlier token. The score is unmasked if both tokens are of one document.
 
     `numbers` has the number of each token's document. The tokens of a document are contiguous.
     """

@@ -32,9 +32,9 @@ class Batch(NamedTuple):
         keys: a random key for each sequence; None: no dropout.
         weights: the weight of each token after the first; None: all are 1. With
             `cross_entropy.normalized` the loss is a weighted mean.
-        segments: the number of each input's document: a token sees only its own document. None: all
+        segments: the number of each input's document. A token sees only its own document. None: all
             tokens are of one document. `documents.with_segments` makes the segments, and weights
-            that leave out targets of another document.
+            that leave out each target of another document than its input.
     """
 
     windows: Int[Array, "batch window"]
@@ -69,13 +69,15 @@ class Family:
             pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks communicate by
             `comms(axis)` (`tensor.comms`, `sequence.comms` or `context.comms`). `remat` wraps the
             function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
-            auxiliary values of a stage have a first dim of its layers.
+            auxiliary values of a stage have a first dim of the stage's layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
-            `axis`, an axis of `size` devices. With `stage`, which may be None, the rule is for a
-            model whose blocks are [v, L / v, ...], for v chunks per stage. For a configuration with
-            experts the function also takes `expert=`, the axis that splits the experts.
+            `axis`, an axis of `size` devices. `stage` is the axis of the stages; None without a
+            pipeline. With an axis `stage`, the rule is for a model whose blocks are [v, L / v,
+            ...], for v chunks per stage, and the rule splits dim 1 over the stages. For a
+            configuration with experts the function also takes `expert=`, the axis that splits the
+            experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
-            model on one device. It is used to draw text.
+            model on one device. This function is used to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
             while text is drawn; None: text is drawn without a cache.
         attention: the attention function, given to `stages` unless `Compute` has another.
@@ -87,7 +89,8 @@ class Family:
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
             context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
             k^T / sqrt(K)) v. None: the model cannot have a context axis.
-        uses_dropout: whether a configuration has dropout; each sequence then gets a random key.
+        uses_dropout: a function that returns whether a configuration has dropout. With dropout,
+            each sequence gets a random key.
     """
 
     model: type[Any]
@@ -112,8 +115,8 @@ def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tok
     or a later target of its sequence, has a weight other than 0. `weights` are the targets'
     weights.
 
-    The other inputs may have any value, such as the -100 that pads a sequence. None stays None: the
-    loss depends on all inputs.
+    The other inputs may have any value, such as the -100 that pads a sequence. If `weights` is
+    None, the loss depends on all inputs, and the result is None.
     """
     if weights is None:
         return None
@@ -135,13 +138,13 @@ def run_blocks(
     """Returns `x` after these L blocks, whose arrays have a first dim of layers. The compiled
     program has the code of `unroll` layers, whatever L is.
 
-    If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of their
-    losses and with their auxiliary values, [L, ...] each.
+    If the blocks return a `pipeline.Output`, the result is an `Output` too, with the sum of the
+    blocks' losses, and with the blocks' auxiliary values stacked to arrays [L, ...].
 
     Args:
         blocks: the blocks of the model, of a stage, or of one chunk.
         x: the input of the first block.
-        keys: a random key for each sequence, or None.
+        keys: a random key for each sequence; None: no dropout.
         apply: one block, a function `(weights, x, keys, layer)` that returns x or an `Output`.
         first_layer: the place of the first block in the model.
         remat: wraps the function `(weights, x, layer) -> x`.
@@ -151,7 +154,9 @@ def run_blocks(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
-        """Returns the output of one block; a recording by `bisect` gets the number of its layer."""
+        """Returns the output of one block; a recording by `bisect` gets the number of the block's
+        layer.
+        """
         with recording.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)
 

@@ -1,12 +1,12 @@
 """Causal attention by kernels that do not store the scores: JAX's flash kernel for TPUs, with the
-types that `shard_map(check_vma=True)` needs, and cuDNN's for NVIDIA's GPUs.
+types that `shard_map(check_vma=True)` needs, and cuDNN's kernel for NVIDIA's GPUs.
 
     compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
     compute = Compute(attention=flash.cudnn_attention)  # the default on a mesh of GPUs
 
 Under `check_vma`, the type of an array includes the axes along which it varies, and JAX refuses the
-kernel for TPUs, which does not state them. So `_untyped` traces the kernel to a jaxpr without these
-types, and `_run` evaluates the jaxpr and types its results.
+kernel for TPUs, which does not state these axes. So `_untyped` traces the kernel to a jaxpr without
+these types, and `_run` evaluates the jaxpr and types its results.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -41,9 +41,10 @@ def attention(
     number of tokens, for float64, and for documents packed into a window (`segments`). It also runs
     if G does not divide H, and then raises an error.
 
-    For the backward pass the kernel keeps the logarithm of each row's sum, B H T numbers, and
-    computes the scores again. It multiplies in the type of `q` and adds up in float32, so its
-    result equals that of `grouped` within the rounding of the type of `q`.
+    For the backward pass the kernel keeps one number for each row of the scores, B H T numbers in
+    all: the logarithm of the sum of exponentials. The backward pass computes the scores again. The
+    kernel multiplies in the type of `q` and adds up in float32, so its result equals that of
+    `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -72,9 +73,9 @@ def cudnn_attention(
     The kernel cannot do all that `grouped` can. `grouped` itself runs in each of these cases: the
     arrays are not of bfloat16 or float16; 8 does not divide K, or K is above 128; the number of
     tokens is odd; `segments` are given, for documents packed into a window; or this process has no
-    NVIDIA GPU of the generation Ampere or newer, such as a process that compiles a step for GPUs on
-    a machine without one. `grouped` also runs if G does not divide H, and then raises an error. The
-    result of the kernel equals that of `grouped` within the rounding of the type of `q`.
+    NVIDIA GPU of the generation Ampere or newer, as when it compiles a step for GPUs on a machine
+    without a GPU. `grouped` also runs if G does not divide H, and then raises an error. The result
+    of the kernel equals that of `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -87,7 +88,9 @@ def cudnn_attention(
 
 
 def fits_cudnn(tokens: int, head_width: int) -> bool:
-    """Returns whether cuDNN's attention can compute so many tokens, with heads of this width."""
+    """Returns whether cuDNN's attention supports sequences of `tokens` tokens, with heads that are
+    `head_width` wide.
+    """
     return tokens % 2 == 0 and head_width % 8 == 0 and head_width <= 128
 
 
@@ -116,12 +119,13 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 
 
 def typed(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `f` as a function that may be called inside a `shard_map` with `check_vma=True`.
+    """Returns a wrapper of `f` that, unlike `f`, passes the checks of a `shard_map` with
+    `check_vma=True`.
 
     `f` is a function from arrays to one array, such as a kernel with its own derivative, and must
-    not communicate. `f` and its derivative are traced to jaxprs without the types of `check_vma`.
-    The results of the jaxprs are then typed as varying along each axis along which an argument
-    varies.
+    not communicate. `f` and its derivative are traced to jaxprs whose types do not say along which
+    axes a value varies. The results of the jaxprs are then typed as varying along each axis along
+    which an argument varies.
     """
 
     @jax.custom_vjp
@@ -131,8 +135,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     def forward(*arguments):
-        """Returns `f(*arguments)`, and the residuals: the leaves of its pullback (the function from
-        the cotangent of the result to those of the arguments) and their tree.
+        """Returns `f(*arguments)`, and the residuals: the leaves and the tree of the pullback of
+        `f`. The pullback is the function from the cotangent of the result to the cotangents of the
+        arguments.
         """
         structures = []
 
@@ -151,13 +156,13 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments. The pullback is traced without types too, since
-        its kernels would be refused like `f`.
+        """Returns the cotangents of the arguments. The pullback, like `f`, is traced without the
+        types of `check_vma`, which would refuse the kernels of both.
         """
         leaves, pullback = residuals
 
         def cotangents(cotangent, *leaves):
-            """Returns the pullback of `cotangent`, rebuilt from its leaves."""
+            """Rebuilds the pullback from its leaves, and returns its result for `cotangent`."""
             return jax.tree.unflatten(pullback.tree, leaves)(cotangent)
 
         return tuple(_run(_untyped(cotangents, cotangent, *leaves), (cotangent, *leaves)))
@@ -166,7 +171,7 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def along_all(*arguments):
         """Returns `g` of the arguments, after each is typed as varying along all axes along which
-        any of them varies.
+        any argument varies.
         """
         # This is outside `g`, so that JAX differentiates the typing too. Its derivative sums an
         # argument's cotangent over the axes along which the argument did not vary.
@@ -177,7 +182,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @jax.tree_util.register_static
 class _PullbackTree:
-    """The tree of a pullback, as a static value: residuals must be arrays or static."""
+    """The tree of a pullback, registered as static: JAX then takes it as a part of the structure of
+    the residuals, which may have only arrays as leaves.
+    """
 
     def __init__(self, tree: Any):
         self.tree = tree
@@ -192,13 +199,13 @@ class _PullbackTree:
 def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
     """Returns the jaxpr of `f`, traced without the types of `check_vma=True`.
 
-    JAX keeps the surrounding `shard_map` and its checks for each thread, so a new thread traces
-    outside of them.
+    JAX stores the surrounding `shard_map` and its checks in thread-local variables. So a trace in a
+    new thread is outside of the `shard_map`, and is not checked.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
 
     def trace():
-        """Returns the jaxpr, under the settings that the kernels need."""
+        """Returns the jaxpr of `f`, traced with the JAX settings that the kernels need."""
         # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits only.
         with (
             jax.enable_x64(False),

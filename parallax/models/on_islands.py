@@ -1,5 +1,6 @@
 """A decoder on islands, which are groups of devices: each island trains its own copy of the model
-by the recipe of `decoder`, and every H steps a round averages the copies' changes.
+by the recipe of `decoder`. Every H steps the islands communicate (a *round*): they average the
+changes that their copies had since the last round.
 
     devices = mesh.make(island=2, **layout.axes)
     optimizer, options = optax.adamw(3e-4), {"batch": 64, "key": key}
@@ -7,8 +8,8 @@ by the recipe of `decoder`, and every H steps a round averages the copies' chang
     made = on_islands.train_step(one_island, islands.outer_nesterov(), every=50)
     state, info = made.train(made.init(), windows)  # windows: [2 x 64, T + 1]; info.loss: [islands]
 
-`one_island.local` is the step of an island on one device's blocks, before it is mapped over the
-mesh.
+`one_island.local` is the step of an island for one device's shards. This step is not yet mapped
+over the mesh.
 """
 
 import functools
@@ -33,12 +34,13 @@ from parallax.trees import DiskForm
 
 
 class TrainStep(NamedTuple):
-    """A step of islands that is checked and ready to compile, and the state that it needs. Nothing
-    is computed yet.
+    """A step of islands that is checked and ready to compile, and the function that makes the
+    step's state. Nothing is computed yet.
 
     Attributes:
-        init: makes each part of the `islands.State` on its devices; `init(model)` starts all
-            islands from the weights of that model.
+        init: a function that makes the `islands.State`, each part on the devices that keep it.
+            `init()` draws new weights; `init(model)` starts all islands from the weights of
+            `model`.
         shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings.
         train: the step `(state, windows, weights=None, limit=None, present=None) -> (state, info)`,
             under `jit`; it donates the state. Each leaf of `info` has a first dim, [islands].
@@ -58,13 +60,13 @@ def train_step(
     axis: AxisLike | ErrorFeedback = "island",
     stream: Stream = ALL_AT_ONCE,
 ) -> TrainStep:
-    """Returns the train step of islands: each island trains by the step `one_island`, and every
-    `every` steps a round averages the changes of their models. The global batch is split over the
-    islands first, and then inside each island.
+    """Returns the train step of islands, and the function that makes the step's state. Each island
+    trains by the step `one_island`, and every `every` steps a round averages the changes of the
+    islands' models. The global batch is split over the islands first, and then inside each island.
 
     Args:
-        one_island: the step of one island, on its part of the global batch, on a mesh that also has
-            the axes of the islands: `mesh.make(island=2, **layout.axes)`.
+        one_island: the step of one island, on the island's part of the global batch. Its mesh also
+            has the axes of the islands, as `mesh.make(island=2, **layout.axes)` has.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: H, the number of steps from one round to the next.
         axis: the axis of the islands, as in `islands.local`.
@@ -99,15 +101,24 @@ def train_step(
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
-        options=2,  # `limit` and `present`
+        options=2,  # after the batch, the step takes `limit` and `present`; None if left out
     )
-    return TrainStep(lambda model=None: state.init(one_island.init(model)), state.shapes, train)
+
+    def init(model=None):
+        """Returns the state of islands, with new weights, or with the weights of `model`."""
+        return state.init(one_island.init(model))
+
+    return TrainStep(init=init, shapes=state.shapes, train=train)
 
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
     """Returns the form in which a state of islands is stored, so that any layout can read the
-    checkpoint; None without a pipeline. The form is two functions, one to it and one back from it.
-    They change the models in the state as `decoder.stored` does for one island.
+    checkpoint. Without a pipeline, the result is None.
+
+    A `DiskForm` is a pair of functions: one converts a state into the stored form, and the other
+    converts it back. Both change the models in the state as `decoder.stored` does for one island:
+    blocks are stored as [L, ...], in the order of the model. `schedule` is the schedule of
+    `Compute`, or None for the layout's schedule.
     """
 
     def on_islands(change):
@@ -115,12 +126,12 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
         change_stacked = eqx.filter_vmap(change)  # for arrays [islands, ...]
 
         def changed(state):
-            """Returns the state with `change` applied to all parts that hold models, or trees like
-            them.
+            """Returns the state with `change` applied to all parts that hold models, or trees with
+            the structure of a model, such as an optimizer's moments.
 
-            The islands' own parts have a first dim of islands, which `change_stacked` maps over:
-            the models and optimizers in `inner`, and the errors of quantization, `error`. The outer
-            `model` and `optimizer`, and the changes `sent` to other islands, have no such dim.
+            The islands' models and optimizers (`inner`) and their errors of quantization (`error`)
+            have a first dim of islands, which `change_stacked` maps over. The outer `model` and
+            `optimizer`, and the changes `sent` to other islands, have no such dim.
             """
             inner = eqx.tree_at(
                 lambda inner: (inner.model, inner.optimizer),

@@ -4,11 +4,14 @@ tensor.
 `functions_of` makes the functions `(embed, stage, head)` of a model, and `grad_of` composes them
 into one gradient function. To change the recipe, pass a changed copy of `grad_of` to
 `Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step. The *blocks* of a
-model are its layers, and its *ends* are the weights outside them. A gradient function takes
+model are its layers, and its *ends* are the weights outside the blocks. A gradient function takes
 `(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`. A stage
-returns x, or an `Output` of x, the stage's own term of the loss and auxiliary values; the last two
-may be None. `family.where(model)` gives the blocks. `axes` maps the name of an axis to the axis
-with its collective algorithm, and `setup.along(names)` joins several axes into one.
+returns x, or an `Output` of x, the stage's own term of the loss and auxiliary values; the term and
+these values may be None. `family.where(model)` gives the blocks. `axes` maps the name of each axis
+to an `Axis`, which is the name with a collective algorithm, and `setup.along(names)` joins several
+axes into one. The arrays of the blocks have one leading dim, of layers. In a pipeline they have
+two: chunks, and the layers of a chunk. *Loops* run over these leading dims, and `loops` is the
+number of these dims.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
 sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
@@ -52,7 +55,8 @@ from parallax.schedule import Schedule
 from parallax.trees import AnyMesh
 
 SHARDED_OVER = ("data", "context")  # ZeRO splits over these axes
-# A gradient is summed over these axes, except those along which its parameter is split.
+# A gradient is summed over these axes, except those that split its parameter: "expert" splits the
+# experts.
 REDUCED_OVER = ("data", "expert", "context")
 MEAN_OVER = ("replica", *REDUCED_OVER)  # the loss is a mean over the devices of these axes
 DTYPES = {"full": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -67,15 +71,15 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 @dataclass(frozen=True)
 class Compute:
-    """The choices of a step that its layout does not make.
+    """The choices for a train step that its layout leaves open.
 
     Args:
         axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor":
             ring("tensor")}`; along the other axes `jax.lax` moves the data.
-        attention: the attention function; None: the family's, which on a mesh of TPUs or GPUs is a
-            kernel (`models.flash`).
+        attention: the attention function; None: the family's attention, which on a mesh of TPUs or
+            GPUs is a kernel (`models.flash`).
         context_attention: a function `(attend, axis)` that returns the attention over tokens that a
-            context axis splits, such as `context.ulysses`; None: the family's.
+            context axis splits. An example is `context.ulysses`. None: the family's function.
         documents: a function from windows to the number of each token's document, such as
             `documents.ends_with(token)`. A token then sees only its own document, and the loss
             leaves out each target that is the first token of a document. None: a window is one
@@ -84,9 +88,10 @@ class Compute:
             `experts.exchanged(1.25)`; None: `experts.gathered`.
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
-        unroll: the number of layers in the body of the loop over layers. None: 2 under ZeRO-3 on
-            CPUs and GPUs. Without ZeRO-3, all layers on GPUs, if there are at most 48 and no
-            pipeline: the step then takes longer to compile, and is faster. In all other cases 1.
+        unroll: the number of layers in the body of the loop over layers. None: the number is 2 with
+            ZeRO-3 on CPUs and GPUs. Without ZeRO-3 on GPUs it is the number of all layers, if there
+            is no pipeline and the layers are at most 48 (the step then takes longer to compile, and
+            is faster). In all other cases it is 1.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the schedule that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
@@ -94,10 +99,10 @@ class Compute:
         reduce_in_backward: whether each block's gradients are summed over the replicas during the
             backward pass, as soon as they are computed (`grads.reduced_in_backward`). False: they
             are summed at the end of the step.
-        comms: the communication of blocks whose tokens are split over the tensor axis, such as
-            `sequence.overlapping`, which multiplies while tokens travel. None: `sequence.comms`,
-            which gathers the tokens first.
-        grad_of: composes the gradient function; None: `recipe.grad_of`.
+        comms: how blocks communicate if the tokens are split over the tensor axis. An example is
+            `sequence.overlapping`, which multiplies some tokens while it sends others. None:
+            `sequence.comms`, which gathers the tokens first.
+        grad_of: the function that composes the gradient function; None: `recipe.grad_of`.
     """
 
     axes: Mapping[str, AxisLike] = field(default_factory=dict)
@@ -144,11 +149,11 @@ class Setup:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Each axis of the layout with its algorithm."""
+        """The axes of the layout by name, each with its algorithm."""
         return axes_with_algorithms(self.layout, self.compute)
 
     def along(self, names: Sequence[str]) -> Axis:
-        """Returns one axis, joined of those axes in `names` that the layout has."""
+        """Returns one axis that joins the layout's axes among `names`."""
         return along(self.axes, names)
 
     @property
@@ -158,10 +163,11 @@ class Setup:
 
     @property
     def part_specs(self) -> zero.PartSpecs:
-        """The specs of three parts of the model: the weights outside the blocks (`ends`), a stage's
-        blocks, and one layer (`layer`).
+        """The parts of `specs` for the weights outside the blocks (`ends`), for a stage's blocks
+        (`stage`), and for one layer (`layer`). The specs name all axes that split the weights.
         """
-        loops = loops_of(self.layout)
+        loops = loops_of(self.layout)  # the leading dims that one layer lacks
+        # Refuses specs that split one of these leading dims over `SHARDED_OVER`.
         return zero.part_specs(self.specs, SHARDED_OVER, blocks=self.family.where, loops=loops)
 
 
@@ -208,14 +214,19 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
         grad = zero.gathered_once(grad, sharded_over, setup.part_specs.ends)
     # Outside the accumulation and the gathers, so that weights are cast once per step, and gathered
-    # in 16 bits; inside the averages, so that these reduce float32.
+    # in 16 bits; inside the averages, so that these reduce float32. The sums over devices above
+    # (ZeRO-2's `scatter`, `summed`, and the transposes of ZeRO-3's gathers) are taken in float32 or
+    # wider too, whatever the type of the gradients.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
+    # Gradients that ZeRO-2 scattered above are not scattered again: here they are only divided, and
+    # summed over the experts' axis if the layout has one.
     if layout.zero in (1, 2):
         grad = zero.reduce_scattered(grad, reduced_over, setup.specs)
     else:
         # With `reduce_in_backward` the blocks' gradients are summed already; a second sum would
-        # count them n times.
+        # count them n times. Under ZeRO-3 the gradients of shares are summed already over the axes
+        # that split the parameters; `averaged` sums them over the other axes only.
         already_summed = family.where if compute.reduce_in_backward else None
         grad = grads.averaged(grad, reduced_over, reduced=already_summed)
     # After the reductions above, so that under ZeRO only a device's share, 1/n of the bytes, goes
@@ -228,9 +239,10 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 
 def functions_of(setup: Setup) -> Functions:
-    """Returns the family's functions `(embed, stage, head)` for a layout. They communicate and
-    recompute in the backward pass as the layout says. The stage gathers the weights of its blocks
-    that ZeRO-3 splits; `grad_of` gathers the ends. `bisect` can record the weights that they use.
+    """Returns the family's functions `(embed, stage, head)` for a layout. The functions
+    communicate, and recompute in the backward pass, as the layout says. Under ZeRO-3, the stage
+    gathers the weights of its blocks, and `grad_of` gathers the weights outside the blocks.
+    `bisect` can record the weights that the three functions use.
     """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
@@ -238,7 +250,8 @@ def functions_of(setup: Setup) -> Functions:
 
     def wrapped(block):
         """Returns a block `(weights, x, layer) -> x` that reduces its gradients, gathers its
-        weights and is rematerialised, each if the layout or `Compute` says so.
+        weights and is rematerialised. Each of the three is done only if the layout or `Compute`
+        asks for it.
         """
         # The taps, which report weights to `bisect`, are innermost, so they see gathered weights.
         block = decoder_taps.block(block, specs, family.where, loops)
@@ -276,7 +289,8 @@ def functions_of(setup: Setup) -> Functions:
 
 def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
     """Returns the loss `(model, batch) -> loss` for evaluation, on each device's part of the model
-    and the batch. The blocks' own terms of the loss, and auxiliary values, are left out.
+    and the batch. The auxiliary losses of the blocks, such as those of a router, and auxiliary
+    values are left out.
     """
     embed, stage_with_terms, head_with_aux = functions
     layout, axes, where = setup.layout, setup.axes, setup.family.where
@@ -310,6 +324,7 @@ def rules_of(family: Family, layout: Layout) -> tuple[Rule, Rule]:
     """Returns the sharding rule of the parameters, and the rule of the optimizer's state. ZeRO
     splits the state, and ZeRO-3 also the parameters, over `SHARDED_OVER`.
     """
+    # Only the rules of a family with experts take this argument.
     expert_axis = {"expert": "expert"} if layout.expert > 1 else {}
     rule = family.rules(
         "tensor", stage="stage" if layout.pipelined else None, size=layout.tensor, **expert_axis
@@ -341,16 +356,16 @@ def axes_with_algorithms(layout: Layout, compute: Compute) -> dict[str, Axis]:
     for name, axis in compute.axes.items():
         if name not in axes or Axis.of(axis).names != name:
             raise ValueError(
-                f"axes must map one of {', '.join(axes)} to an algorithm along that axis, such as "
-                f"axes={{'data': ring('data')}}; got {name!r}: {axis!r}."
+                f"axes: each name must be one of {', '.join(axes)}, with an algorithm along that "
+                f"axis, such as axes={{'data': ring('data')}}; got {name!r}: {axis!r}."
             )
         axes[name] = Axis.of(axis)
     return axes
 
 
 def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
-    """Returns one axis, joined of those `axes` that are in `names`, in the order of `names`; if
-    there are none, an axis of one device.
+    """Returns one axis that joins those of `axes` whose names are in `names`, in the order of
+    `names`; if there are none, an axis of one device.
     """
     present = [axes[name] for name in names if name in axes]
     return present[0] if len(present) == 1 else combined_axis(*present)
@@ -376,15 +391,17 @@ def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
 
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
-    """Returns how activations and cotangents go from stage to stage: whole, or in parts that the
-    tensor devices send and then gather.
+    """Returns how activations and cotangents go from stage to stage. Each tensor device sends
+    either the whole array or one part of it. In the second case the tensor devices of the receiving
+    stage gather the parts.
     """
     return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.whole
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
     """Returns the function that wraps a block, so that its backward pass recomputes the values that
-    are not kept: the `remat` of `compute`, else the policy that the layout's `remat` names.
+    are not kept. This function is the `remat` of `compute`; if that is None, it is the policy that
+    the layout's `remat` asks for.
     """
     if compute.remat is not None:
         return compute.remat
@@ -410,7 +427,8 @@ def unroll_of(setup: Setup) -> int:
     if layout.zero == 3:
         return 1 if platform == "tpu" else 2
     # On a GPU the loop copies all kept values into stacks, and nothing is fused across layers. A
-    # body of some of the layers gains nothing: only without a loop is the step faster.
+    # body of some of the layers gains nothing: only without a loop is the step faster. With a
+    # pipeline, whose ticks are a loop anyway, the layers keep their loop.
     layers = setup.config.sizes["layers"]
     without_loop = platform == "gpu" and not layout.pipelined and layers <= MOST_WITHOUT_LOOP
     return layers if without_loop else 1
@@ -443,7 +461,8 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
         assert context_attention is not None  # `decoder` refuses a context axis without one
 
         def attend_around(attend):
-            """Returns `attend` as attention to the tokens of all context devices."""
+            """Wraps `attend` so that it attends to the tokens of all devices along the context
+            axis."""
             return context_attention(attend, axes["context"])
 
         comms = functools.partial(
@@ -468,8 +487,8 @@ def loops_of(layout: Layout) -> int:
 
 
 def weighted(batch: Batch, setup: Setup) -> Batch:
-    """Returns the batch, with segments and weights for its documents if `Compute` has `documents`,
-    and with its weights normalised.
+    """Returns the batch with normalised weights. If `Compute` has `documents`, the batch first gets
+    segments and weights for its documents.
 
     Weights, if there are any, are scaled so that their mean over the tokens of all devices is 1.
     The mean of the devices' losses is then the weighted mean over all tokens.
@@ -527,12 +546,13 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
 
 
 def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """Returns `stage` with its term of the loss typed as varying along `axis`, the type of the
-    head's loss.
+    """Returns `stage` with its term of the loss typed as varying along `axis`, as the head's loss
+    is typed.
 
-    Later, the gradients are summed over the n devices of `axis` and divided by n. A term may be
-    typed as the same on all devices, such as a mean over all tokens. Its gradient would be in that
-    sum once instead of n times, and so would be n times too small.
+    Later, the gradients are summed over the n devices of `axis` and divided by n. A term that is
+    the same on all devices, such as a mean over all tokens, may be typed as not varying. JAX would
+    then count the term's gradient once in that sum, not n times, so this gradient would be n times
+    too small.
     """
 
     def wrapped(*arguments):
@@ -565,13 +585,13 @@ def _with_aux_by_layer(grad: Grad) -> Grad:
     """Returns `grad` with the auxiliary values of the stages as [L, ...], in the order of the
     layers.
 
-    `grad` gives them as [C, L / C, ...], for the C chunks of all stages in the order of the model;
-    without a pipeline, C is 1.
+    `grad` gives these values as [C, L / C, ...]. The C chunks of all stages are already in the
+    order of the model, so the two dims only have to be joined. Without a pipeline, C is 1.
     """
 
     def by_layer(aux):
-        """Returns an `Aux` with its stages' values as [L, ...]. If the stages have no values, `aux`
-        has only the head's, and is returned unchanged.
+        """Returns `aux` with the values of its stages reshaped to [L, ...]. If the stages have no
+        values, `aux` is no `Aux` but the value of the head alone, and is returned unchanged.
         """
         if not isinstance(aux, Aux):
             return aux

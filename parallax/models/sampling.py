@@ -5,8 +5,8 @@ values are kept from token to token, so each new token costs a forward pass of o
 
 Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
 width, V vocabulary. The *place* of a token is its number in the text, from 0 on. The *window* is
-the last tokens of the text, on which the next token depends. A token is *unknown*, -1 (`NOTHING`),
-if a logit was nan; all later tokens are then unknown too.
+the part at the end of the text on which the next token depends. A token is *unknown*, -1
+(`NOTHING`), if a logit was nan; all later tokens are then unknown too.
 """
 
 import functools
@@ -38,7 +38,8 @@ class Cache(NamedTuple):
     """Keys and values of all layers.
 
     Attributes:
-        keys: the keys of the tokens so far; later places are 0, and no query attends to them.
+        keys: the keys of the tokens so far; the keys at later places are 0, and no query attends to
+            them.
         values: the values of the same tokens.
     """
 
@@ -49,7 +50,7 @@ class Cache(NamedTuple):
 class Cached(NamedTuple):
     """Two functions that compute the logits of a model and keep its keys and values.
 
-    Both return the logits after the last token.
+    Both functions return the logits after the last token.
 
     Attributes:
         begin: `(tokens [B, P], places) -> (logits [B, V], cache)` computes the prompt. The cache
@@ -63,10 +64,10 @@ class Cached(NamedTuple):
 
 
 class Writer(NamedTuple):
-    """A model that writes text.
+    """The functions of a model from which text is drawn.
 
     Attributes:
-        logits: the function from tokens `[1, window]` to the logits after each of them.
+        logits: the function from tokens `[1, window]` to the logits after each token.
         window: the largest number of tokens from which the next token is computed; static.
         cached: the functions of the same model that keep its keys and values. None: each token is
             computed from all tokens in the window.
@@ -80,15 +81,17 @@ class Writer(NamedTuple):
 
 
 def cached(parts: DecoderParts, model: Any) -> Cached:
-    """Returns the functions of a whole `model` that keep keys and values, 2 L S G K numbers per
-    sequence.
+    """Returns the functions of a whole `model` that keep keys and values. These are 2 L S G K
+    numbers per sequence.
 
     Under `jax.jit`, the cache of a model that is placed over a mesh is split as the model is: by
     heads of keys and values. If sequences are split over devices, so is their cache.
     """
 
     def begin(tokens, places):
-        """Returns the logits [B, V] after a prompt [B, P], and its cache with S = `places`."""
+        """Returns the logits [B, V] after a prompt [B, P], and the prompt's cache, with S =
+        `places`.
+        """
 
         def pad(old, new):
             """Returns the new keys or values [B, P, G, K], padded with zeros to [B, S, G, K]; `old`
@@ -122,11 +125,11 @@ def _run(
     first: Any,
     join: Callable[..., Any],
 ) -> tuple[Float[Array, "batch vocabulary"], Cache]:
-    """Returns the logits after the last of `tokens`, which begin at the place `first`, and the
-    cache with their keys and values.
+    """Returns the logits after the last of `tokens`, and the cache with the keys and values of
+    these tokens. The first token is at the place `first`.
 
     `join(old, new)` returns the old keys or values of a layer with the new ones behind them.
-    Without a `cache` there are no old ones, and `old` is None.
+    Without a `cache` there are no old keys and values, and `old` is None.
     """
     arrays, static = eqx.partition(model.blocks, eqx.is_array)
 
@@ -175,7 +178,7 @@ def sampler(family: Family, name: str) -> Callable[..., Int[Array, " tokens"]]:
         key: Key[Array, ""],
     ) -> Int[Array, " tokens"]:
         """Returns the `tokens` tokens that follow `prompt`, as `models.sampling.sampled` draws
-        them, with its arguments and errors.
+        them; `sampled` explains the arguments and the errors.
 
         Logits are divided by `temperature`; `top_k` and `top_p` leave out the less likely tokens.
         Each token depends on at most the last `window` tokens before it. The default of `window` is
@@ -232,26 +235,27 @@ def sampled(
     axis of the mesh, each device continues its own prompts.
 
     Let N be the number of parameters. While the text fits the writer's window, keys and values are
-    kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Later, and
-    without `cached`, a token costs a pass over the whole window: 2 N flops for each of its tokens.
-    A full window moves by one place for each token. This changes the positions of all its tokens,
-    and so all keys and values.
+    kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Once the text
+    is longer than the window, or if there is no `cached`, a token costs a pass over the whole
+    window: 2 N flops for each token of the window. A full window moves by one place for each new
+    token. Each move changes the position of every token in the window, and with it every key and
+    value, so that no key or value can be kept.
 
-    If a logit is nan, as after an id outside the vocabulary, the token is -1, and so are all
-    tokens after it. No tokenizer decodes -1.
+    If a logit is nan, for example after an id outside the vocabulary, the token is -1, and so are
+    all tokens after it. No tokenizer decodes -1.
 
     Args:
         writer: the model, such as `Writer(functools.partial(family.logits, model), window,
             family.cached(model))`.
         prompt: the tokens to continue; they may be longer than the window.
         tokens: the number of tokens to draw; static.
-        temperature: the number by which logits are divided; 0 takes the token with the largest
-            logit each time (greedy), the first if several are equal.
-        top_k: draw among the k largest logits (and those that equal the smallest of the k); static.
-            None: among all.
+        temperature: the number by which logits are divided. With 0, each token is the one with the
+            largest logit (greedy), or the first such token if several logits are equal.
+        top_k: draw among the tokens of the k largest logits (and of logits that equal the smallest
+            of these); static. None: draw among all tokens.
         top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`, add
-            up to p or more. None: among all.
-        key: the random key; each token uses its own, of `jax.random.split(key, tokens)`.
+            up to p or more. None: draw among all tokens.
+        key: the random key. Each token uses its own key, a row of `jax.random.split(key, tokens)`.
 
     Raises:
         ValueError: the prompt is empty, or is not whole numbers in one dim; `tokens` is below 0, a
@@ -285,10 +289,10 @@ def sampled(
 
 def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
     """Returns a function `(logits [V], key, unknown)` that draws a token from the `filtered`
-    logits. The token is -1 if one of these is nan, or if `unknown` is true, since a token before it
-    was -1.
+    logits. The token is -1 if one of these logits is nan, or if `unknown` is true: an earlier token
+    was then -1.
 
-    The errors of wrong arguments begin with `name`.
+    Errors about `temperature`, `top_k` or `top_p` begin with `name`, and are raised at once.
     """
     if top_k is not None:
         (top_k,) = argument_checks.whole_numbers(name, top_k=top_k)
@@ -319,8 +323,8 @@ def _with_cache(
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each random key in `keys`, computed with a cache
     of the attention's keys and values. `model` has two functions: `begin` computes the prompt, and
-    `go_on` one more token. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`,
-    since a token before it was -1.
+    `go_on` one more token. `token_of(logits, key, unknown)` draws a token; the token is -1 if
+    `unknown`, which says that an earlier token was -1.
     """
     # The last token needs no place in the cache, since no token attends to it: this is the - 1.
     # `begin` returns the logits after the prompt, [1, V], and the cache.
@@ -328,8 +332,8 @@ def _with_cache(
     token = token_of(logits[0], keys[0], (prompt == NOTHING).any())
 
     def draw(carry, inputs):
-        """Returns the next token, as a step of `lax.scan`. The carry is the token before it, at
-        `place`, and the cache without that token.
+        """Returns the next token, as a step of `lax.scan`. The carry is the previous token, whose
+        place is `place`, and the cache, which does not yet hold this previous token.
         """
         (token, cache), (key, place) = carry, inputs
         logits, cache = model.go_on(token[None], cache, place)  # a batch of one sequence
@@ -348,14 +352,14 @@ def _without_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each random key, each computed from the whole
-    window. `token_of(logits, key, unknown)` draws a token; it is -1 if `unknown`, since a token
-    before it was -1.
+    window. `token_of(logits, key, unknown)` draws a token; the token is -1 if `unknown`, which says
+    that an earlier token was -1.
 
     This function is for a model without a cache of keys and values, and for tokens after the window
     began to move, since every move changes all keys and values.
 
-    The tokens fill the first places of the window, and zeros the rest. When the window is full, it
-    moves by one place for each token.
+    The tokens fill the first places of the window, and zeros fill the other places. When the window
+    is full, it moves by one place for each token.
     """
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
@@ -381,13 +385,13 @@ def filtered(
     top_k: int | None = None,
     top_p: SupportsFloat | None = None,
 ) -> Float[Array, " vocabulary"]:
-    """Returns the logits to draw from, in float32 or wider. Their maximum is subtracted, the result
-    is divided by `temperature`, and tokens that must not be drawn get -inf.
+    """Returns the logits to draw from, in float32 or wider. The maximum of the logits is
+    subtracted, the result is divided by `temperature`, and tokens that must not be drawn get -inf.
 
     At temperature 0, the largest logit (the first if several are equal) is 0, and all others are
     -inf. `temperature` is applied first, then `top_k`, and `top_p` to the tokens that are left. The
-    likeliest token always stays. All results are nan if a logit is nan or inf, if none is finite,
-    or for a `temperature` or `top_p` that `sampled` refuses.
+    likeliest token always stays. All results are nan if a logit is nan or inf, if no logit is
+    finite, or for a `temperature` or `top_p` that `sampled` refuses.
 
     Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for
     `top_p`.
@@ -397,6 +401,7 @@ def filtered(
     # No shifted logit is above 0, so a small temperature gives -inf and never inf. If the maximum
     # is inf or -inf, some shifted logit is nan.
     shifted = wide - jnp.max(wide)
+    # A comparison of indices marks one element without a scatter.
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)  # for temperature 0
     # The inner `where` avoids a division by 0.
@@ -420,9 +425,9 @@ def filtered(
 
 
 def _scalar(needed: str, value: Any, most: float) -> Any:
-    """Returns the scalar `value`, unchanged if it is a JAX array, else as a float. It must be
-    finite and from 0 to `most`; a tracer's value is unknown and is not checked. Errors begin with
-    `needed`.
+    """Returns the scalar `value`, unchanged if it is a JAX array, else as a float. The value must
+    be finite and from 0 to `most`; the value of a tracer is unknown and is not checked. Errors
+    begin with `needed`, a text such as "gpt2.sample needs a top_p from 0 to 1".
     """
     # The kinds of NumPy's types: signed integers, unsigned integers, floats.
     if np.shape(value) != () or np.result_type(value).kind not in "iuf":

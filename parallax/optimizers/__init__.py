@@ -1,7 +1,8 @@
-"""Optimizers on shards: a check that an optimizer acts element by element, and wrappers for other
-optimizers.
+"""Optimizers on shards: a check that an optimizer acts element by element, and wrappers for
+optimizers that do not.
 
-The wrappers are imported at their first use. The check does not need them, and each step runs it.
+The wrappers are imported at their first use: every train step uses the check, and the check needs
+no wrapper.
 """
 
 from importlib import import_module

@@ -1,17 +1,20 @@
-"""Checks that an optimizer acts element by element, so that its update of a shard of a leaf is the
-shard of its update of the leaf.
+"""Checks that an optimizer acts element by element. Then the update of a shard has the same numbers
+as that shard of the update of the whole leaf.
 
-`checked` decides this once for each set of shapes. It traces the update on leaves whose split dims
-have an unknown size, and follows the program (`parallax.optimizers.programs`). It refuses an update
-or a new state that is not computed element by element from its own leaf. It also refuses a program
-that depends on the size, such as a learning rate scaled by the size of a dim. The allowed
-operations are listed, since a list of forbidden operations could miss some.
+`checked` makes this check once for each set of shapes. It traces the update on leaves whose split
+dims have an unknown size, and follows the traced program (`parallax.optimizers.programs`). It
+refuses the optimizer if the update or the new state of a leaf is not computed element by element
+from this leaf. It also refuses a program that depends on the size, such as a learning rate scaled
+by the size of a dim. The allowed operations are listed, since a list of forbidden operations could
+miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
-the optimizer's state, is the number of its leaf, or None. A moment is a state array of the shape of
-its leaf's gradient. A share is a device's part of a gradient or a parameter. Of a `Value`, `leaves`
-are the numbers of the leaves that it is computed from, and `mixes` says why it is not element by
-element, or is "". The number `WHOLE` stands for any array that is the same on all devices.
+the optimizer's state, is the number of the leaf that it belongs to. The number of the step, for
+example, belongs to no leaf, so its owner is None. A moment is an array of the state that has the
+shape of its leaf's gradient. A share is a device's part of a gradient or a parameter. A `Value`
+says how an array of the program is computed: `leaves` has the numbers of the leaves that the array
+is computed from. `mixes` is the reason why the array is not computed element by element, or "" if
+it is. The number `WHOLE` stands for any array that is the same on all devices.
 """
 
 import functools
@@ -36,8 +39,8 @@ MIXES = "this optimizer does not act element by element, so it would train somet
 
 
 class UnfitOptimizer(ValueError):
-    """The error for an optimizer that cannot update shards, or whose state belongs to other leaves
-    than the gradients do."""
+    """The error for an optimizer that cannot update shards, or whose state was made for other
+    leaves than those that have gradients."""
 
 
 def with_extra(
@@ -55,20 +58,20 @@ def with_extra(
 def checked(
     update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
 ) -> Update:
-    """Returns `update` with a check that its result on a shard of a leaf is the shard of its result
-    on the whole leaf.
+    """Returns `update` with a check that the update of a shard of a leaf is that shard of the
+    update of the whole leaf.
 
     Args:
         update: the update of an optimizer.
         specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
-            does not name, that axis may split any of its dims.
+            does not name, the check assumes that this axis may split any dim of the leaf.
         at: the name of the caller, for messages.
-        gathered: axes along which leaves count as whole, though their types vary: the caller has
-            gathered them.
+        gathered: axes along which the caller has gathered the leaves. The leaves count as whole
+            along these axes, although their types still vary along them.
 
     Returns:
         `(gradients, state, params, **extra) -> (updates, state)`; a parameter may have no gradient.
-        It raises `UnfitOptimizer` if the check fails.
+        This function raises `UnfitOptimizer` if the check fails.
     """
     # The keys of the arguments that have passed: a step is traced several times for the same
     # shapes, such as by `lower` and by `eval_shape`, and its optimizer is checked once.
@@ -79,13 +82,15 @@ def checked(
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
-        """Returns the optimizer's update; checks it first, unless arguments of these types have
-        passed the check already, so that their key is in `decided`."""
+        """Returns the optimizer's update. The update is checked first, unless arguments of these
+        types have passed the check before: `decided` has the keys of such types."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
-        # type also says along which axes an array varies.
-        kinds = (jax.typeof(leaf) if trees.is_array(leaf) else type(leaf) for leaf in leaves)
+        # type also says along which axes an array varies. A leaf that is no array, such as an
+        # option of the update, counts by its value. This value and the structure are texts here,
+        # since they may have no hash.
+        kinds = (jax.typeof(leaf) if trees.is_array(leaf) else repr(leaf) for leaf in leaves)
         key = jax.sharding.get_abstract_mesh(), str(structure), *kinds
         device_update = _Update(functools.partial(update, **extra), arguments, specs, axes, at)
         try:
@@ -111,10 +116,11 @@ class _Leaf(NamedTuple):
         path: the path in the tree of parameters.
         gradient: the gradient.
         weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
-        split: the axes of more than one device along which the gradient or the parameter differs.
+        split: the axes, of more than one device each, along which the gradient or the parameter
+            differs.
         whole: the shape of the whole parameter.
-        is_open: whether the specs leave open which dim is split; `whole` is then too large, since
-            each dim counts as split.
+        is_open: whether the specs leave open which dim is split. If they do, `whole` is an upper
+            bound, in which every dim is multiplied by the number of devices.
     """
 
     path: tuple[Any, ...]
@@ -131,16 +137,17 @@ class _Leaf(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        """Whether the parameter has the gradient's shape; with ZeRO-1 the parameter is whole and
-        the gradient a share."""
+        """Whether the parameter has the gradient's shape: both are shares, or both are whole. It is
+        False in ZeRO-1, where the parameter is whole and the gradient a share."""
         return np.shape(self.gradient) == np.shape(self.weight)
 
 
 class _Update:
     """An update and its arguments on one device, for the check.
 
-    `axes` gives the axes along which an array is split. `leaves` are the parameters that have a
-    gradient, and `owners` has the owner of each array of the state.
+    `axes(x)` returns the axes along which an array `x` is split. `leaves` are the parameters that
+    have a gradient. `owners` has, for each array of the state, the number of the leaf that it
+    belongs to, or None.
     """
 
     def __init__(
@@ -153,7 +160,7 @@ class _Update:
     ):
         """Reads the leaves and the owners of the state's arrays from the arguments, which are
         (gradients, state, parameters that have a gradient). `specs` has the parameters' specs by
-        path, `axes(x)` are the axes that split an array, and `at` is the caller's name."""
+        path, `axes(x)` returns the axes that split an array `x`, and `at` is the caller's name."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -163,32 +170,37 @@ class _Update:
     def leaf(
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
-        """Returns the leaf with its split axes, from the types, and its whole shape, from the
-        specs."""
+        """Returns the leaf at `path`. The types of the gradient and the parameter give the axes
+        that split the leaf. The shape and the spec of the parameter give the shape of the whole
+        parameter."""
         axes, ndim = self.axes(weight), np.ndim(weight)
-        # By dim: the axes that split it, by the spec, and along which the parameter varies. A spec
-        # may have fewer entries than the array has dims.
+        # For each dim: the axes that the spec has for this dim, and along which the parameter
+        # varies. A spec may have fewer entries than the array has dims.
         entries = [*specs.get(trees.dotted(path), ()), *[None] * ndim][:ndim]
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
         # An axis that the spec does not name may split any dim, so each dim counts as split by it.
+        # Axes that split only the gradient (ZeRO-1) do not count: the parameter is whole already.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))
             for size, names in zip(np.shape(weight), by_dim, strict=True)
         )
-        # A vector has only one dim, so it is known which one is split.
+        # `is_open`: the leaf is split over an axis that its spec does not name, so the dim is
+        # unknown. A vector has only one dim.
         split, is_open = axes | self.axes(gradient), ndim > 1 and bool(unnamed)
-        return _Leaf(tuple(path), gradient, weight, split, whole, is_open)
+        return _Leaf(tuple(path), gradient, weight, split=split, whole=whole, is_open=is_open)
 
     def check(self) -> None:
-        """Raises `UnfitOptimizer` if the update, traced on symbolic sizes, is not computed element
-        by element from each leaf; returns at once if no leaf is split."""
+        """Raises `UnfitOptimizer` unless the update of each leaf is computed element by element
+        from this leaf. The update is traced on symbolic sizes. If no leaf is split, nothing is
+        traced."""
         if not any(leaf.split for leaf in self.leaves):
             return
         # The sources of values in the program. A whole leaf is `WHOLE`: the same on all devices, so
         # the optimizer may also sum it.
         numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
-        # In ZeRO-1 the parameter is whole, though its gradient is a share.
+        # In ZeRO-1 the parameter is whole, though its gradient is a share. Only there `is_shard` is
+        # False; it is True of a leaf that nothing splits.
         of_weights = [
             number if leaf.is_shard else WHOLE
             for number, leaf in zip(numbers, self.leaves, strict=True)
@@ -205,19 +217,19 @@ class _Update:
             self.refuse(f"its program depends on the leaf's size: {_first_line(error)}")
         # The program's results are the updates, one for each leaf, and then the state.
         updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
-        all_shards = all(leaf.is_shard for leaf in self.leaves)
-        # If the parameters are whole and the gradients shares, the optimizer must gather its
-        # updates. Without this check JAX would silently broadcast some of these shapes. The caller
-        # turns this error into a better one (`explain`).
-        if not all_shards and _shapes(updates) != _shapes(arguments[2]):
+        equal_shapes = all(leaf.is_shard for leaf in self.leaves)
+        # If some parameters are whole and their gradients shares (ZeRO-1), the optimizer must
+        # gather its updates. Without this check JAX would silently broadcast some of these shapes.
+        # The caller turns this error into a better one (`explain`).
+        if not equal_shapes and _shapes(updates) != _shapes(arguments[2]):
             raise TypeError("the updates have other shapes than the parameters")
         # The program's arguments come in this order: gradients, state, parameters.
         values = [*map(of_leaf, numbers), *of_state, *map(of_leaf, of_weights)]
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim. Its bounds are the dim's
-        size on a shard and its size in the whole leaf."""
+        """Returns the arguments with a symbolic size for each split dim. The bounds of a symbolic
+        size are the dim's size on a shard and the dim's size in the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair
@@ -237,8 +249,8 @@ class _Update:
         unknown = dict(zip(ranges, sizes, strict=True))
 
         def resized(x, whole):
-            """Returns `x`, or, if a dim is split, its type with symbolic sizes; `whole` is the
-            shape of the whole leaf."""
+            """Returns `x` if no dim is split. Otherwise, returns the type of `x` with a symbolic
+            size for each split dim. `whole` is the shape of the whole leaf."""
             pairs = zip(np.shape(x), whole, strict=True)
             shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
             return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
@@ -257,15 +269,15 @@ class _Update:
         )
 
     def is_moment(self, x: Any, owner: int | None) -> bool:
-        """Returns whether an array of the optimizer's state has the shape of its leaf's
-        gradient."""
+        """Returns whether an array of the optimizer's state has the shape of its leaf's gradient.
+        An array that belongs to no leaf (`owner` is None) is no moment."""
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the sources of an array of the optimizer's state with this owner. A `mixes` in
-        them makes `judge` refuse a result that uses the array."""
+        """Returns the `Value` of an array of the optimizer's state with this owner. If `mixes` of
+        this `Value` is not empty, `judge` refuses each result that uses the array."""
         # A single number that no axis splits, such as a step count, may be combined with all
-        # elements.
+        # elements, so it has no sources.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
         # The state of a split leaf must have the shape of the gradient, so that it is split alike.
@@ -273,15 +285,17 @@ class _Update:
             if self.is_moment(x, owner):
                 return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
+        # The other arrays belong to a whole leaf or to no leaf. A moment of a whole leaf counts as
+        # whole, whatever its type; any other array must be the same on all devices.
         if self.axes(x) and not self.is_moment(x, owner):
             return Value(mixes="its state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
-        """Refuses the optimizer if a result is not computed element by element from its own leaf,
-        or from leaves that are split alike.
+        """Refuses the optimizer unless each result is computed element by element, from the
+        result's own leaf and from no leaf that is split in another way.
 
-        `results` are the sources of the updates and then of the arrays of the new state.
+        `results` has the `Value`s of the updates, and then those of the arrays of the new state.
         """
         count = len(self.leaves)
         # A new state may have more arrays than the old one; they belong to no leaf.
@@ -309,19 +323,21 @@ class _Update:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int) -> bool:
-        """Returns whether the leaves of numbers i and j are surely split along the same dim: over
-        one common axis, with equal shapes on the device and as a whole."""
+        """Returns whether the leaves of numbers i and j are surely split along the same dim. This
+        is sure if neither leaf is open (`is_open`), one axis alone splits both, and their shapes
+        are equal, on a device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-        # If the specs leave open which dim of some leaf is split, no two leaves are surely alike:
-        # equal shapes may be split along different dims.
-        is_open = any(leaf.is_open for leaf in self.leaves)
+        # A leaf is open if it is split over an axis that its spec does not name. That axis may
+        # split any of its dims, and its shapes do not tell which.
+        is_open = a.is_open or b.is_open
+        # Two axes might split the dims of one leaf in another order than those of the other.
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
 
     def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
         """Raises `UnfitOptimizer` with the reason `why`. The message names the leaf `owner` if that
-        is split, else the first leaf that is split. `fault` is the general fault; by default, that
-        the update mixes elements."""
+        leaf is split, and else the first leaf that is split. `fault` is the clause of the message
+        before the reason; the default says that the update mixes elements."""
         split = [leaf for leaf in self.leaves if leaf.split]
         leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
         axis = _spelt(leaf.split)
@@ -329,14 +345,14 @@ class _Update:
             f"{self.at}: each device updates its shards alone, and {fault}. {leaf.name} is "
             f"split along {axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) "
             f"updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) whole "
-            "matrices, each on one device. If the optimizer joins the shards itself, wrap it "
-            "in optimizers.on_shards."
+            "matrices, each on one device. If the optimizer itself communicates, so that its "
+            "result on shards is right, wrap it in optimizers.on_shards."
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
-        """Raises `UnfitOptimizer` if an update failed with `error` because of missing leaves or of
-        the shapes of shards; otherwise returns, and the caller raises `error` itself. `params` are
-        all parameters, with and without a gradient."""
+        """Raises `UnfitOptimizer` if missing leaves or the shapes of shards made an update fail
+        with `error`. For any other cause it only returns, and the caller raises `error` itself.
+        `params` are all parameters, with and without a gradient."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
         # Each array of the state that belongs to a leaf, with the leaf's path.
@@ -344,20 +360,22 @@ class _Update:
         # A leaf may be missing in only one of the two: the gradients or the optimizer's state.
         with_gradient = {leaf.path: leaf for leaf in self.leaves}
         with_state = {path for path, _ in arrays_of_leaves}
+        # An optimizer without state for any leaf, such as plain SGD, has nothing to compare.
         if with_state and with_state != set(with_gradient):
             raise UnfitOptimizer(self.other_leaves(params, with_state)) from error
         # Other errors are the optimizer's own.
         if not _is_about_shapes(error):
             return
-        # A share of a gradient met a whole parameter.
+        # In ZeRO-1 a share of a gradient met a whole parameter. Everywhere else `is_shard` is True:
+        # both are shares, or both are whole, so they have equal shapes.
         for leaf in self.leaves:
             if not leaf.is_shard:
                 raise UnfitOptimizer(
                     f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, "
                     f"a share of {np.shape(leaf.weight)} as zero.reduce_scattered makes it, and "
                     "the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, "
-                    "specs) or ZeRO.optimizer, and give step.init the rule of the shares as "
-                    "optimizer_rule."
+                    "specs) or ZeRO.optimizer, and pass step.init an optimizer_rule that splits "
+                    "the state into such shares: ZeRO.optimizer_rule, for example."
                 ) from error
         # The state was made for whole leaves, or has shapes of its own.
         for path, x in arrays_of_leaves:
@@ -365,12 +383,12 @@ class _Update:
             if np.size(x) > 1 and np.shape(x) != np.shape(leaf.gradient) and leaf.split:
                 raise UnfitOptimizer(
                     f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for "
-                    f"{leaf.name}, of which a device updates {np.shape(leaf.gradient)}. If this "
-                    "is the state of whole parameters, give step.init the rule of the shares, "
-                    "optimizer_rule=rules.fsdp(axis, size=n) or ZeRO.optimizer_rule, or make the "
-                    "state by this optimizer's own init inside the map. An optimizer that keeps "
-                    "other shapes than its leaves' needs optimizers.whole(optimizer, "
-                    f"{_spelt(leaf.split)}, specs)."
+                    f"{leaf.name}, but each device updates only a shard of this leaf, of shape "
+                    f"{np.shape(leaf.gradient)}. If this is the state of whole parameters, pass "
+                    "step.init a rule that splits it too, optimizer_rule=rules.fsdp(axis, size=n) "
+                    "or ZeRO.optimizer_rule, or call this optimizer's init inside mesh.spmd. If "
+                    "its state by design has other shapes than the leaves, use "
+                    f"optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."
                 ) from error
         if any(leaf.split for leaf in self.leaves):
             self.refuse(
@@ -378,8 +396,8 @@ class _Update:
             )
 
     def other_leaves(self, params: PyTree, with_state: set[tuple[Any, ...]]) -> str:
-        """Returns the message for an optimizer whose state belongs to other leaves than the
-        gradients do. `with_state` has the paths of the leaves for which there is state."""
+        """Returns the message for an optimizer whose state was made for other leaves than those
+        that have gradients. `with_state` has the paths of the leaves for which there is state."""
         with_gradient = {leaf.path for leaf in self.leaves}
         # The message names one of the leaves that have only a gradient or only a state.
         path = min(with_state ^ with_gradient, key=trees.dotted)
@@ -409,7 +427,7 @@ def _shapes(tree: PyTree) -> list[Any]:
 
 def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
     """Returns, for each array of an optimizer's state, the index in `paths` of the parameter to
-    which it belongs, or None."""
+    which it belongs, or None if it belongs to no parameter."""
     return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
 
 
@@ -424,8 +442,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_about_shapes(error: Exception) -> bool:
-    """Returns whether JAX or optax raised this error about shapes, or about a state with other
-    leaves."""
+    """Returns whether an error of JAX or optax is about shapes, or about a state that was made for
+    other leaves."""
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

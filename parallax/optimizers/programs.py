@@ -1,13 +1,18 @@
-"""An optimizer's update as a program: the leaves that each value is computed from, and whether this
-is done element by element.
+"""Reads an optimizer's update as a program: finds the leaves that each value is computed from, and
+whether the value is computed element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
-a fact about the program is true for shards and for whole leaves. Leaves are parameters, named by
-number, from 0 on. Two more numbers stand beside them: `WHOLE`, for any array that no axis splits,
-and `RIGHT`, for a result that a wrapper marked as right on shards. A value that *mixes* uses
-several elements at a time, and so would be wrong on shards. `met` joins the sources of several
-values, and `run` follows a program inside an equation. `linear(x, forward=..., backward=...,
-name=...)` is one equation of that name, so a result can be *marked* by a name.
+a fact about the program is true for shards and for whole leaves. A result is *right on shards* if
+each device computes, from its shards, its own part of the result for whole leaves. A value that
+*mixes* is computed from several elements at a time, as a sum is, and would be wrong on shards.
+
+Leaves are parameters, named by numbers from 0 on. Two more numbers are used in the same way:
+`WHOLE`, for any array that no axis splits, and `RIGHT`, for a result that a wrapper marked as right
+on shards, although its computation may mix elements. The *sources* of a value are a `Value`: the
+leaves that it is computed from, and whether it mixes. `met` joins the sources of several values
+into one `Value`, and `run` follows a program inside an equation, such as a branch. A call of
+`linear(x, forward=..., backward=..., name=...)` is one equation of the program, and the argument
+`name` can *mark* the result of the equation.
 """
 
 import dataclasses
@@ -30,31 +35,33 @@ from parallax.grads.results import matching_parameters
 
 # Numbers beside those of the leaves (see above), and the names of the two marks in the program.
 WHOLE, RIGHT = -1, -2
-RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if what it is given is"
+RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if its operands are"
 
 
 def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
-    """Returns an optimizer's `update`, with its results marked as valid on shards, so that
-    `checked` accepts these results.
+    """Returns an optimizer's `update`, with its results marked as right on shards: `checked` then
+    accepts them without a check.
 
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
             those that have a gradient.
-        at: the function that made `update`, for the error without parameters; "" if `update` does
-            not need parameters.
+        at: the name of the function that made `update`, for the error if no parameters are passed;
+            "" if `update` does not need parameters.
     """
 
     def wrapped(gradients, state, params=None, **extra):
-        """Returns the updates and the state, marked; on unknown sizes, where `update` would fail,
-        marked arrays of the same types."""
+        """Returns the updates and the state, marked as right on shards. If sizes are unknown,
+        `update` may fail, since collectives need known sizes. In that case `update` is not called,
+        and the results are marked arrays of the types that `update` would return."""
         if at and params is None:
             raise ValueError(
-                f"{at}: update needs the parameters, whose shapes tell shares from wholes. "
-                "Pass params."
+                f"{at}: update needs the parameters, whose shapes show which gradients are shares "
+                "and which are whole. Pass params."
             )
         weights = None if params is None else matching_parameters(gradients, params)
         # `checked` traces this function on unknown sizes. Only the types and the marks of the
-        # results matter there: an update has the type of its parameter, and the state its old type.
+        # results matter there. An update has the type of its parameter, and it is right if its
+        # gradient is (`_marked_like`). The state has its old type.
         if has_unknown_sizes((gradients, weights)):
             like = gradients if weights is None else weights
             return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
@@ -64,7 +71,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
 
 
 def _marked(x: Any) -> Any:
-    """Returns `x`, marked as right on shards; anything but an array is returned as it is."""
+    """Returns `x` with the mark of a result that is right on shards. Returns anything but an array
+    as it is."""
     if not isinstance(x, jax.Array):
         return x
     # The mark is the name of an equation, since only equations are kept in a traced program.
@@ -72,7 +80,8 @@ def _marked(x: Any) -> Any:
 
 
 def _marked_like(x: Any, like: Any) -> Any:
-    """Returns `like`, as a result made of `x`: marked as right on shards if `x` does not mix."""
+    """Returns `like` marked as a result that is computed from `x`. This result is right on shards
+    unless `x` mixes: then `x` is wrong already."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
@@ -87,10 +96,11 @@ class Value(NamedTuple):
     """The sources of a value in an optimizer's program.
 
     Attributes:
-        leaves: the numbers of the leaves from which the value is computed, `WHOLE` and `RIGHT`
-            among them. If empty, the value is one number, or an array of equal numbers, and the
-            same on all devices.
-        mixes: why the value is not computed element by element; empty if it is.
+        leaves: the numbers of the leaves from which the value is computed. `WHOLE` is among them if
+            the value uses an array that no axis splits, and `RIGHT` if the value uses a marked
+            result. If `leaves` is empty, the value is one number, or an array of equal numbers, and
+            the same on all devices.
+        mixes: why the value is not computed element by element; "" if it is.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -107,13 +117,14 @@ def of_leaf(number: int) -> Value:
 
 
 def same_everywhere(aval: Any) -> Value:
-    """Returns the sources of an array of this type that is the same on all devices: a single number
-    has none, since it may be combined with elements of any shard."""
+    """Returns the sources of an array of this type that is the same on all devices: `WHOLE`. A
+    single number has no sources, since it may be combined with elements of any shard."""
     return Value() if aval.shape == (1,) * aval.ndim else of_leaf(WHOLE)
 
 
 def split_over(aval: Any) -> frozenset[str]:
-    """Returns the axes of more than one device along which an array of this type differs."""
+    """Returns the axes along which an array of this type differs between devices. Axes of one
+    device are left out."""
     return frozenset(axes_of_several_devices(axes_of_type(aval)))
 
 
@@ -152,13 +163,15 @@ class _Elements(jaxprs.Following):
 
     def plain(self, eqn: JaxprEqn, operands: list[Value], aval: Any) -> Value:
         """Returns the sources of a result, of type `aval`, of an equation that counts as one
-        operation, even if it has a program inside."""
+        operation, even if the equation has a program inside."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
         # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
-        # `RIGHT_IF_GIVEN` marks a result only if its operands do not mix, so it keeps `mixes`.
+        # A result with the mark `RIGHT_IF_GIVEN` (`_marked_like`) is right if the operands that it
+        # is given are, so it keeps the reason why they mix.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
-        # It mixes only if it combines a split array with one that is not split.
+        # An elementwise operation mixes only if it combines a split array with one that is not
+        # split.
         if name in jaxprs.ELEMENTWISE:
             return _elementwise(value, eqn, aval)
         # A reshape or a broadcast (`LAID_OUT`). A value without sources (`not any(value)`) has
@@ -167,18 +180,20 @@ class _Elements(jaxprs.Following):
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
         # Any other operation is right only if all its operands are whole, and nothing in it depends
-        # on the shard, such as its size. The result is then whole too. `_mixes` returns a text: why
-        # the operation is wrong, or "".
+        # on the shard, such as its size. The result is then whole too, `same_everywhere`. `_mixes`
+        # returns a text: why the operation is wrong, or "".
         mixes = value.mixes or self._mixes(eqn, value)
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 
-    def _mixes(self, eqn: JaxprEqn, operands: Value) -> str:
+    def _mixes(self, eqn: JaxprEqn, sources: Value) -> str:
         """Returns the reason why an equation that is not elementwise is wrong on shards. Returns ""
-        if its operands are whole and its result does not depend on the shard."""
-        if operands.leaves - {WHOLE}:
+        if the operands are whole and the result does not depend on the shard. `sources` is the
+        union of the sources of all operands."""
+        if sources.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
-        # All operands are the same on every device. The result can still depend on the shard: by
-        # its size, by the device's index, or by a constant inside a loop.
+        # All operands are the same on every device. (Their types may still vary, as those of
+        # gathered leaves do.) The result can depend on the shard nevertheless: by its size, by the
+        # device's index or, in the body of a loop, by a constant that differs between devices.
         given, returned = jaxprs.types(eqn.invars), jaxprs.types(eqn.outvars)
         if _knows_size([*given, *returned, *eqn.params.values()]):
             return f"{_operation(eqn)} depends on the shard's size"
@@ -195,8 +210,9 @@ class _Elements(jaxprs.Following):
 def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
     """Returns the sources of a result of type `aval` that an equation computes element by element.
 
-    `value` has the sources of all its operands. If a shard and a whole array are among them, the
-    result mixes: element i of the shard is not element i of the whole array.
+    `value` has the sources of all operands of the equation. If a shard and a whole array are among
+    the operands, the result mixes elements: element i of the shard is not element i of the whole
+    array.
     """
     # Updates that `zero.sharded` has gathered are whole, though they are made of shards: they are
     # marked by `RIGHT`, and vary along no axis.
@@ -221,9 +237,9 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
 
 
 def _knows_size(x: Any, seen: tuple[int, ...] = ()) -> bool:
-    """Returns whether a symbolic size is part of `x`: of a shape, or of a value that a Python
-    function closes over. An operation that knows the size may give other results on a shard. `seen`
-    are the ids of the objects around `x`."""
+    """Returns whether `x` contains a symbolic size, in a shape or in a value that a Python function
+    in `x` closes over. An operation that knows the size may give other results on a shard. `seen`
+    are the ids of the objects that contain `x`."""
     match x:
         # A function may close over itself, so an object inside itself is not searched again.
         case _ if id(x) in seen:

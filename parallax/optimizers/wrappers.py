@@ -1,25 +1,27 @@
-"""Optimizers that look at more than one element at a time, made right on shards.
+"""Makes optimizers that look at more than one element at a time correct for leaves that are split
+over devices.
 
-An update of a shard is the shard of the update only if the optimizer acts element by element, and
-`step.make` refuses other optimizers (`parallax.optimizers.elementwise`). Two wrappers bring each
-leaf to its *owners*, the devices that update it, and return to each device its own *share* of the
-update:
+If each device updates only its shard of a leaf, the result is right only for an optimizer that acts
+element by element. `step.make` refuses other optimizers (`parallax.optimizers.elementwise`). Two
+wrappers bring each leaf to its *owners*, the devices that update it, and return to each device its
+own *share* of the update:
 
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
 The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
 number of these dims, and the last of them, dim lead - 1, is divided among the owners. The table has
-the bytes that an update of a leaf of S bytes moves on each link, with n devices of `axis`. The
-update itself moves only in `by_matrix`:
+the bytes that each link carries for a leaf of S bytes, with n devices of `axis`. Only `by_matrix`
+sends the update too:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
     only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
-In `by_matrix`, a leaf that is split along its layers is already on its owners, and only ZeRO-1
-moves its update. A `Split` is a dim of a leaf and the axes that split it; `shards.gather` joins the
-shares, and `shards.take` cuts one out of a whole leaf.
+In `by_matrix`, the shares of a leaf that is split along its layers are on their owners already, and
+the update of this leaf is sent only in ZeRO-1. A `Split` is a dim of a leaf and the axes that split
+this dim; `shards.gather` joins the shares of a leaf, and `shards.take` cuts a share out of a whole
+leaf.
 """
 
 import functools
@@ -57,13 +59,13 @@ Leads = Callable[[str, int], int]
 def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on whole leaves: every device gathers them over `axis`, updates them, and
-    keeps its own share of the updates.
+    """Returns `optimizer` on whole leaves: every device gathers the leaves over `axis`, updates
+    them, and keeps its own share of the updates.
 
-    It is right for any optimizer; the state is whole on each device. Gradients and parameters may
-    both be shares (tensor parallelism, ZeRO-3), or only the gradients may be (from
-    `zero.reduce_scattered`). In the second case it replaces `zero.sharded`, and does not save the
-    memory that ZeRO-1 saves.
+    Any optimizer gives the right updates in this way. Its state is whole on each device. Gradients
+    and parameters may both be shares (tensor parallelism, ZeRO-3), or only the gradients are shares
+    (from `zero.reduce_scattered`). In the second case `whole` replaces `zero.sharded`, and does not
+    save the memory that ZeRO-1 saves.
 
     Args:
         optimizer: any optimizer.
@@ -78,7 +80,7 @@ def whole(
     def no_layers(path, ndim):
         return 0
 
-    return _on_owners(optimizer, Axis.of(axis), specs, no_layers, apart=False)
+    return _on_owners(optimizer, Axis.of(axis), specs, no_layers, by_layer=False)
 
 
 def by_matrix(
@@ -88,29 +90,30 @@ def by_matrix(
     *,
     layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on the leaves of one layer at a time, each layer and its state on one
+    """Returns `optimizer` on the leaves of one layer at a time. Each layer and its state are on one
     device of `axis`.
 
-    Leaves that a loop over layers runs over are stacked: [L, I, J]. Device i receives layers i L/n
+    The leaves of layers that run in a loop are stacked: [L, I, J]. Device i receives layers i L/n
     to (i + 1) L/n - 1 whole, by one all-to-all, and returns their updates by another. The optimizer
     sees leaves of [I, J], one layer of all stacked leaves together. So an optimizer for matrices,
     such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are not
     stacked, as in `whole`.
 
     Args:
-        optimizer: an optimizer that updates each leaf by itself. To use another for some leaves,
-            wrap both in `optax.partition`.
+        optimizer: an optimizer that updates each leaf by itself. To use another optimizer for some
+            leaves, wrap both optimizers in `optax.partition`.
         axis: all axes over which the optimizer's leaves are split.
         specs: the specs of the shares, a tree like the parameters.
-        layers: for globs of paths, the number of leading dims that are layers; the first glob that
-            matches counts. By default a leaf of three dims is [L, I, J], and a leaf of fewer has no
-            dim of layers. Stacked vectors, [L, I], and any leaf of more than three dims need a
-            number, as in `layers={"blocks.**": 1}`.
+        layers: a map from a glob of paths to the number of first dims that are layers, for the
+            leaves at these paths. The first glob that matches counts. By default a leaf of three
+            dims is [L, I, J], and a leaf of fewer dims has no dim of layers. Stacked vectors,
+            [L, I], and any leaf of more than three dims need a number, as in
+            `layers={"blocks.**": 1}`.
 
     Raises:
-        ValueError: a leaf has more than three dims, and `layers` has no number for it: a dim of a
-            convolution, or of heads, might be taken for layers; the number of layers on a device is
-            not a multiple of the number of their owners; a dim of layers other than the last is
+        ValueError: a leaf has more than three dims, and `layers` has no number for it (a dim of a
+            convolution, or of heads, might be taken for layers); the number of layers on a device
+            is not a multiple of the number of their owners; a dim of layers other than the last is
             split over `axis`; the optimizer combines several leaves, as clipping by the global norm
             does; or another error of `whole`.
     """
@@ -130,15 +133,16 @@ def by_matrix(
             )
         return counts[0] if counts else max(ndim - 2, 0)
 
-    return _on_owners(optimizer, Axis.of(axis), specs, leading, apart=True)
+    return _on_owners(optimizer, Axis.of(axis), specs, leading, by_layer=True)
 
 
 def on_shards(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer`, declared right on shards, so that `step.make` does not check its update.
+    """Returns `optimizer`, declared to give correct updates of shards, so that `step.make` does not
+    check the updates.
 
-    It is for an optimizer that combines the shards itself, with collectives of its own.
+    Use it for an optimizer that combines the shards itself, by collectives.
     """
     optimizer = with_extra(optimizer)
     update = right_on_shards(optimizer.update)
@@ -146,15 +150,15 @@ def on_shards(
 
 
 class _Way(NamedTuple):
-    """The splits by which a leaf goes to its owners.
+    """How a leaf is divided when it moves to its owners, the devices that update it.
 
     Attributes:
         name: the dotted path of the leaf.
-        lead: the number of its first dims that are layers.
-        splits: the dims that `axis` splits, each with its axes.
-        inner: one split, of dim lead - 1 over the names in `axis` that split no dim of the leaf;
-            empty if there are no such names. The layers are divided among the owners over the axes
-            of `splits`, and then over the axes of `inner`.
+        lead: the number of the leaf's first dims that are layers.
+        splits: the dims that `axis` splits, each with the axes that split it.
+        inner: a list of one split: of dim lead - 1, over the names in `axis` that split no dim of
+            the leaf. The list is empty if there are no such names. Dim lead - 1 is divided among
+            the owners first over all axes of `splits`, and then over those of `inner`.
     """
 
     name: str
@@ -164,14 +168,16 @@ class _Way(NamedTuple):
 
 
 def _on_owners(
-    optimizer, axis: Axis, specs: Specs, leads: Leads, *, apart: bool
+    optimizer, axis: Axis, specs: Specs, leads: Leads, *, by_layer: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with leaves that move to their owners, and updates that move back.
+    """Returns `optimizer`, applied to leaves that are moved to their owners. The updates are moved
+    back.
 
-    `leads` gives the number of a leaf's first dims that are layers. With `apart`, the layers of a
-    leaf have different owners, and an optimizer that combines leaves is refused.
+    `specs` is a tree of the specs of the shares. `leads(path, ndim)` returns how many first dims
+    are layers in the leaf at the dotted path `path`, which has `ndim` dims. With `by_layer`, each
+    layer is updated by one device, and an optimizer that combines leaves is refused.
     """
-    owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, apart)
+    owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
     # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
     checked_update = right_on_shards(owners.update, at="optimizers")
     return optax.GradientTransformationExtraArgs(owners.init, checked_update)
@@ -186,17 +192,17 @@ class _Owners(NamedTuple):
         specs: the specs of the shares, by path.
         leads: the function from a leaf's path and number of dims to the number of its first dims
             that are layers.
-        apart: whether each layer is updated by one device, as in `by_matrix`.
+        by_layer: whether each layer is updated by one device, as in `by_matrix`.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
     axis: Axis
     specs: dict[str, PartitionSpec]
     leads: Leads
-    apart: bool
+    by_layer: bool
 
     def way(self, path: Any, leaf: Array) -> _Way:
-        """Returns the splits by which the leaf at `path` goes to its owners."""
+        """Returns how the leaf at `path` is divided when it moves to its owners."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, axes_of_splits = self.leads(name, leaf.ndim), shards.names_of(splits)
         _check_layers(name, lead, splits)
@@ -207,8 +213,9 @@ class _Owners(NamedTuple):
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """Returns the groups of leaves that the optimizer sees together, those whose dims of layers
-        have the same sizes: for each group these sizes, and the paths of its leaves."""
+        """Returns the groups of leaves that the optimizer sees together. A group goes through one
+        `vmap` over its layers, so the dims of layers of its leaves have the same sizes in `tree`. A
+        group is returned as a pair: these sizes, and the paths of its leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             sizes = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -216,8 +223,8 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the state of all groups: inside a map over `axis`, for the layers of this device;
-        outside, for all layers."""
+        """Returns the state of all groups of leaves. Inside a map over `axis` it is the state for
+        the layers of this device; outside such a map, for all layers."""
         params = eqx.filter(params, trees.is_inexact)
         # The axes of the maps around this code must include the optimizer's axes. Outside a map,
         # `rules.optimizer_specs` checks them.
@@ -226,16 +233,18 @@ class _Owners(NamedTuple):
         # Only inside a map over the axis are the parameters shares, which go to their owners.
         if shards.runs_over(self.axis):
             ways = jax.tree.map_with_path(self.way, params)
+            # `_to_owner(x, weight, way)`: here the array `x` to move is the parameter itself.
             params = jax.tree.map(_to_owner, params, params, ways)
-        by_layers = self.groups(params)
+        groups = self.groups(params)
         # A state for each group: of its leaves only, with a `vmap` for each dim of layers.
         states = [
             _mapped(self.optimizer.init, len(sizes))(_only(params, paths))
-            for sizes, paths in by_layers
+            for sizes, paths in groups
         ]
         # `rules.optimizer_specs` finds the specs of a group's leaves by their paths.
-        members = tuple(tuple(map(trees.dotted, paths)) for _, paths in by_layers)
-        leads = tuple(len(sizes) for sizes, _ in by_layers)
+        members = tuple(tuple(map(trees.dotted, paths)) for _, paths in groups)
+        # For each group, the number of dims that are layers.
+        leads = tuple(len(sizes) for sizes, _ in groups)
         return GatheredOptState(states, axes_of(self.axis), members, leads)
 
     def update(self, updates: PyTree, state: Any, weights: PyTree, **extra: Any) -> Any:
@@ -244,43 +253,50 @@ class _Owners(NamedTuple):
         `updates` are gradients, whole or shares, and `weights` the parameters that have a gradient.
         """
         ways = jax.tree.map_with_path(self.way, weights)
-        whole_gradients = jax.tree.map(_to_owner, updates, weights, ways)
-        whole_weights = jax.tree.map(_to_owner, weights, weights, ways)
-        one_layer = functools.partial(self.optimizer.update, **extra)
+        owned_gradients = jax.tree.map(_to_owner, updates, weights, ways)
+        owned_weights = jax.tree.map(_to_owner, weights, weights, ways)
+        update_layer = functools.partial(self.optimizer.update, **extra)
         results, states = [], []
         # One group at a time, with its state `old`: leaves with different numbers of layers cannot
         # go through one `jax.vmap`.
-        for (sizes, paths), old in zip(self.groups(whole_weights), state.groups, strict=True):
-            members, lead = _only(whole_weights, paths), len(sizes)
-            # Each layer is updated by one device, so the optimizer must not join leaves.
-            if self.apart:
-                _check_apart(one_layer, _first(members, lead), _first(old, lead))
+        for (sizes, paths), old in zip(self.groups(owned_weights), state.groups, strict=True):
+            members, lead = _only(owned_weights, paths), len(sizes)
+            # Each layer is updated by one device, so the optimizer must not combine leaves.
+            if self.by_layer:
+                weight_shapes, state_shapes = _shapes_of_one_layer((members, old), lead)
+                _check_apart(update_layer, weight_shapes, state_shapes)
             # The leaves were gathered along `axis`: `checked` looks only at splits over other axes.
             run = checked(
-                _mapped(one_layer, lead), self.specs, at="optimizers", gathered=axes_of(self.axis)
+                _mapped(update_layer, lead),
+                self.specs,
+                at="optimizers",
+                gathered=axes_of(self.axis),
             )
-            result, new = run(_only(whole_gradients, paths), old, members)
+            result, new = run(_only(owned_gradients, paths), old, members)
             results.append(result)
             states.append(new)
+        # Each result has None in place of the leaves of the other groups.
         shares = jax.tree.map(_to_shares, eqx.combine(*results), weights, ways)
         return shares, GatheredOptState(states, state.names, state.members, state.leads)
 
 
 def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
     """Returns those of a leaf's `splits` that cut `x`, the gradient or the parameter of the leaf.
-    With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. Otherwise the
-    gradient is cut as the parameter is.
+    With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. In all other
+    cases the gradient is cut as the parameter is.
     """
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:
         return splits
+    # The type of a share varies along all axes that split it; the type of a whole weight does not.
     return [split for split in splits if shards.names_of([split]) <= set(varying_axes(weight))]
 
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
-    no layers. `x` is a gradient or a parameter, a share or whole. Of `way`, `splits` cut the leaf,
-    `lead` first dims are layers, and `inner` divides the layers further."""
+    no layers. `x` is a gradient or a parameter. The shape and type of the parameter `weight` show
+    whether `x` is a share or whole. `way.splits` are the splits of the leaf, `way.lead` is the
+    number of the leaf's first dims that are layers, and `way.inner` divides the layers further."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
@@ -288,7 +304,8 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
     _check_divides(x.shape, splits_of_x, way)
     for split in way.splits:
         # Where `x` is whole, the owner takes its layers. A share along a matrix dim is exchanged
-        # for layers, by an all-to-all. A share along the layers is on its owner already.
+        # for layers, by an all-to-all. A share along the layers is on its owner already. No earlier
+        # dim of layers is split (`_check_layers`).
         if split not in splits_of_x:
             x = shards.take(x, [Split(layers_dim, split.axis)])
         elif split.dim > layers_dim:
@@ -297,9 +314,8 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 
 
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns this device's update of `weight`, split as `weight` is, from the update `x` of the
-    layers that the device owns: the reverse of `_to_owner`. Of `way`, `splits` cut the leaf, `lead`
-    first dims are layers, and `inner` has divided the layers further."""
+    """Returns this device's part of an update, split as the parameter `weight` is: the reverse of
+    `_to_owner`, with the same `way`. `x` is the update of the layers that the device owns."""
     splits_of_weight = _splits_of(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
@@ -328,14 +344,14 @@ def _only(tree: PyTree, paths: list[Any]) -> PyTree:
     return jax.tree.map_with_path(lambda path, x: x if path in paths else None, tree)
 
 
-def _first(tree: PyTree, lead: int) -> PyTree:
+def _shapes_of_one_layer(tree: PyTree, lead: int) -> PyTree:
     """Returns the shapes of one layer of each array, whose first `lead` dims are layers."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
 
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
-    """Refuses a split of any dim of layers but the last: only the last is divided among the
-    owners. The leaf `name` has `lead` dims of layers."""
+    """Raises `ValueError` for a split of any dim of layers but the last: only the last one is
+    divided among the owners. The leaf `name` has `lead` dims of layers."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -347,8 +363,9 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
-    """Refuses a number of layers on a device that is not a multiple of the number of their owners.
-    `shape` is the shape on a device of a gradient or parameter that has layers; `splits` cut it.
+    """Raises `ValueError` unless the number of layers on a device is a multiple of the number of
+    their owners. `shape` is the shape on a device of a gradient or parameter that has layers, and
+    `splits` are the splits that cut this array.
     """
     layers_dim = way.lead - 1  # the last dim of layers
     # These layers are still to be divided: over the axes of split matrix dims, and over those that
@@ -365,8 +382,8 @@ def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> No
 
 
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
-    """Refuses an optimizer that draws random numbers, or whose update or state of one leaf depends
-    on another leaf. `weights` and `state` are shapes of one layer."""
+    """Raises `ValueError` if an optimizer draws random numbers, or if its update or state of one
+    leaf depends on another leaf. `weights` and `state` are shapes of one layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     # For each array of the state, the number of the leaf that it belongs to, or None.
     owners = owners_of_state(state, paths)
@@ -396,6 +413,6 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
                 "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-                f"optimizer makes {what} from {names}. Use optimizers.whole, or join leaves "
-                "elsewhere: step.make and grads.clipped clip by the norm."
+                f"optimizer makes {what} from {names}. Use optimizers.whole, or combine leaves "
+                "outside of the optimizer, as step.make and grads.clipped do to clip by the norm."
             )

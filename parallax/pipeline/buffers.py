@@ -1,9 +1,11 @@
-"""Arrays that wait in slots for a later tick, and sums in which some ticks do not count.
+"""Arrays that wait in slots for a later tick, and sums to which idle ticks add nothing.
 
-A buffer is [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the
-tick that reads it. A tick counts for a stage if the schedule has a job there: idle stages compute
-too, and their results are masked. An array varies along a mesh axis if its type says that it may
-differ between the devices of the axis.
+A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is an
+array [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick
+that reads it: `put` may write microbatch 3 into slot 1 in tick 3, and `taken` may read it in tick
+9. A stage without a job in a tick is idle. An idle stage computes too, but its results are not
+used: `masked` replaces these results by zeros. An array varies along a mesh axis if its type says
+that the array may differ between the devices of the axis.
 """
 
 import functools
@@ -19,7 +21,8 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import accumulation_dtype, axes, axes_of_type, varying
 
-# Whether a result counts on this stage in this tick; `True` itself if it counts in every tick.
+# Whether a result of this stage is used in this tick, such as whether the stage has a job. It is
+# `True` itself if the result is always used.
 Counts: TypeAlias = Bool[Array, ""] | bool
 
 
@@ -29,7 +32,7 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """Returns the tree if it counts, else zeros."""
+    """Returns the tree if `counts` holds, else zeros."""
     if counts is True:
         return tree
 
@@ -42,7 +45,7 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """Returns `sums` plus `terms` if the terms count, else `sums`. A term that is None adds
+    """Returns `sums` plus `terms` if `counts` holds, else `sums`. A term that is None adds
     nothing."""
 
     def leaf(total, term):
@@ -54,15 +57,16 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
 
 
 def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the buffers, [slots, ...], with each array of the tree written into its buffer's slot
-    `slot`.
+    """Returns the buffers, [slots, ...] each, with each array of the tree written into the slot
+    `slot` of its buffer.
 
-    A tree of cotangents has None for an array of integers or booleans: its buffer stays as it is.
+    A tree of cotangents has None for an array of integers or booleans: the buffer for such an array
+    stays as it is.
     """
 
     def leaf(buffer, x):
-        """Returns a buffer with `x`, which has no dim of slots, in the slot."""
-        if x is None:
+        """Returns a buffer, [slots, ...], with `x`, [...], written into the slot `slot`."""
+        if x is None:  # a cotangent that does not exist
             return buffer
         # An array that is the same for each microbatch has no slots (see `slots_for`).
         if buffer.ndim == x.ndim:
@@ -73,11 +77,13 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in the slot `slot` of the buffers. `like` is a tree of arrays, or of types,
-    that have no dim of slots."""
+    """Returns the tree in the slot `slot` of the buffers. `like` is a tree of the same arrays, or
+    of their types: the numbers of dims show which buffers have a dim of slots, [slots, ...], and
+    which do not."""
 
     def leaf(buffer, like):
-        """Returns the array in the slot of a buffer."""
+        """Returns the array in the slot `slot` of a buffer; `like` has as many dims as this
+        array."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
@@ -89,13 +95,15 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
 def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """Returns a buffer of `count` slots, [count, ...], for each of these types of arrays.
 
-    An array whose type is the same on all stages gets one array [...] for all microbatches instead.
-    In one tick the stages have different microbatches, so such an array depends on none of them.
-    `axis` is the axis of the stages.
+    If a type says that the array is the same on all stages, its buffer has no slots: it is one
+    array [...] for all microbatches. In one tick the stages have different microbatches, so an
+    array that is the same on all of them cannot depend on the microbatch. `axis` is the axis of the
+    stages.
     """
 
     def slots(kind):
-        """Returns the buffer for one type, which varies along the same axes."""
+        """Returns the buffer of `count` slots for an array of the type `kind`; the buffer varies
+        along the axes of the type."""
         # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a
         # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)
@@ -114,16 +122,18 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     return [slots(kind) for kind in types]
 
 
-def stacked(tree: PyTree, *counts: int) -> PyTree:
-    """Returns zeros like the arrays of a tree, [...] -> [*counts, ...] each."""
+def stacked_zeros(tree: PyTree, *sizes: int) -> PyTree:
+    """Returns, for each array [...] of a tree, zeros of the shape [*sizes, ...]; `sizes` may be the
+    number of microbatches, for example."""
 
     def leaf(x):
         # `zeros_like` of an array keeps the axes along which it varies; `jnp.zeros` would not.
-        return jnp.broadcast_to(jnp.zeros_like(x), (*counts, *x.shape))
+        return jnp.broadcast_to(jnp.zeros_like(x), (*sizes, *x.shape))
 
     return jax.tree.map(leaf, tree)
 
 
 def wide_zeros(like: Any) -> Array:
-    """Returns zeros of an array's shape, in the dtype of its sum, at least float32."""
+    """Returns zeros of an array's shape, in the dtype in which such arrays are summed: at least
+    float32."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))

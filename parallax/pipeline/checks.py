@@ -1,9 +1,11 @@
 """Checks of a pipeline's parameters and of the values that the user's functions return.
 
 Legend: P stages, M microbatches, v chunks per stage, L layers. `blocks` are the parameters of the
-layers, split over the stages; `embed`, `stage` and `head` are the user's functions; `aux` is a tree
-of values to log. An array varies along a mesh axis if its type says that it may differ between the
-devices of the axis; otherwise it is the same there.
+layers, split over the stages. The user passes three functions: `embed` makes the first stage's
+input `x` from a microbatch; `stage` runs one chunk of layers on `x`; `head` computes the loss from
+the last `x`. `aux` is a tree of values to log. An array varies along a mesh axis if its type says
+that the array may differ between the devices of the axis; otherwise all of these devices have the
+same array.
 """
 
 import math
@@ -30,8 +32,8 @@ class Output(eqx.Module):
     Attributes:
         x: the input of the next stage.
         loss: a term of the loss, a scalar. The terms are summed over all chunks of layers and
-            averaged over microbatches; the result is added to the head's loss, and differentiated
-            with it.
+            averaged over microbatches; the result is added to the head's loss, and this total is
+            differentiated.
         aux: a tree of arrays, to log.
     """
 
@@ -65,8 +67,9 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     """Refuses with a `ValueError` a schedule that has more or fewer stages than the axis has
-    devices. Also refuses blocks that are the same on all stages, blocks whose first dim is not the
-    schedule's chunks, and blocks without a layer."""
+    devices, blocks whose first dim is not the schedule's number of chunks, and blocks without a
+    layer. Refuses blocks that are the same on all stages with a `Misused`, a `ValueError` whose
+    fields `lint.program` reads. `blocks` are the blocks on this device."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -75,8 +78,9 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
         )
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(blocks, eqx.is_array)):
         name = f"the blocks' array {jax.tree_util.keystr(path) or 'itself'}"
-        # If all stages have the same blocks, each layer would run P times, with no other error.
-        # Along an axis of one device a type says nothing, so those axes do not count.
+        # If all stages had the same blocks, each layer would run P times, and nothing else would
+        # raise an error. The type of an array says nothing about an axis of one device, so such
+        # axes do not count.
         same = replicated_axes(leaf, axis)
         if math.prod(Axis(name).size() for name in same) > 1:
             raise Misused(
@@ -104,7 +108,8 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
 
 
 def check_batch(batch: PyTree) -> None:
-    """Refuses with a `ValueError` an empty batch, which has no mean."""
+    """Refuses with a `ValueError` a batch that has an array without rows, since no rows have no
+    mean loss."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.ndim(leaf) and not leaf.shape[0]:
             raise ValueError(
@@ -122,8 +127,8 @@ def activation(x: PyTree) -> None:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"pipeline: embed returned {form(path, leaf)}, and random keys do not travel "
-                "between stages. Put them into the batch, one for each row: every stage has its "
-                "microbatch, as `microbatch`."
+                "between stages. Put them into the batch, one for each row: every stage gets the "
+                "microbatch that it works on, as the argument `microbatch`."
             )
     if not any(jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves):
         raise ValueError(
@@ -135,8 +140,8 @@ def activation(x: PyTree) -> None:
 
 
 def same_form(returned: PyTree, taken: PyTree) -> None:
-    """Refuses with a `ValueError` a stage that returns another tree than it takes, or arrays of
-    another shape or type."""
+    """Refuses with a `ValueError` a stage whose output, `returned`, has another structure than its
+    input, `taken`, or has arrays of other shapes or dtypes."""
     # The loop over the ticks has one carry, whose shapes cannot change, so all stages exchange
     # arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
@@ -157,21 +162,26 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuses with a `ValueError` a head whose sum over the stages includes values that each stage
-    computes from its own `x`.
+    """Refuses with a `ValueError` a head that sums over the stages what each stage computes from
+    its own `x`.
 
-    Every stage runs the head, but only the last stage's `x` is the model's output.
+    Every stage runs the head, but only the last stage's `x` is the model's output. `traced` is the
+    head as a program, and `axis` the axis of the stages. `head_sums.adds_up` looks for such a sum
+    in the program.
     """
-    # For each array among the head's arguments (params, x, microbatch, number): whether it is in
-    # `x`, argument 1. `used` is a tree like the arguments.
+    # For each array among the arguments of the program: whether it is in `x`, argument 1. The
+    # arguments are params, x, the microbatch, and its number, with which taps record values; the
+    # number is None if nothing is recorded. `used` is the tuple of these arguments with a bool in
+    # place of each array: here only the number of the arrays counts, and not the bools.
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):
             raise ValueError(
                 f"pipeline: the head's sum over {name!r} includes values that each stage computes "
                 "from its own x, and only the last stage's x is the model's output. Return the "
-                "loss of this x, without a sum over stages or weights by the stage's index; or, "
-                "for a head that the stages share, begin with x = pipeline.from_last(x, axis)."
+                "loss of this x, with neither a sum over the stages nor a factor that depends on "
+                "the stage's index; or, for a head that the stages share, begin with "
+                "x = pipeline.from_last(x, axis)."
             )
 
 
@@ -184,18 +194,19 @@ def output(returned: Any) -> Output:
 
 
 def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
-    """Returns `(loss, aux)` of the head: its result if that is a pair, or `(loss, None)` if its
-    result is only the loss."""
+    """Returns the head's result, `value`, as a pair `(loss, aux)`; `aux` is None if the result is
+    only the loss."""
     loss, aux = value if isinstance(value, tuple) else (value, None)
     return scalar("the head's loss", loss), aux_of("the head", aux)
 
 
 def aux_of(name: str, aux: PyTree) -> PyTree:
     """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. `name` is the
-    function that returned them."""
+    name of the function that returned the values, for the error."""
 
     def leaf(path, value):
-        """Returns one value as an array; raises `ValueError` if it has no numbers."""
+        """Returns one value as an array; raises `ValueError` if the array has neither numbers nor
+        booleans."""
         value = jnp.asarray(value)
         if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.number, jnp.bool)):
             raise ValueError(
@@ -209,7 +220,8 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Returns `value` as an array; raises `ValueError` if it is not one real number."""
+    """Returns `value` as an array. If this array is not one real number, raises a `ValueError` that
+    calls the array by `name`."""
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
@@ -220,11 +232,11 @@ def scalar(name: str, value: Any) -> Array:
 
 
 def forms(tree: PyTree) -> str:
-    """Returns the names, types and shapes of a tree's arrays."""
+    """Returns one text with the name, the dtype and the shape of each array of a tree."""
     named = jax.tree.leaves_with_path(tree)
     return ", ".join(form(path, leaf) for path, leaf in named) or "no array"
 
 
 def form(path: Any, leaf: Any) -> str:
-    """Returns an array's name in its tree, its type and its shape."""
+    """Returns a text with an array's name in its tree, its dtype and its shape."""
     return (f"{mesh.dotted(path)}: " if path else "") + f"{leaf.dtype}{list(leaf.shape)}"

@@ -1,7 +1,7 @@
 """How an activation, or a cotangent, goes from one stage to the next.
 
-Each device sends the whole array (`whole`), or the t devices of an axis that all have the array
-send 1/t each (`split_over`).
+With `whole`, each device sends the whole array. With `split_over`, the t devices of another mesh
+axis, such as a tensor axis, all have the same array, and each of them sends 1/t of the array.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ class Exchange(NamedTuple):
     """A way to send a tree of arrays.
 
     Attributes:
-        part: `tree -> parts`: the arrays that this device sends.
-        whole: `(parts, like) -> tree`: the tree that was sent, from the received parts. `like` has
-            the shapes and types of that tree; the types say along which axes an array varies.
+        part: `tree -> parts`: returns the arrays that this device sends.
+        whole: `(parts, like) -> tree`: makes the tree that was sent from the received parts. `like`
+            has the shapes and types of that tree; the types say along which axes an array varies.
     """
 
     part: Callable[[PyTree], PyTree]
@@ -35,14 +35,14 @@ whole = Exchange(lambda x: x, lambda x, like: x)
 
 
 def split_over(axis: AxisLike) -> Exchange:
-    """Returns the `Exchange` in which each of the t devices of `axis`, which all have the
-    activation, sends 1/t of it; the receivers gather over `axis`.
+    """Returns the `Exchange` for an activation that all t devices of `axis` have: each of them
+    sends 1/t of the activation, and the receivers gather the parts over `axis`.
 
     If each stage is on a machine of its own, the machines exchange 1/t of the bytes that they would
     exchange with `whole`. The gather moves (t - 1)/t of an array to each device, inside a machine.
     Each array is cut along the largest of its dims that t divides. An array without such a dim is
-    sent whole. So is an array that already differs along the axis: with sequence parallelism each
-    device has its own tokens.
+    sent whole. An array that already differs along the axis is sent whole too: with sequence
+    parallelism, for example, each device has its own tokens.
 
     Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
     2104.04473), section 4.1.
@@ -50,8 +50,8 @@ def split_over(axis: AxisLike) -> Exchange:
     axis = Axis.of(axis)
 
     def part_of(leaf):
-        """Returns this device's 1/t of an array, cut along `_cut_dim`. If that is None, returns the
-        whole array."""
+        """Returns this device's 1/t of an array, cut along the dim that `_cut_dim` returns, or the
+        whole array if `_cut_dim` returns None."""
         dim = _cut_dim(leaf, axis)
         if dim is None:
             return leaf
@@ -75,8 +75,8 @@ def split_over(axis: AxisLike) -> Exchange:
 
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
-    """Returns the dim along which an array is cut, the largest that the number of devices divides;
-    None if the array is sent whole."""
+    """Returns the dim along which an array is cut: the largest dim that the number of devices of
+    the axis divides. Returns None if the array is sent whole."""
     t = axis.size()
     # If the array may differ along the axis, no other device can send a part of this device's
     # array.

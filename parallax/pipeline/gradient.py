@@ -2,13 +2,19 @@
 one program without conditionals.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
-devices. A collective inside a conditional that differs between devices would hang, so the jobs run
-without a conditional. The values that a microbatch's backward pass needs wait in slots. The number
-of slots is the most microbatches that the schedule holds at once; in 1F1B it does not grow with M.
+devices. A collective would hang inside a conditional whose condition differs between devices, so
+the jobs run without a conditional. The values that a microbatch's backward pass needs wait in
+slots. The number of slots is the largest number of microbatches that wait on a stage at the same
+time; in 1F1B it does not grow with M.
 
-`jobs` has the jobs, each traced once; `lockstep` and `per_stage` are two ways to run them. An array
-varies along an axis if its type says that it may differ between the devices. `sequence_after(x, y)`
-is `x`, which on a CPU waits for `y`.
+`jobs` (a `Jobs`, in jobs.py) runs single jobs by the user's functions, each of which is traced
+once. `lockstep` and `per_stage` are two ways to run the jobs of a schedule, tick by tick. Both
+return a `Sums` over all microbatches: `loss` is the head's loss, and `terms` are the stages' own
+terms of the loss, or None; `blocks` are the gradients of the blocks, which are split over the
+stages, and `ends` those of all other parameters; `of_head` and `of_stages` are the auxiliary values
+to log. An array varies along an axis if its type says that the array may differ between the
+devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
+computed.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
@@ -58,70 +64,80 @@ def value_and_grad(  # noqa: PLR0913
     scatter: Callable[[PyTree], PyTree] = lambda gradients: gradients,
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Grad:
-    """Returns the gradient function of `head(stage(... stage(embed(batch))))`, its stages run as
-    `schedule` says. Call it inside `mesh.spmd`.
+    """Returns a function that computes the loss `head(stage(... stage(embed(batch))))` and its
+    gradients, and runs the stages as `schedule` says. Call it inside `mesh.spmd`.
 
-    It equals `jax.value_and_grad` of the mean over M equal microbatches, on one device. The first
-    dim of every leaf of the batch is its sequences, and is cut into M parts in order. Gradients
-    are summed, and returned, in float32 or wider. The gradients of parameters that are the same on
-    all stages are all-reduced over the stages once, at the end.
+    On one device, `jax.value_and_grad` of the mean of this loss over M equal microbatches gives the
+    same results. The first dim of every leaf of the batch runs over the sequences, and is cut into
+    M parts in order. Gradients are summed, and returned, in float32 or wider. The gradients of
+    parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
     `params`, the first argument of all three functions, has all parameters. In `stage`,
     `blocks(params)` is one chunk of layers, without the dim of chunks. If several functions read a
-    parameter, its gradient is the sum over all of them.
+    parameter, its gradient is the sum over all these functions.
 
     Each tick sends one activation to the next stage and one cotangent to the stage before, by one
-    `ppermute` per array. `schedule.makespan` gives the time. A device has `schedule.slot_count`
-    slots; each holds the arrays that `save` saves of one chunk.
+    `ppermute` per array. `schedule.makespan` gives the time of all ticks. A device has
+    `schedule.slot_count` slots; each slot holds the arrays that `save` saves of one chunk for one
+    microbatch.
 
     Args:
         embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Arrays
-            of floating-point numbers have a cotangent; other arrays, such as masks, have none. It
-            runs on all stages in each forward tick, and counts on the first. The stages may share
-            the work, with collectives over `axis` inside.
+            of floating-point numbers have a cotangent; other arrays, such as masks, have none.
+            `embed` runs on all stages in each forward tick, and only the first stage's result is
+            used. The stages may share the work, with collectives over `axis` inside `embed`.
         stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to
-            vP - 1, is its place in the model. It returns a tree like `x`, or an `Output` that also
-            has a term of the loss or auxiliary values.
-        head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. It runs
-            on all stages, in the ticks in which the last one has finished a microbatch. A loss that
-            varies over `axis` counts on the last stage. A loss that is the same on all stages was
-            computed by them together (begin with `from_last`).
+            vP - 1, is the chunk's place in the model. `stage` returns a tree like `x`, or an
+            `Output` that also has a term of the loss or auxiliary values.
+        head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
+            runs on all stages, in the ticks in which a microbatch has passed all layers. If the
+            type of the loss varies over `axis`, the last stage's loss is used. If the type does not
+            vary, all stages must have computed the loss together, in a head that begins with
+            `from_last`.
         schedule: the table; its number of stages is the size of `axis`.
-        axis: the axis of the stages, or several as one; its algorithm reduces the gradients of the
-            parameters that are the same on all stages.
+        axis: the axis of the stages, or several axes as one. Its algorithm, `Axis.algorithm`,
+            all-reduces the gradients of parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
-            `params.blocks`. Each of their arrays has a first dim of v chunks.
+            `params.blocks`. Each array of the blocks has a first dim of v chunks.
         trainable: the leaves that have a gradient, as in `step.init`. Other leaves have the
             gradient None, which takes no memory.
         save: which arrays wait for the backward tick: `residuals`, or `inputs`, which saves only
             the stage's input and computes the rest again.
         send: how the stages' messages are sent: `whole`, or `split_over` an axis whose devices all
-            have them.
-        scatter: applied to each microbatch's gradients before they are added up, such as
-            `zero.reduce_scatter`, by which each replica keeps only sums of its shard (ZeRO-2). It
-            runs in each tick of a lane that makes gradients. It takes a tree like the parameters,
-            with one chunk of the blocks, and None for leaves without a gradient in this lane.
-        aux: applied to the stacked auxiliary values: the head's are [M, ...] each, and the stages'
-            (`Aux.stages`) [M, vP, ...]. If stages have some, the function returns
-            `((loss, Aux(head, stages)), gradients)`. If only the head has some, it returns
-            `((loss, aux), gradients)`.
+            have the same messages.
+        scatter: a function that is applied to each microbatch's gradients before they are added up.
+            With `zero.reduce_scatter`, each replica keeps only the sums of its shard (ZeRO-2). It
+            runs after each job that computes gradients. It takes a tree like the parameters, with
+            one chunk of the blocks, and None for leaves of which this job computes no gradient. It
+            returns a tree of the same structure, whose arrays may be smaller; the final gradients
+            then have these smaller shapes.
+        aux: a function that is applied to the stacked auxiliary values: those of the head are
+            [M, ...] each, and those of the stages (`Aux.stages`) [M, vP, ...]. If stages have
+            auxiliary values, the result is `((loss, Aux(head, stages)), gradients)`. If only the
+            head has some, the result is `((loss, aux), gradients)`.
 
     Raises:
         ValueError: the schedule has another number of stages than the axis; the number of sequences
             is not a multiple of M, or is 0; `params` has no `blocks`, and no `blocks` is given; an
             array of `blocks(params)` is not split over `axis`, or has no first dim of v; `stage`
-            returns another tree than it takes; or a function reads a parameter that would have no
-            gradient: one by closure, or, outside the stage, one of the blocks.
+            returns another tree than it takes; a function reads a parameter by closure, or `embed`
+            or `head` reads one of the blocks: these parameters would have no gradient.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
+    # If the schedule has W jobs, a backward pass runs in two halves: I computes the cotangent of x,
+    # and W, often in a later tick, the gradients of the weights.
     in_halves = schedule.weight is not None
 
     def grad(params, batch):
         """Returns `(value, gradients)`, as `jax.value_and_grad` does; the value is the loss, or
         `(loss, aux)`."""
         jobs = Jobs(
-            *(functions, schedule, axis, params, batch),
+            functions,
+            schedule,
+            axis,
+            params,
+            batch,
             save=save,
             send=send,
             scatter=scatter,
@@ -144,17 +160,34 @@ def value(
     aux: Callable[[Any], Any] = mean_over_microbatches,
 ) -> Callable[[PyTree, PyTree], Float[Array, ""] | tuple[Float[Array, ""], Any]]:
     """Returns the loss function that `value_and_grad` differentiates, for evaluation: it runs only
-    the schedule's forward lane, and saves nothing.
+    the schedule's forward jobs, and saves nothing.
 
-    Arguments and errors are as in `value_and_grad`. With auxiliary values the function returns
-    `(loss, aux)`. The functions may read parameters by closure, since no gradient is taken.
+    The returned function takes `(params, batch)`, and returns the mean loss over the microbatches,
+    or `(loss, aux)` if there are auxiliary values. Call it inside `mesh.spmd`. The user's functions
+    may read parameters by closure, since no gradient is taken.
+
+    Args:
+        embed: `(params, microbatch) -> x`: the input of the first stage.
+        stage: `(params, x, microbatch, position) -> x`: one chunk of layers.
+        head: `(params, x, microbatch) -> loss`, or `(loss, aux)`.
+        schedule: the table; its number of stages is the size of `axis`.
+        axis: the axis of the stages, or several axes as one.
+        blocks: picks from `params` the blocks that are split over the stages.
+        send: how the stages' messages are sent: `whole`, or `split_over` an axis.
+        aux: applied to the auxiliary values, stacked over microbatches.
+
+    Raises:
+        ValueError: as for `value_and_grad`, except that functions may read parameters by closure.
     """
     axis = Axis.of(axis)
+    # `trainable=False`: no leaf is differentiated.
     functions = Functions(embed, stage, head, blocks, trainable=False)
 
     def loss(params, batch):
+        # `save=None`: only the forward jobs run, so there are no gradients to return.
         jobs = Jobs(functions, schedule, axis, params, batch, save=None, send=send)
-        return _run(jobs, params, aux)[0]
+        loss_and_aux, _ = _run(jobs, params, aux)
+        return loss_and_aux
 
     return loss
 
@@ -162,8 +195,8 @@ def value(
 def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """Returns the last stage's `x` on all stages, for a head that the stages compute together.
 
-    This is one all-reduce. Its transpose sends nothing: it is the cotangent on the last stage, and
-    0 on the others.
+    This is one all-reduce. The transpose of this function sends nothing: the cotangent of `x` is
+    the result's cotangent on the last stage, and 0 on the other stages.
     """
     axis = Axis.of(axis)
     # A sum in which all other stages add 0.
@@ -171,20 +204,22 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
-    """Runs the schedule. Returns (value, gradients): the value is the loss, or `(loss, aux)`. Loss
-    and gradients are means over the microbatches; the function `aux` is applied to the stacked
-    auxiliary values.
+    """Runs the schedule of `jobs`. Returns (value, gradients): the value is the loss, or
+    `(loss, aux)`. Loss and gradients are means over the microbatches; the function `aux` is applied
+    to the stacked auxiliary values.
     """
     schedule, axis = jobs.schedule, jobs.axis
-    # Each schedule can run in only one of the two ways.
+    # Each schedule can run in only one of the two ways, and says in which.
     sums = (per_stage if schedule.per_stage else lockstep).run(jobs)
     # The head's loss, and the stages' own terms of it if they have some.
     losses = (sums.loss,) if sums.terms is None else (sums.loss, sums.terms)
+    # One tree like the parameters: each of these two has None where the other has arrays.
     gradients = eqx.combine(sums.ends, sums.blocks)
-    # If all stages have a parameter, each has a part of its gradient, and the parts are summed over
-    # the stages. The gradients of the blocks are complete: each block is on one stage. A varying
-    # loss is summed over the stages: the head's is 0 on all stages but the last, and each stage has
-    # its own terms.
+    # The axes over which each loss and each gradient is still to be summed; `()` for none. If all
+    # stages have a parameter, each has a part of its gradient, and the parts are summed over the
+    # stages. The gradients of the blocks are complete: each block is on one stage. A varying loss
+    # is summed over the stages: the head's is 0 on all stages but the last, and each stage has its
+    # own terms.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)
@@ -198,23 +233,27 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """Returns the auxiliary values, the same on all stages: the head's [M, ...], and the stages'
-    [M, vP, ...] by place in the model.
+    """Returns all auxiliary values on every stage: those of the head, [M, ...] each, and those of
+    the stages, [M, vP, ...] each, in the order of the chunks in the model.
 
-    On a CPU their all-reduces run only after `after` is computed.
+    `sums` has the values of this stage: `sums.of_head`, [M, ...] each, of which those of the last
+    stage are used, and `sums.of_stages`, [M, v, ...] each, of this stage's chunks. On a CPU the
+    all-reduces run only after `after` is computed.
     """
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
-        """Returns one value of the head, [M, ...], the same on all stages: the last stage's."""
-        # If the stages computed the head together, all of them have its value already.
+        """Returns on all stages one auxiliary value of the head, [M, ...], as the last stage has
+        it."""
+        # If the stages computed the head together (`shared_out`), all of them have its value.
         if jobs.shared_out(values):
             return values
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns one value of all places, [M, vP, ...], from this stage's, [M, v, ...]. On a CPU
-        its all-reduce waits for `after`."""
+        """Returns one value of all chunks in the order of the model, [M, vP, ...], from the values
+        of this stage's chunks, [M, v, ...]. On a CPU the all-reduce in this function waits for
+        `after`."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

@@ -1,16 +1,21 @@
-"""Detects a head whose sum over the stages includes values that early stages computed from their
-own `x`.
+"""Detects a mistake in a pipeline's head, the function that computes the loss: the head sums over
+the stages what early stages computed from their own `x`.
 
-An *early* stage is any stage before the last. The head runs on every stage, but only the last stage
-has the model's output. A sum over stages is right if the terms of early stages are zero, by a
-factor or a choice that depends on the stage's index. Such a factor depends on no argument of the
-program, so its values are computed here for every stage.
+An *early* stage is any stage before the last. The head computes the loss from the output `x` of a
+stage. It runs on every stage, but only the last stage's `x` is the model's output. So
+`psum(loss(x))` over the stages is wrong, and `psum(where(index == last, loss(x), 0))` is right: a
+factor or a choice that depends on the stage's index makes the terms of early stages zero. Such a
+factor depends on no argument of the program, so the factor is computed here for every early stage.
 
-The *terms* of a value say whether it depends on the `x` of an early stage (`early`), on no argument
-of the program (`is_number`), and on the stage's index (`indexed`). `by_index` gives the value of a
-number for an index, if known. From `FollowingAlong`: `run` follows a program, `met` joins the terms
-of all operands, and `is_sent` says whether an equation communicates over the axis. `stages` are the
-indices of the early stages.
+The head's program is read equation by equation. The `Terms` of a value say whether the value
+depends on the `x` of an early stage (`early`). A value that depends on no argument of the program
+is called a number (`is_number`); `indexed` says whether a value depends on the stage's index, and
+`by_index` is the function from a stage's index to the number's value, or None if this value is
+unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
+stages stand one after the other.
+
+From `FollowingAlong`: `run` reads a program, `met` joins the terms of all operands, and `is_sent`
+says whether an equation communicates over the axis. `stages` are the indices of the early stages.
 """
 
 import functools
@@ -24,7 +29,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from parallax import jaxprs
 from parallax.collectives import types
 
-# These change only an array's type, and do not run outside of a map.
+# These return their operand; at most its type changes, which says along which mesh axes it varies.
+# Such a change of type cannot run outside of a `shard_map`.
 CASTS = frozenset({"copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary"})
 SMALL = 4096  # elements: the numbers of a larger array are not computed
 
@@ -34,11 +40,12 @@ class Terms(NamedTuple):
 
     Attributes:
         early: whether the value depends on the `x` of an early stage.
-        is_number: whether it depends on no argument.
-        indexed: whether it depends on the stage's index.
-        by_index: for a number, the function from a stage's index to its value; None if unknown.
-        gathered: the dim in which the `x` of all stages stand one after the other, if they were
-            gathered; None for other values.
+        is_number: whether the value depends on no argument.
+        indexed: whether the value depends on the stage's index.
+        by_index: for a number, the function from a stage's index to the number's value; None if
+            this value is unknown.
+        gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
+            stand one after the other; None for other values.
     """
 
     early: bool = False
@@ -48,18 +55,21 @@ class Terms(NamedTuple):
     gathered: int | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the terms of a value that is computed from both; its `by_index` is unknown."""
+        """Returns the `Terms` of a value that is computed from two values, whose terms are `self`
+        and `second`; its `by_index` is None."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
 
 def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
-    """Returns whether a sum over `axis` includes a term that a device other than the last computes
-    from its `x`; `of_x` says which arguments are `x`.
+    """Returns whether a sum over `axis` in the program includes a term that a device other than the
+    last computes from its `x`. `of_x` says of each argument of the program whether the argument is
+    part of `x`.
 
-    A factor or a choice that depends on the device's index counts as right if its numbers are
-    unknown. They are unknown if there are more than `SMALL` of them, or if they may change in each
-    iteration of a loop.
+    A term may have a factor, or be under a condition, that depends on the device's index. If the
+    values of the factor or of the condition are unknown, the term is not reported. The values are
+    unknown if there are more than `SMALL` of them, or if they may change in each iteration of a
+    loop.
     """
     sums = _Sums(axis)
     # The first field of `Terms` is `early`: an `x` begins as the `x` of an early stage.
@@ -68,8 +78,8 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 
 class _Sums(jaxprs.FollowingAlong):
-    """Follows `x` through a program to sums over the devices of an axis. `added` says whether a sum
-    has a term that an early stage computed from its `x`."""
+    """Reads a program for sums over the devices of an axis. `added` says whether a sum has a term
+    that an early stage computed from its `x`."""
 
     unknown = Terms()
 
@@ -80,22 +90,25 @@ class _Sums(jaxprs.FollowingAlong):
         self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
-        """Returns the terms of a constant of the program; it is a number if its value is known."""
+        """Returns the `Terms` of a constant of the program. A constant whose value is known is a
+        number."""
         # None is an unknown constant. A traced constant has no value either.
         if value is None or isinstance(value, core.Tracer):
             return Terms()
         return _number_of(value)
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation's result of type `aval`. Sets `added` if the equation
-        sums terms of early stages."""
+        """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
+        the operands. Sets `added` if the equation sums terms of early stages."""
+        # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
         # By default, the result depends on all that any operand depends on.
         joined = self.met(operands)
-        # A gather adds nothing up. A result that still differs between stages is no sum over them.
-        # No other collective is an error here, so its result is not followed further.
+        # A sum over the stages is a collective that is no gather, and whose result is the same on
+        # all stages. The result of a gather is followed, since the program may sum its gathered dim
+        # later. The results of other collectives are not: they are no error here.
         if joined.early and self.is_sent(eqn):
             is_gather = "all_gather" in name
             self.added |= not is_gather and not differs
@@ -110,19 +123,22 @@ class _Sums(jaxprs.FollowingAlong):
         # A factor that is zero on all early stages, such as `index == last`, removes their terms.
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
-        # A value whose type is the same on all stages is not one stage's own. An example is the
-        # condition by which `cpu.sequence_after` makes one value wait for another.
+        # A value that is the same on all stages, by its type, does not depend on one stage's `x`.
+        # An example is the condition by which `cpu.sequence_after` makes a value wait for another.
         return joined if differs else joined._replace(early=False)
 
     def _of_gathered(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """Returns the terms of a result of type `aval` that is computed from a gathered operand.
-        Sets `added` if the equation reduces or contracts the dim in which the stages stand.
+        Sets `added` if the equation reduces or contracts the gathered dim, in which the `x` of all
+        stages stand one after the other.
 
-        The dim is followed through operations that keep the shape, reductions of other dims and
-        transposes. A factor or a choice that depends on no argument may leave early stages out, and
-        any other operation may take the last stage's `x` alone: both count as right.
+        The gathered dim is followed through operations that keep the shape, reductions of other
+        dims and transposes. A factor or a choice that depends on no argument might leave early
+        stages out, and any other operation might take only the last stage's `x`. These cases are
+        not decided here, so they are accepted.
         """
         name = eqn.primitive.name
+        # The index of the first gathered operand, and its gathered dim.
         place, dim = next(
             (i, operand.gathered)
             for i, operand in enumerate(operands)
@@ -135,15 +151,20 @@ class _Sums(jaxprs.FollowingAlong):
         if name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             self.added |= dim in contracted[place]
+        # No return: like other operations, the product is followed below if it keeps the shape.
         if name == "transpose":
             return Terms(gathered=eqn.params["permutation"].index(dim))
+        # An equation with a program inside (`inner`) is not followed: it may move or sum any dim.
         is_kept = aval.shape == jaxprs.types(eqn.invars)[place].shape and not jaxprs.inner(eqn)
         is_chosen = name in ("mul", "select_n") and any(operand.is_number for operand in operands)
         return Terms(gathered=dim if is_kept and not is_chosen else None)
 
     def loop(self, body, constants, carry, sliced):
-        """Returns the terms of a loop's results. A number of the carry, of a slice or of a result
-        may change in each iteration, so these numbers become unknown; constants stay known."""
+        """Returns the `Terms` of a loop's results. `body` is the program of one iteration, and the
+        other arguments are the `Terms` of the loop's operands, by kind: constants, carries and
+        arrays that are sliced by iteration. If a carry, a slice or a result is a number, it may
+        change in each iteration, so its value becomes unknown. The values of constants stay
+        known."""
 
         def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
@@ -151,18 +172,19 @@ class _Sums(jaxprs.FollowingAlong):
         return unnumbered(super().loop(body, constants, unnumbered(carry), unnumbered(sliced)))
 
     def _index(self, axis: str) -> Terms:
-        """Returns the terms of `axis_index(axis)`: along the axis that is checked this is the
-        stage's index, along another axis the last index."""
+        """Returns the terms of `axis_index(axis)`: along the axis that is checked, this is the
+        stage's index; along another axis, this is the last index of that axis."""
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # If the stages are several mesh axes, this check runs once for each of them. The last stage
-        # is the last device along all of them, so the index along any other axis is its last.
+        # is the last device along all of them, so the index along the others is the last one. Of
+        # an axis that is not of the stages, such as a data axis, only the last index is checked.
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """Returns the terms of an equation whose operands depend on no argument. The result's
         values are known if there are at most `SMALL` of them and the values of all operands are
-        known. They are computed only when `by_index` is called."""
+        known. The result's values are computed only when `by_index` is called."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
@@ -170,7 +192,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns the value of a number on each early stage; an empty list if it is unknown."""
+        """Returns the value of a number on each early stage, or an empty list if the value is
+        unknown."""
         if value.by_index is None:
             return []
         try:
@@ -181,14 +204,14 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _is_zero(self, factor: Terms) -> bool:
         """Returns whether a factor is a number that depends on the stage's index, and is zero on
-        all early stages. If its values are unknown, they count as zero."""
+        all early stages. A factor whose values are unknown counts as zero there."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
         """Returns the terms of `select_n(which, *cases)`, joined over the cases that any early
-        stage selects. `which` is a number: the index of the case, for each element. If its values
-        are unknown, no case is joined, and the choice counts as right."""
+        stage selects. `which` is a number: the index of the case, for each element. If the values
+        of `which` are unknown, no case is joined, so the choice is accepted."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -201,7 +224,8 @@ def _number_of(value: Any) -> Terms:
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has one result, no program inside, and is not a collective."""
+    """Returns whether an equation has one result, no program inside, and is not a collective: only
+    such an equation can be computed for one stage alone, as `_computed` does."""
     return (
         len(eqn.outvars) == 1
         and not jaxprs.inner(eqn)
@@ -213,8 +237,11 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
     """Returns the result of an equation on the stage `index`; each operand is a function from the
     index to a value."""
     values = [operand(index) for operand in operands]
+    # These change at most the axes along which the operand is typed as varying, not its value. They
+    # cannot run here, outside of the `shard_map` that has these axes.
     if eqn.primitive.name in CASTS:
         return values[0]
-    # It is computed now, and not added to the program that is being traced.
+    # The result is computed now: without this context, JAX could add the equation to a program that
+    # is being traced.
     with core.eval_context():
         return eqn.primitive.bind(*values, **eqn.params)

@@ -3,18 +3,26 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights).
 
-A job takes the carry, the tick's row and an array that arrived. It returns the array to send, and
-the new carry, with the arrays that the job saved and with its terms added to the sums.
-`row.jobs[lane][stage]` is the number of a job, and `row.saved` and `row.deferred` give slots in the
-same way. The executors, `lockstep` and `per_stage`, decide when a job runs and send its result. A
-lane is one kind of job: "forward", "backward" or "weight". An idle stage computes too, and its
-results are masked by `task.valid`, which is `True` itself if only real jobs run.
+A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. It
+returns the array to send, and the new carry: it has the arrays that the job saved, in slots, and
+the sums with the job's terms added. The executors, `lockstep` and `per_stage`, decide when a job
+runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight"
+(W).
+
+A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
+on an idle stage. In the same way `row.saved` and `row.deferred` give slots, places in a buffer
+where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
+All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A
+`Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and
+`valid`. An idle stage computes too, and `task.valid` masks its results; `valid` is `True` itself if
+only real jobs run.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
-parameters (`params`); an activation as zeros (`x`); the number of this stage (`index`); the types
-of the arrays in slots (`saved` of F, `deferred` of I); zeros of the stage's own term of the loss
-and `aux` (`terms`), and that term's cotangent (`seed`). These functions give the arguments of a
-job: `task`, `known` (the arrays to differentiate, and the rest), `rows` (of a microbatch) and
+parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
+activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `deferred` of I); zeros
+of the stage's own term of the loss and of `aux`, the values to log (`terms`), and the cotangent of
+that term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays with
+respect to which a stage is differentiated, and its other arguments), `rows` (of a microbatch) and
 `finished` (the head's). `ends` are the parameters that are not in the blocks.
 """
 
@@ -26,7 +34,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from parallax._typing import PyTree
 from parallax.collectives import send_next
@@ -39,7 +47,7 @@ from parallax.pipeline.buffers import (
     masked,
     put,
     slots_for,
-    stacked,
+    stacked_zeros,
     taken,
     wide_zeros,
 )
@@ -48,11 +56,11 @@ from parallax.pipeline.rows import Row
 
 
 class Sums(NamedTuple):
-    """Sums over a step.
+    """The sums over all microbatches of a step, and the auxiliary values of each microbatch.
 
     Attributes:
         loss: the head's loss.
-        terms: the stages' own terms of the loss; None if they have none.
+        terms: the stages' own terms of the loss; None if the stages have no such terms.
         of_head: the head's auxiliary values, [M, ...] each.
         of_stages: the stage's auxiliary values, [M, v, ...] each.
         ends: gradients of the parameters outside the blocks, which are not split over the stages.
@@ -71,8 +79,8 @@ class Carry(NamedTuple):
     """The values that one tick leaves for the next tick, and that one job leaves for later jobs.
 
     Attributes:
-        arrived: activations and cotangents that arrived, or are to be sent: the executor's
-            `Arrived`.
+        arrived: the executor's `Arrived`, which has the activations and cotangents that arrived or
+            are to be sent.
         saved: the slots for the arrays that F saves for B, or for I and W.
         deferred: the slots for the arrays that I leaves for W.
         sums: the sums of loss and gradients.
@@ -95,13 +103,15 @@ class Carry(NamedTuple):
 class Jobs(Programs):
     """The jobs of one device, with the attributes of `Programs`."""
 
-    def start(self, arrived: Any, saved: int, deferred: int) -> Carry:
-        """Returns the carry before the first tick: it has `saved` and `deferred` slots, and all
-        sums are 0. `arrived` is the executor's own part."""
+    def start(self, arrived: Any, saved_count: int, deferred_count: int) -> Carry:
+        """Returns the carry before the first tick: all sums are 0. `arrived` has the executor's
+        messages. The two counts are the numbers of slots for the arrays that F saves and that I
+        leaves for W."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
-        loss, of_head = self.programs["head"].out[0]
+        loss, aux = self.programs["head"].out[0]
 
+        # `wide_zeros` gives zeros of at least float32, and `stacked_zeros` zeros with more dims.
         def zeros(tree):
             # The user's `scatter` may return shards of the gradients, so the sums have the shapes
             # of its results.
@@ -110,19 +120,23 @@ class Jobs(Programs):
         sums = Sums(
             loss=wide_zeros(loss),
             terms=jax.tree.map(wide_zeros, self.terms.loss),
-            of_head=stacked(of_head, M),
-            of_stages=stacked(self.terms.aux, M, v),
+            of_head=stacked_zeros(aux, M),
+            of_stages=stacked_zeros(self.terms.aux, M, v),
             ends=zeros(self.params.ends),
             blocks=zeros(self.params.blocks),
         )
-        slots = slots_for(self.saved, saved, self.axis)
-        return Carry(arrived, slots, slots_for(self.deferred, deferred, self.axis), sums)
+        # Each array that varies over the stages gets slots; others are the same in each microbatch.
+        saved = slots_for(self.saved, saved_count, self.axis)
+        deferred = slots_for(self.deferred, deferred_count, self.axis)
+        return Carry(arrived, saved, deferred, sums)
 
     def after(self, carry: PyTree) -> "Jobs":
-        """Returns the jobs, with parameters that are ready only after `carry`, so that no
-        collective of a job runs before the previous tick."""
+        """Returns these jobs with parameters that, on a CPU, wait until `carry` is computed. So no
+        collective of a job runs before the previous tick has ended: on a CPU, two collectives that
+        run at once may meet in one rendezvous, which aborts the process (see `collectives.cpu`)."""
         jobs = copy.copy(self)
-        # Only a collective whose operands depend on nothing but the parameters could run too early.
+        # Only a collective that depends on nothing but the parameters could run too early;
+        # `moves_early` says whether one of the user's functions has such a collective.
         if self.moves_early:
             jobs.params = sequence_after(self.params, carry)
         return jobs
@@ -131,9 +145,8 @@ class Jobs(Programs):
         """Returns this stage's job of a lane in the tick of `row`."""
         return self.task(row.jobs[lane][self.index])
 
-    def embed(self, row: Row) -> PyTree:
-        """Returns the embedding's output for this tick's microbatch: the first stage's input."""
-        microbatch = row.jobs["embed"]
+    def embed(self, microbatch: Int[Array, ""]) -> PyTree:
+        """Returns the embedding's output for a microbatch: the first stage's input."""
         x = self.programs["embed"](self.params, self.rows(microbatch), microbatch)
         # A stage may need an `x` that varies along more axes than the embedding's output.
         return match_varying(x, self.x)
@@ -141,24 +154,24 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """Runs F, one chunk of layers: on `entered` at the first place of the model, else on
-        `arrived`. Returns the output, and the carry with the arrays that F saved."""
+        """Runs F, one chunk of layers. At the first place of the model, its input is `entered`, the
+        embedding's output; at other places, its input is `arrived`, the activation from the place
+        before. Returns the output, and the carry with the arrays that F saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
-        # `position` is the place. It decides, not the stage: with chunks, stage 0 also has later
-        # places of the model.
+        # The place decides, not the stage: with several chunks, stage 0 has later places too.
         x = chosen(task.position == 0, entered, arrived)
         # `moving` has the floating-point leaves of the output, `still` the others.
         ((moving, loss), (still, aux)), saved = self.programs["forward"](trained, x, given)
-        place = task.microbatch, task.chunk
+        entry = task.microbatch, task.chunk
 
         def with_value(values, value):
-            """Returns auxiliary values [M, v, ...] with the value of this job at (microbatch,
-            chunk)."""
+            """Returns an array of auxiliary values, [M, v, ...], with this job's value written at
+            (microbatch, chunk)."""
             if task.valid is not True:
                 # An idle stage has the number of job 0, whose value it must not overwrite.
-                value = jnp.where(task.valid, value, values[place])
-            return values.at[place].set(value)
+                value = jnp.where(task.valid, value, values[entry])
+            return values.at[entry].set(value)
 
         # An idle stage writes too, into a slot that is free in this tick.
         slots = put(carry.saved, saved, row.saved["forward"][self.index])
@@ -170,17 +183,19 @@ class Jobs(Programs):
         return eqx.combine(moving, still), carry
 
     def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
-        """Runs B, or I, on `ct`, the output's cotangent; returns the cotangent of x, and the carry.
+        """Runs B, or I, on `ct`, the output's cotangent. Returns the cotangent of x, and the carry.
 
         B adds its gradients to the sums. I stores in a slot the arrays that W needs in addition to
         those that F saved.
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
-        # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss.
-        # The gradients that `seed` adds on an idle stage are masked in `_with_gradients`.
+        # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss,
+        # which is not masked. On an idle stage `seed` still adds to both results: the gradients are
+        # masked in `_with_gradients`, and no job reads that cotangent of x.
         ct = masked(task.valid, ct), self.seed
-        # The results of B are the gradients; those of I (`in_halves`) are the arrays that W needs.
+        # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs. An
+        # idle stage writes these into a slot that is free in this tick.
         ct, results = self.programs["backward"](ct, *self.known(task), saved)
         if not self.in_halves:
             return ct, self._with_gradients(carry, task, results)
@@ -198,52 +213,60 @@ class Jobs(Programs):
 
     def embed_backward(self, carry: Carry, row: Row, ct: PyTree) -> Carry:
         """Runs the backward pass of `embed` on `ct`, the cotangent of its output; `ct` is 0 on all
-        stages but the first. Returns the carry with the gradients of the ends added."""
+        stages but the first. Returns the carry with the gradients added: those of the ends, which
+        are the parameters outside the blocks."""
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
-        # The gradients count on all stages (`True`): from a cotangent of 0 they are 0.
+        # The gradients are added on all stages (`True`). Every stage runs `embed` on real rows, so
+        # its derivatives are finite, and a cotangent of 0 gives gradients of 0.
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """Runs the head on `y`, the last stage's output of a microbatch.
+        """Runs the head on `y`, which on the last stage is the model's output for a microbatch, and
+        on other stages any activation. On other stages the cotangent is not used, and the auxiliary
+        values are used only if the stages computed them together.
 
         Returns the cotangent of `y`, with which B begins, and the carry with the loss, the
         auxiliary values and the gradients added. If only the loss is needed, the cotangent is a
         tree of None.
         """
         microbatch = row.jobs["head"]
+        # `ends` are the gradients of the parameters outside the blocks.
         (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
         # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)
-        # `True`: the loss is masked already, inside the program.
+        # `True` adds the loss as it is: the program has masked it already.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
-        # The gradients are masked too, by `counts`, whether the loss counts on this stage:
-        # elsewhere the head may have computed NaN from its own `y`.
+        # `counts` says whether the loss of this stage is used. If it is not, the gradients are not
+        # added: the head may have computed NaN from a `y` that is not the model's output.
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """Returns the tree of the stage that is `distance` stages before this one in the ring; with
         a negative distance, the tree of a stage after this one."""
-        # No message at distance 0: the next place of the model may be on the same stage, as in a
-        # placement that runs down the stages and back (a V).
+        # Distance 0 needs no message. The next place of the model is then on the same stage, as in
+        # a placement that goes from the first stage to the last and back (a V).
         if not distance:
             return tree
         send = functools.partial(send_next, axis_name=self.axis.names, distance=distance)
         return jax.tree.map(send, tree)
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
-        """Returns the carry with these gradients of the ends added if they count."""
+        """Returns the carry with one microbatch's gradients of the ends (the parameters outside the
+        blocks) added, if `counts` holds on this stage."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """Returns the carry with the gradients of the task's chunk added, and the gradients of the
-        ends that the stage reads."""
-        # The index None adds a dim: `scatter` takes and returns blocks of one chunk, [1, ...].
+        """Returns the carry with a task's gradients added: those of its chunk of the blocks,
+        `gradients.blocks`, and those of the ends that the stage reads, `gradients.ends`."""
+        # `scatter`, the user's function, may sum the gradients over devices and keep a share. The
+        # index None adds a dim: it takes and returns blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         def leaf(total, d):  # [v, ...] and [1, ...]
-            # The gradient is masked, although the cotangent was: 0 times an idle tick's NaN is NaN.
+            # The cotangent of an idle stage was 0 already, but its gradient may be NaN: 0 * NaN.
+            # The mask can follow `scatter`, since all devices of a stage are idle at once.
             return total.at[task.chunk].add(masked(task.valid, d[0]).astype(total.dtype))
 
         carry = carry.with_sums(blocks=jax.tree.map(leaf, carry.sums.blocks, as_blocks))

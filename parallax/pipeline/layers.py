@@ -1,9 +1,11 @@
-"""Stages with unequal numbers of layers: a table gives the layers of each place in the model, and
-all places are padded to the longest.
+"""Stages with unequal numbers of layers: a table gives the number of layers of each place in the
+model, and all places are padded to the longest one.
 
-Legend: P stages, v chunks per stage, L layers, n the most layers of one place. A place is the
-position of a chunk in the model, 0 to vP - 1. A table of layers is [v, P] integers: the number of
-layers of chunk c on stage s, at place c P + s. A placement, [v, P], gives each chunk's place.
+Legend: P stages, v chunks per stage, L layers, n layers in the longest place. A place is the
+position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has the number of layers
+of chunk c of stage s, which is at place c P + s. A placement, [v, P], gives each chunk's place.
+Blocks are the parameters of the layers, a tree of arrays. The arrays are [L, ...], or
+[v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -35,7 +37,7 @@ Layers = Shaped[np.ndarray, "chunks stages"]
 
 def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     """Returns the most even table of layers: if the number of layers is not a multiple of the
-    number of places, the first places have one more.
+    number of places, the first places have one layer more than the others.
 
     Raises:
         ValueError: there are fewer layers than places, so that a place would have no layer.
@@ -51,17 +53,19 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns blocks of [L, ...] in the model's order as [v, P n, ...], with dim 1 to split over
-    stages.
+    """Returns blocks of [L, ...], in the order of the model, as blocks of [v, P n, ...], whose dim
+    1 is to be split over the stages.
 
-    The padding repeats a place's last layer, so that the padding's outputs are finite too. They are
-    never used, so the padding's gradient is 0; but an optimizer with weight decay changes it.
+    The padding repeats a place's last layer. `run_layers` drops the outputs of the padding by a
+    `where`, so the gradient of the padding is 0. These outputs must be finite all the same: in the
+    backward pass, 0 times an infinite derivative is NaN. An optimizer with weight decay still
+    changes the padding.
 
     Raises:
         ValueError: `table` is not a valid table, or the sum of its layers is not L.
     """
     table = checked(table)
-    longest, first = table.max(), _first(table)
+    longest, first = table.max(), _first(table)  # `first`: the number of each place's first layer
     # The number of the layer for each row of the result, [v, P, n]: places with fewer layers repeat
     # their last one.
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
@@ -79,7 +83,8 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns the inverse of `pad_layers`: blocks as [L, ...], without the padding."""
+    """Returns padded blocks of [v, P n, ...] as [L, ...], in the order of the model and without the
+    padding: the inverse of `pad_layers`."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
     # The indices of the rows that are not padding, among all v P n rows.
@@ -107,7 +112,7 @@ def run_layers(
     table: Layers,
 ) -> Tree:
     """Returns `x` after the layers of the place `position`. Each layer is one call
-    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's place among all
+    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's index among all
     L layers.
 
     `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
@@ -116,8 +121,8 @@ def run_layers(
     instead of 10.
     """
     table = checked(table)
-    # This place's number of layers and its first layer. `position` is traced, so a JAX array, not
-    # NumPy's, must be indexed.
+    # This place's number of layers, and the index of its first layer. `position` is traced, so it
+    # cannot index a NumPy array.
     count, first = (
         jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
         for of_places in (table, _first(table))
@@ -125,9 +130,9 @@ def run_layers(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
-        """Returns `x` after row i of the blocks, or `x` itself if that row is padding, which begins
-        at row `count`. `first` is the number of the place's first layer. The function is a body of
-        `lax.scan`."""
+        """Returns `x` after the layer in row i of the blocks, or `x` itself if that row is padding.
+        Padding begins at row `count`. `first` is the index of the place's first layer. The function
+        is a body of `lax.scan`, so it also returns None: nothing is stacked."""
         weights, i = weights_and_number
         # Padding is a copy of the place's last layer, and has its number.
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
@@ -149,8 +154,8 @@ def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
 
 
 def checked(table: Layers) -> Layers:
-    """Returns the table as a NumPy array; raises `ValueError` if it is no [chunks, stages] of
-    positive whole numbers."""
+    """Returns the table as a NumPy array; raises `ValueError` if this is not an array
+    [chunks, stages] of positive whole numbers."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
@@ -168,32 +173,37 @@ def checked(table: Layers) -> Layers:
 
 
 def _first(table: Layers) -> Layers:
-    """Returns the number of each place's first layer."""
+    """Returns for each place, [v, P], the number of its first layer among all L layers."""
     return (np.cumsum(table) - table.reshape(-1)).reshape(table.shape)
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns blocks [v, L / v, ...] in the order that a schedule with this placement (its
-    `placed`) needs. `blocks` are in the order of the model.
+    """Returns blocks [v, L / v, ...] in the order that a schedule with this placement needs. The
+    given `blocks` are in the order of the model.
 
-    If the placement is looped, with chunk c of stage s at place c P + s, the blocks stay as they
-    are. All schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers` first.
+    If the placement is looped, with chunk c of stage s at place c P + s, the blocks are returned as
+    they are, and their shapes are not checked. All schedules in lockstep are looped. Pad blocks of
+    uneven layers with `pad_layers` first.
 
     Raises:
         ValueError: the blocks have another number of chunks, or L is not a multiple of the number
             of places.
     """
+    # Group c P + s of the result, for chunk c of stage s, is the group of its place in the model.
     return _reordered(blocks, placement, np.ravel(placement))
 
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns the inverse of `to_placement`."""
+    """Returns blocks [v, L / v, ...] in the order of the model. `blocks` are in the order that a
+    schedule with this placement needs: this function is the inverse of `to_placement`."""
+    # `argsort` of a placement gives, for each place, the chunk of a stage, as c P + s.
     return _reordered(blocks, placement, np.argsort(placement, axis=None))
 
 
 def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
     """Returns blocks of [v, L / v, ...] whose v P groups of layers are reordered: group k of the
-    result is group `order[k]` of `blocks`. Raises `ValueError` for other shapes."""
+    result is group `order[k]` of `blocks`. Raises `ValueError` for arrays of other shapes. If
+    `order` changes nothing, no shape is checked."""
     v, P = checked_placement("pipeline.to_placement", placement).shape
 
     def leaf(w):
@@ -214,12 +224,13 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns the auxiliary values of this stage's chunks, from the values in `Aux.stages`:
-    `[vP, ...] -> [v, ...]` each.
+    """Returns the auxiliary values of this stage's chunks, `[vP, ...] -> [v, ...]` each. `stages`
+    has the values that all chunks returned to log, one row for each place, as in `Aux.stages`.
 
-    It is for `step.make(after_update=...)`. `placement` is the schedule's `placed`, [v, P]. On one
-    device with `unpipelined`, pass the axis `()` and a placement of one stage: then all chunks are
-    this stage's.
+    Call it in the function that `step.make` takes as `after_update`. That function may use these
+    values to change this stage's blocks: for example, the loads of experts to change their biases.
+    `placement` is the schedule's `placed`, [v, P]. On one device with `unpipelined`, pass the axis
+    `()` and a placement of one stage: then all chunks are on this stage.
 
     Raises:
         ValueError: the placement and the axis have different numbers of stages, or the placement
@@ -230,7 +241,7 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     if placement.shape[1] != axis.size():
         raise ValueError(
             f"pipeline.local_chunks: the placement has {placement.shape[1]} stages, and the axis "
-            f"{axis.names!r} {axis.size()} devices. Pass the `placed` of the schedule that ran."
+            f"{axis.names!r} has {axis.size()} devices. Pass the `placed` of the schedule that ran."
         )
     # The device's own index picks its column of the placement: the places of its chunks, [v].
     local_places = jnp.asarray(placement)[:, axis.index()]
@@ -251,13 +262,14 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> trees.DiskForm:
-    """Returns the form, for `Checkpoints`, that stores blocks of [v, L / v, ...] in a state's model
-    as [L, ...].
+    """Returns the pair of functions with which `Checkpoints` stores the model's blocks,
+    [v, L / v, ...], as [L, ...]. Both take and return a state. One runs before the state is
+    written, the other after it is read.
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
-    pipeline, can read them. The optimizer's arrays for the blocks are stored in the same way. Such
-    an array has a path that ends with the path of a leaf of the blocks, and has the first dims of
-    that leaf.
+    pipeline, can read the layers. The optimizer's arrays for the blocks are stored in the same way.
+    An optimizer's array belongs to a leaf of the blocks if its path ends with the path of the leaf,
+    and both have the same first dims.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
@@ -277,15 +289,16 @@ def stored(
         return to_placement(w, placement)
 
     def on_blocks(change, dims):
-        """Returns the function of a state that applies `change` to each array of the blocks.
+        """Returns a function that takes a state and applies `change` to each array of the blocks.
 
-        An optimizer's array belongs to the blocks if its first `dims` dims are those of its
-        parameter. `dims` is 2 on the way to the disk, from blocks of [v, L / v, ...], and 1 on the
-        way back, from blocks of [L, ...].
+        An optimizer's array belongs to the blocks if its path ends with the path of an array of the
+        blocks, and the first `dims` dims of both have the same sizes. `dims` is 2 on the way to the
+        disk, from blocks of [v, L / v, ...], and 1 on the way back, from blocks of [L, ...].
         """
 
         def converted(state):
-            """Returns the state with the blocks, and the optimizer's arrays for them, changed."""
+            """Returns the state with `change` applied to the blocks, and to the optimizer's arrays
+            for them."""
             in_blocks = checks.marked(blocks, state.model)
             named = jax.tree.leaves_with_path(state.model)
             paths = [path for path, _ in named]
@@ -295,8 +308,8 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns a leaf of the state, changed if it is an array of the blocks, or the
-                optimizer's for one."""
+                """Returns a leaf of the state, with `change` applied if it is an array of the
+                blocks, or an optimizer's array for such an array."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

@@ -1,17 +1,29 @@
-"""The executor in which all stages run every lane that any stage has in the tick. It is loops over
-the ticks, without a conditional.
+"""The executor in which all stages run the same kinds of job in a tick: each kind of which at least
+one stage has a job in the schedule. The program consists of loops over the ticks, without a
+conditional.
 
 If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
-ring of `ppermute` inside a stage is allowed: all devices run it.
+ring of `ppermute` inside a stage is allowed: all devices run the ring.
 
-A lane is one kind of work within a tick: "forward", "head", "backward", "weight". A stretch is a
-period of ticks in which the same lanes run, each on at least one stage; it is one `lax.scan`.
+F is the forward pass of a chunk of layers for one microbatch, and B its backward pass. B may be
+split into I (the cotangent of the input x) and W (the gradients of the weights). A lane is one kind
+of work within a tick: "forward" (F), "head", "backward" (B or I), "weight" (W). A stretch is a
+period of ticks in which the same lanes run, each on at least one stage; each stretch is one
+`lax.scan`.
 
-`jobs.send.part` turns an array into a message, and `jobs.send.whole` turns the message into the
-array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after this one. `carry.arrived`
-has the messages of this stage. A `row` has the jobs and slots of one tick; `table` and `ticks` have
-the rows of many. `jobs.moving` are the floating-point leaves of an activation, which have a
-cotangent. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+A row has the numbers of one tick: `row.jobs[lane][stage]` is the number of a job, or -1 for none.
+Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers of
+slots; a slot is a place in a buffer where an array waits for a later tick. All stages run the head
+and the embedding together: `row.jobs["head"]` is one microbatch. `table` and `ticks` have the rows
+of many ticks. `carry` has the values that a tick leaves for the next tick: `carry.arrived` has the
+messages of this stage, and `carry.sums` the sums of losses and gradients. `jobs` runs the user's
+functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
+
+`jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
+cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
+turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after
+this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
+computed.
 """
 
 import functools
@@ -27,7 +39,7 @@ from jaxtyping import Array
 
 from parallax._typing import PyTree
 from parallax.collectives.cpu import sequence_after
-from parallax.pipeline.buffers import chosen, masked, put, stacked, taken
+from parallax.pipeline.buffers import chosen, masked, put, stacked_zeros, taken
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, rows
 from parallax.schedule import LANES
@@ -38,12 +50,14 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
+        entered: the embedding's output for the next F at the first place of the model.
         x: the activation from the stage before, as it was sent.
         y: the output of F in this tick; None between ticks.
         ct: the cotangent of the floating-point leaves of x, from the stage after, as it was sent.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
 
+    entered: PyTree
     x: PyTree
     y: PyTree
     ct: PyTree
@@ -60,27 +74,28 @@ Stretch: TypeAlias = tuple[frozenset[str], int]
 def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
-    # Each pair is a function, and the lane in whose ticks it runs.
+    # Each pair is a function, and the lane in whose ticks it runs. The head comes before the
+    # backward lane: B at the last place may use the head's cotangent in the same tick.
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
-    # The send of the activation comes last, and no lane of the tick waits for it: XLA can overlap
-    # it with the backward lanes.
-    return _run(jobs, [*lanes, ("forward", send_activation)])
+    # The send of the activation and the next embedding come last, and no lane of the tick waits for
+    # them: XLA can overlap their messages with the backward lanes.
+    return _run(jobs, [*lanes, ("forward", send_activation), ("forward", embed_next)])
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs F: at the first place of the model on the embedding's output, elsewhere on the
     activation that arrived. Keeps the output as `y`."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
-    y, carry = jobs.forward(carry, row, jobs.embed(row), arrived)
+    y, carry = jobs.forward(carry, row, carry.arrived.entered, arrived)
     return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the head on this tick's output of F, and stores the output's cotangent in a slot."""
     ct, carry = jobs.head(carry, row, carry.arrived.y)
-    # All stages write, into the slot of the last stage, `[-1]`; only that stage reads it.
+    # All stages write into the last stage's slot number, `[-1]`; only the last stage reads it.
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
@@ -91,7 +106,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
-    # All stages run it, since embed may have collectives; elsewhere its cotangent is 0.
+    # All stages run the embedding's backward pass, since embed may have collectives. Its cotangent
+    # is 0 except at the first place.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 
@@ -105,9 +121,16 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
+def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
+    """Runs the embedding for the next tick with F. No lane of this tick waits for its messages."""
+    # On a CPU its messages wait for the activation's.
+    microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
+    return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
+
+
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """Returns the cotangent that B begins with: at the last place of the model the head's, else the
-    cotangent that arrived."""
+    """Returns the cotangent that B begins with: at the last place of the model, the cotangent from
+    the head; elsewhere, the cotangent that arrived from the stage after."""
     # The column `[-1]` is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
@@ -116,25 +139,39 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs these lanes in all ticks of the schedule, and returns the sums. A pattern of stretches
-    that repeats is one loop."""
+    """Runs these lanes in all ticks of the schedule, and returns the sums. If a pattern of
+    stretches repeats, all repeats of the pattern are one loop."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
-    # Every tick with F runs the embedding, and every tick with B its backward pass. In a tick
-    # without a microbatch for them (-1) they run on microbatch 0, and the result is masked.
-    # `stretches` reads the -1, so it is called first.
+    # Every tick with F runs the embedding, and every tick with B the embedding's backward pass. If
+    # such a tick has no microbatch for them (-1), these two run on microbatch 0, and no result is
+    # used. The head runs only in ticks with a microbatch, so for it the 0 has no effect.
+    # `stretches`, called above, needs the -1, so each -1 is replaced only here.
     together = {
         name: np.maximum(table.jobs[name], 0) for name in ("embed", "head", "embed_backward")
     }
+    # Each tick with F computes, at its end, the embedding for the next tick with F, so that the
+    # embedding's messages can overlap with the backward lanes. So each number moves to the tick
+    # with F before its own, and the first microbatch is embedded before the loop. The last tick
+    # with F has no next one: it embeds microbatch 0, and the result is not used.
+    has_forward = (table.jobs["forward"] >= 0).any(axis=1)
+    embedded = together["embed"][has_forward]
+    together["embed"][has_forward] = np.append(embedded[1:], 0)
     table = table._replace(jobs=table.jobs | together)
     moving = jobs.moving if jobs.differentiates else None  # without gradients, no cotangents
     # In lockstep, of all messages only the head's cotangents wait in slots.
-    from_head = stacked(moving, schedule.arrival_count)
+    from_head = stacked_zeros(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
     saved_count = int(table.saved["forward"].max()) + 1
     # `y`, the output of F in a tick, is None between ticks.
-    arrived = Arrived(x=send.part(jobs.x), y=None, ct=send.part(moving), from_head=from_head)
+    arrived = Arrived(
+        entered=jobs.embed(jnp.asarray(embedded[0])),  # for the first tick with F
+        x=send.part(jobs.x),
+        y=None,
+        ct=send.part(moving),
+        from_head=from_head,
+    )
     carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):
@@ -152,21 +189,23 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
 
 
 def _between(ticks: Row, start: int, stop: int) -> Row:
-    """Returns the rows of the ticks `start` to `stop` - 1."""
+    """Returns the rows of the ticks from `start` to `stop` - 1, both included."""
     return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
-def _by_repeat(repeats: int, column: Array) -> Array:
-    """Returns a column [ticks, ...] as [repeats, ticks / repeats, ...]: `lax.scan` loops over the
-    repeats."""
-    return column.reshape(repeats, -1, *column.shape[1:])
+def _by_repeat(repeats: int, numbers: Array) -> Array:
+    """Returns one array of the table, [ticks, ...], as [repeats, ticks / repeats, ...], so that
+    `lax.scan` loops over the repeats."""
+    return numbers.reshape(repeats, -1, *numbers.shape[1:])
 
 
 def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
-    """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. A
-    stretch is the names of its lanes and its number of ticks; `ticks` has the rows of them all."""
+    """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
+    stretch of `pattern` is a pair: the names of the lanes that run, and the number of ticks.
+    `lanes` has pairs of a lane's name and its function, and `ticks` the rows of all ticks of the
+    pattern."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
@@ -186,7 +225,8 @@ def _stretches(
 def _tick(
     running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
 ) -> tuple[Carry, None]:
-    """Runs the lanes of one tick, and returns `(carry, None)`, as a body of `lax.scan`."""
+    """Runs the functions of one tick's lanes, `running`, in their order, and returns
+    `(carry, None)`, as a body of `lax.scan`."""
     for lane in running:
         carry = lane(carry, row)
     return carry, None
@@ -194,7 +234,8 @@ def _tick(
 
 def stretches(table: Row) -> list[Stretch]:
     """Returns the stretches of a table in order. A stretch is a pair: the set of lanes that run on
-    at least one stage, the head included, and the number of successive ticks in which they run."""
+    at least one stage (the head counts as a lane), and the number of successive ticks in which
+    these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
     # fewer ticks than F, only in those in which the last place of the model has run. `phases_of`
     # joins successive ticks with the same lanes.
@@ -207,8 +248,9 @@ def stretches(table: Row) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """Yields the stretches in order, as (repeats, pattern): a pattern that repeats becomes one
-    loop, so that the program does not grow with the number of microbatches."""
+    """Yields the stretches in order, as (repeats, pattern): the stretches a, b, c, b, c are
+    (1, [a]) and (2, [b, c]). A pattern that repeats becomes one loop, so that the program does not
+    grow with the number of microbatches."""
     begin = 0
     while begin < len(stretches):
         # A pattern that repeats is at most half of the stretches that are left.
@@ -225,8 +267,8 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
-    """Returns how many times in a row the `period` stretches that start at `begin` occur there, at
-    least 1."""
+    """Returns how many times in a row, at least 1, the pattern of `period` stretches that starts at
+    `begin` occurs from there on."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

@@ -1,7 +1,10 @@
-"""Loss functions for one device, which compute the same as a pipeline of the same functions.
+"""Loss functions for one device, which compute the same loss as a pipeline of the same functions.
 
 Legend: P stages, v chunks of layers per stage, L layers; a place is a chunk's position in the
-model, 0 to vP - 1. `blocks` are the parameters of the layers, and `aux` is a tree of values to log.
+model, 0 to vP - 1. The blocks are the parameters of the layers, and `aux` is a tree of values to
+log. The user's functions are those of `pipeline.value_and_grad`: `embed(params, batch)` returns
+`x`, `stage(params, x, batch, position)` returns the next `x`, and `head(params, x, batch)` the
+loss, or (loss, aux).
 """
 
 import operator
@@ -23,8 +26,8 @@ class Aux(NamedTuple):
     """Auxiliary values of a pipeline whose stages return some.
 
     Attributes:
-        head: the values of the head; None if it has none.
-        stages: the values of all chunks of layers, in the order of the model: [vP, ...] each.
+        head: the values of the head; None if the head has no values.
+        stages: the values of all chunks of layers, in the order of the model: arrays [vP, ...].
     """
 
     head: PyTree
@@ -42,15 +45,17 @@ def unpipelined(
     """Returns a loss function for one device that holds all blocks. A pipeline of these functions
     computes the same loss.
 
-    The blocks are [v, ...] each, and the chunks run one after another on the whole batch. With
-    auxiliary values the function returns `(loss, aux)`: `aux` has the head's values, or is an `Aux`
-    if stages have some too; its `stages` are [v, ...] each.
+    `blocks(params)` picks the blocks, arrays of [v, ...], from the parameters. The chunks run one
+    after another on the whole batch. If there are auxiliary values, the function returns
+    `(loss, aux)`: `aux` has the head's values, or, if stages have values too, `aux` is an `Aux`, in
+    which the arrays of `stages` are [v, ...].
 
     With a schedule's `placed` as `placement`, [v, P], the function runs the places of the model in
-    order, as the pipeline does. Each place then has its own layers, `position` and auxiliary
-    values, which are [vP, ...] each. Without a placement, chunk c of all stages runs as one chunk.
-    The layers then run in the order in which they are stored, which is the model's only if the
-    schedule's placement is looped.
+    order, as the pipeline does. Each place then has its own layers, its own `position` and its own
+    auxiliary values: the arrays of `stages` are [vP, ...]. Without a placement, the chunks c of all
+    stages run as one chunk, at position c, so a stage that uses `position` needs the placement. The
+    layers then run in the order in which they are stored. This is the order of the model only if
+    the schedule's placement is looped.
     """
 
     def loss(params, batch):
@@ -62,8 +67,7 @@ def unpipelined(
             # One entry for each place: [v, L / v, ...] -> [vP, L / (vP), ...].
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         params_of_places = []
-        # Unrolled: each place, or chunk without a placement, has its own parameters and auxiliary
-        # values.
+        # The parameters and the position of each place, or without a placement of each chunk.
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             of_place = eqx.combine(jax.tree.map(operator.itemgetter(place), arrays), static)
             position = jnp.asarray(place, jnp.int32)
@@ -79,9 +83,9 @@ def sequential(
     """Returns a loss function for one device that runs all layers as one stage, at position 0. A
     pipeline of these functions computes the same loss.
 
-    The blocks have no dim of chunks. With auxiliary values the function returns `(loss, aux)`:
-    `aux` has the head's values, or is an `Aux` if the stage has some too; its `stages` are
-    [1, ...] each.
+    The blocks have no dim of chunks. If there are auxiliary values, the function returns
+    `(loss, aux)`. If the stage has auxiliary values, `aux` is an `Aux`, and the arrays of its
+    `stages` are [1, ...]. If only the head has some, `aux` is the head's values.
     """
 
     def loss(params, batch):
@@ -100,8 +104,8 @@ def _loss(
 ) -> Any:
     """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
-    Returns the loss, the head's plus the stages' own terms, or `(loss, aux)` if there are auxiliary
-    values.
+    Returns the loss, or `(loss, aux)` if there are auxiliary values. The loss is the head's loss
+    plus the stages' own terms.
     """
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:
@@ -115,9 +119,10 @@ def _loss(
     return with_aux(total, Aux(of_head, of_stages), lambda aux: aux)
 
 
-def with_aux(loss: Array, values: Aux, aux: Callable[[Any], Any]) -> Any:
-    """Returns the loss, or `(loss, aux(...))` if there are auxiliary values. The function `aux` is
-    applied to `values` if stages have some, else only to `values.head`."""
+def with_aux(loss: Array, values: Aux, change: Callable[[Any], Any]) -> Any:
+    """Returns the loss, or `(loss, change(...))` if there are auxiliary values. `change`, such as
+    the mean over microbatches, is applied to `values` if stages have auxiliary values, else only to
+    `values.head`."""
     if jax.tree.leaves(values.stages):
-        return loss, aux(values)
-    return (loss, aux(values.head)) if jax.tree.leaves(values.head) else loss
+        return loss, change(values)
+    return (loss, change(values.head)) if jax.tree.leaves(values.head) else loss

@@ -1,17 +1,28 @@
-"""The executor in which each stage runs only its own job in a tick, or none. It is one loop over
-the ticks, without a conditional.
+"""The executor in which each stage runs only its own job in a tick, or no job. The program is one
+loop over the ticks, without a conditional.
 
-A job is a loop of one iteration, or of none on a stage without this job in the tick. All devices
-run the embedding and the head together, since these may communicate over the stages. In a tick the
-embedding runs before the jobs, and the head after them. Messages are exchanged in every tick, and
-wait in slots until the jobs that need them.
+A job is a loop of one iteration, or of no iteration on a stage that does not have this job in the
+tick. The jobs are F (the forward pass of a chunk of layers for one microbatch), I (the cotangent of
+its input x) and W (the gradients of its weights). All devices run the embedding and the head
+together, since these may communicate over the stages. A tick has several parts, in this order:
+embed; forward (F), backward (I) or weight (W), whichever job the stage has; exchange; head;
+embed_backward. The exchange sends messages in every tick. A message waits in a slot, a numbered
+place in a buffer, until the job that needs it runs.
 
-A part is a step of a tick: embed, the job (F forward, I input's cotangent, or W weights'
-gradients), exchange, head, embed_backward. `jobs.send.part` turns an array into a message, and
-`jobs.send.whole` turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to
-the stage d after this one. `carry.arrived` has the messages of this stage. A `row` has the jobs and
-slots of one tick, and `table` has all rows. `jobs.moving` are the floating-point leaves of
-`jobs.x`, an activation of zeros. `sequence_after(x, y)` is `x`, which on a CPU waits for `y`.
+A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers
+of slots. Embed, head and embed_backward have one microbatch for all stages, such as
+`row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values that a part leaves for
+the next part: `carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses
+and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output
+and the new carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is
+stage 0.
+
+`jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
+cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
+turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after
+this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
+computed.
 """
 
 import functools
@@ -32,7 +43,7 @@ from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import varying
 from parallax.grads.axes import axes_of
 from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened
-from parallax.pipeline.buffers import masked, put, stacked, taken
+from parallax.pipeline.buffers import masked, put, stacked_zeros, taken
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, forward_alone, rows
 from parallax.pipeline.traced import trace
@@ -43,7 +54,8 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        slots: activations and cotangents that arrived and wait: [slots, ...] for each leaf of x.
+        slots: the activations and cotangents that arrived and are waiting, as [slots, ...] for each
+            leaf of x.
         entered: the output of the embedding in this tick; None between ticks.
         sent: the message of this stage in this tick; None between ticks.
     """
@@ -59,7 +71,7 @@ Part: TypeAlias = Callable[[Jobs, Carry, Row], Carry]
 def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
-    table, schedule = rows(jobs.schedule), jobs.schedule
+    table, schedule = rows(jobs.schedule), jobs.schedule  # the `Row` of all ticks
     parts: dict[str, Part] = {"forward": forward}
     if jobs.differentiates:
         parts |= {"backward": backward, "weight": Jobs.weight}
@@ -67,21 +79,23 @@ def run(jobs: Jobs) -> Sums:
         table = forward_alone(table)  # only the ticks with F
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
-    slots = stacked(nothing_sent, schedule.arrival_count + 1)
-    # `entered` and `sent` are arrays, as within a tick: `_alone` traces the jobs on this carry.
-    begin = Arrived(slots, jobs.x, nothing_sent)
+    slots = stacked_zeros(nothing_sent, schedule.arrival_count + 1)
+    # `entered` and `sent` are arrays, as within a tick: `_traced_alone` traces the jobs on a carry
+    # with these. No tick reads those of the tick before, so between ticks they are None and take no
+    # memory.
+    begin = Arrived(slots=slots, entered=jobs.x, sent=nothing_sent)
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     # Only the jobs F, I and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
-        parts[name] = _alone(name, part, jobs, carry, table)
+        parts[name] = _traced_alone(name, part, jobs, carry, table)
     # In their order within a tick.
     parts = {"embed": embed, **parts, "exchange": exchange, "head": head}
     if jobs.differentiates:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
-        """Returns the carry after the parts of one tick in order, each run if the row has it, and
-        None: a body of `lax.scan`."""
+        """Runs the parts of one tick in order, each only if the row has a job or a microbatch for
+        it. Returns `(carry, None)`, as a body of `lax.scan`."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
@@ -96,12 +110,12 @@ def run(jobs: Jobs) -> Sums:
 
 def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the embedding, and keeps its output as `entered` until the end of the tick."""
-    return carry.with_arrived(entered=jobs.embed(row))
+    return carry.with_arrived(entered=jobs.embed(row.jobs["embed"]))
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs F: at the first place of the model on the embedding's output, elsewhere on an activation
-    that arrived. Keeps the output to send."""
+    that arrived. Keeps the output as `sent`, the message of this tick."""
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -110,7 +124,7 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs I, which computes the cotangent of x, on a cotangent that arrived from a stage or from
-    the head. Keeps the cotangent of x to send."""
+    the head. Keeps the cotangent of x as `sent`, the message of this tick."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
@@ -122,8 +136,10 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends this tick's message over each distance that occurs in the schedule, and writes the
-    messages that arrive into slots. A message that this stage does not need goes into a slot that
-    is never read: all devices must send and receive at once.
+    messages that arrive into slots.
+
+    All devices must send and receive at once, so a stage also gets messages that it does not need.
+    Such messages go into a slot that is never read.
     """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
@@ -140,53 +156,67 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the head on the output of the model's last place, and stores the output's cotangent in a
     slot.
 
-    The last place may be on another stage than the last, as in a V. The head counts on the last
-    stage of the axis, so the output moves there, and the cotangent moves back.
+    The last place of the model need not be on the last stage: a V-shaped placement goes to the last
+    stage and back to the first. The head's loss is used only on the last stage of the axis, so the
+    output moves there, and the cotangent moves back.
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
+    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
+    # depend on the loop in which `_if_runs` runs the head. So XLA sends the message on only in
+    # ticks in which the head runs.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
+    # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
     ct = jobs.send.part(jobs.moved(ct, distance=-to_the_last_stage))
     return carry.with_arrived(slots=put(carry.arrived.slots, ct, row.from_head[jobs.index]))
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 ran I of
-    the first place, so its message is the cotangent of the embedding's output; the other stages
-    take 0."""
+    the first place, so the message of stage 0 is the cotangent of the embedding's output. The other
+    stages use a cotangent of 0."""
+    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
+    # depend on the loop in which `_if_runs` runs this part, embed_backward.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
-    """Returns this stage's message in this tick, for a part that runs only if it has a microbatch.
+    """Returns this stage's message in this tick, as head and embed_backward read it.
 
-    The condition holds whenever the part runs. Without it the part's collectives would not depend
-    on the part's loop (`_if_runs`), and XLA would run them before the loop, in all ticks.
+    `microbatch` is the row's number for the part that reads the message; it is -1 only in a tick in
+    which this part does not run. So the condition `microbatch >= 0` is always true here. The
+    condition makes the message depend on the part's loop, since `_if_runs` adds the loop's index to
+    each number of the row. Without it, XLA would run the part's collectives before the loop, in all
+    ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
 
-def _alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
-    """Returns a stage's own job `part` as a traced function; raises `ValueError` if the job has a
-    collective that a stage cannot run alone."""
-    row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))  # for its types
+def _traced_alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -> Part:
+    """Returns `part`, a job that each stage runs alone, as a traced function. Raises `ValueError`
+    if the job has a collective that a stage cannot run alone. `name` is the part's name, such as
+    "forward"."""
+    # In a trace only types matter, so the row of the first tick stands for all rows.
+    row = jax.tree.map(operator.itemgetter(0), jax.tree.map(jnp.asarray, table))
     # The row is typed as varying: `_if_runs` adds a loop index whose type varies over the stages.
     traced = trace(functools.partial(part, jobs), carry, varying(row, jobs.axis.names))
     refuse_crossing(DESCRIPTIONS[name], opened(traced.program), jobs.axis)
-    # A `Part` takes the jobs too; the traced function has them inside.
+    # The trace that was checked is also the one that runs, so nothing is traced twice. A `Part`
+    # takes the jobs too; the traced function has them inside.
     return lambda jobs, carry, row: traced(carry, row)
 
 
 def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
-    """Returns the carry after a part if it runs in this tick, as a loop of one iteration or none.
+    """Returns the carry after a part if the part runs in this tick, else the carry as it was. The
+    part is a loop of one iteration or of none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
-    carry in place. The loop's name, from `counted_scope`, says in how many of the ticks the part
-    runs, for readers of the compiled program. Each stage runs a job in the same number of ticks, so
-    the first column of `table` gives this number.
+    carry in place. The loop has a name from `counted_scope`, such as "head.3_of_8": in the compiled
+    program this name tells that the head runs in 3 of 8 ticks. All stages run a kind of job in
+    equally many ticks, so the first column of `table` gives the number of ticks.
     """
     column, number = table.jobs[name], row.jobs[name]
     # `column` is [ticks, stages], or [ticks] for a part that all stages run together.
@@ -195,8 +225,9 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     count = ((number[jobs.index] if number.ndim else number) >= 0).astype(jnp.int32)
 
     def body(trip, carry):
-        # The loop index, always 0, is added to the row. Otherwise XLA would compute before the loop
-        # all that does not depend on the loop, even if no iteration runs.
+        # The loop index, always 0, is added to the row, so that the part depends on the loop.
+        # Otherwise XLA would compute before the loop what does not depend on it, even if no
+        # iteration runs.
         return part(jobs, carry, jax.tree.map(lambda numbers: numbers + trip, row))
 
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
@@ -213,12 +244,12 @@ DESCRIPTIONS = {
 
 
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
-    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone. `name` is
-    the job's description for the error.
+    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone. `jaxpr` is
+    the job's program, and `name` its description for the error; `axis` is the axis of the stages.
 
     A grouped collective, such as a `psum` over a tensor axis, waits only for the devices of its
     group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of
-    them run another job.
+    the devices run another job.
     """
     for eqn, line in _moves(jaxpr, ""):
         along = _along(eqn)
@@ -229,23 +260,24 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
             f"{axes} ({line})"
         )
         cure = "use a schedule that runs in lockstep, such as schedule.one_f_one_b_lockstep"
-        # The stages of this job would wait forever for those that run another job.
+        # The stages that run this job would wait forever for the stages that run another job.
         if crosses:
             raise ValueError(
                 f"pipeline: in this schedule {runs}. Stages that run another job would never join "
-                f"it. Move this collective into embed or head, or {cure}."
+                f"this collective. Move it into embed or head, or {cure}."
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
                 f"pipeline: in this schedule {runs}, which all devices must run at once. Let "
-                f"jax.lax move the data there (pass {axes} for the axis), or {cure}."
+                f"jax.lax do this collective (give {axes} alone as the axis, without an "
+                f"algorithm), or {cure}."
             )
 
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
-    """Yields the collectives over more than one device in a jaxpr, each with the line of the user's
-    code. If `jaxpr` is inside a collective of the library, `line` is the collective's line, else
-    ""."""
+    """Yields the collectives over more than one device in a jaxpr, each as (equation, line of the
+    user's code). `line` is "", except if `jaxpr` is the algorithm of one of the library's
+    collectives: then `line` is the line of that collective."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         # Each of the library's own collectives is one equation, `linear_collective`. Its algorithm
@@ -262,5 +294,6 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
 
 
 def _along(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Returns the mesh axes of a collective; `psum` calls its parameter `axes`."""
+    """Returns the mesh axes of a collective: JAX calls this parameter `axes` for `psum`, and
+    `axis_name` for others."""
     return types.axes(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])

@@ -1,12 +1,26 @@
-"""Traces the user's functions and their gradients, once each, for one device, and makes their
-arguments.
+"""Traces the user's functions and their gradients, once each, for one device, and makes the
+arguments with which the traced programs are called.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). Blocks are the parameters that are
-split over the stages, ends all others. `moving` are the floating-point leaves of an activation,
-which have a cotangent, and `still` its other leaves. Taps (`parallax.recording`) record values by
-the number of their microbatch. A job's task says which microbatch and chunk it runs, and `aux` is a
-tree of values to log. An array varies along a mesh axis if its type says that it may differ there.
+split over the stages, and ends are all other parameters. `moving` are the floating-point leaves of
+an activation, which have a cotangent, and `still` are the other leaves of the activation. `aux` is
+a tree of values to log.
+
+A job runs one chunk of layers for one microbatch. Its number in the schedule's table is
+microbatch * v + chunk, or -1 for none: with v = 2, job 7 is chunk 1 of microbatch 3. A `Task` has
+the numbers of the microbatch and of the chunk, the chunk's place in the model (`position`), and
+whether there is a job (`valid`). `Trained` has the arrays with respect to which a stage is
+differentiated: `blocks`, of one chunk, and `ends`. `Given` has the stage's other arguments.
+`Parameters` has all parameters in four trees: `blocks` and `ends`, which are trained, and
+`fixed_blocks` and `fixed`, which are not; `joined()` is the tree of the user.
+
+`trace(f, *arguments)` is `f` as a program: its `out` has the types of the results, and its `used`
+is a tree like the arguments, with True for each array that the results depend on. An array varies
+along a mesh axis if its type says that the array may differ between the axis's devices.
+`varying(x, names)` is `x` typed as varying along the axes `names`, and `match_varying(x, like)` is
+`x` typed as varying also along the axes of `like`. Taps (`parallax.recording`) record values in the
+user's functions, each with the microbatch's number, which `recording.job(microbatch, valid)` gives.
 """
 
 import functools
@@ -24,7 +38,7 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import match_varying, varying, varying_axes
 from parallax.grads import split_into_microbatches
-from parallax.grads.axes import axes_of, varies_along
+from parallax.grads.axes import axes_of
 from parallax.jaxprs import opened
 from parallax.pipeline import checks, traced
 from parallax.pipeline.buffers import Counts, masked
@@ -36,8 +50,8 @@ from parallax.split_backward import split
 
 
 class Functions(NamedTuple):
-    """The arguments of `pipeline.value_and_grad` of the same names: the user's functions, and how
-    to pick from the parameters the blocks and the trained leaves."""
+    """The user's functions, and how to pick from the parameters the blocks and the trained leaves.
+    All are arguments of `pipeline.value_and_grad`, with these names."""
 
     embed: Callable[..., Any]
     stage: Callable[..., Any]
@@ -47,11 +61,11 @@ class Functions(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """The parameters in four trees of one structure; a tree has None for the leaves that are in
-    another tree.
+    """The parameters in four trees of one structure. Each leaf is in one of the trees; the other
+    three have None in its place.
 
     Attributes:
-        blocks: the trained arrays of the blocks: [v, ...] each, or one chunk of them.
+        blocks: the trained arrays of the blocks, which are [v, ...] each, or [...] for one chunk.
         ends: the other trained arrays.
         fixed_blocks: the arrays of the blocks that are not trained.
         fixed: all remaining leaves, also those that are not arrays.
@@ -74,8 +88,8 @@ class Task(NamedTuple):
         microbatch: the number of the microbatch.
         chunk: the number of the chunk of this stage's layers.
         position: the chunk's place in the model.
-        valid: whether the table has a job here; `True` itself if only real jobs run, as in a
-            schedule that runs per stage.
+        valid: whether the table has a job for this stage in this tick; `True` itself if only real
+            jobs run, as in a schedule that runs per stage.
     """
 
     microbatch: Int[Array, ""]
@@ -85,45 +99,50 @@ class Task(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The arrays that a stage is differentiated with respect to: its chunk of the blocks, and the
-    ends that it reads."""
+    """The arrays that a stage is differentiated with respect to: its chunk of the blocks, and those
+    parameters outside the blocks (ends) that it reads."""
 
     blocks: PyTree
     ends: PyTree
 
 
 class Given(NamedTuple):
-    """A stage's other arguments. They are known in its forward and its backward tick, so they need
-    no slot.
+    """The arguments of a stage besides `Trained` and x. They are known in the stage's forward and
+    backward tick, so they need no slot.
 
-    `number` is for taps: the microbatch's number, or -1 on an idle stage; None if nothing is
-    recorded.
+    Attributes:
+        params: all parameters, with this chunk of the blocks.
+        rows: the microbatch's part of the batch.
+        position: the chunk's place in the model.
+        number: the microbatch's number, for the record of values (taps), or -1 on an idle stage;
+            None if nothing is recorded.
     """
 
     params: Parameters
-    microbatch: PyTree
+    rows: PyTree
     position: Int[Array, ""]
     number: Int[Array, ""] | None
 
 
 class Programs:
-    """The programs of one device. It is made once per call of the gradient function, traces each
-    function of the user once, and refuses misuse.
+    """The programs of one device. A `Programs` is made once per call of the gradient function. It
+    traces each function of the user once, and refuses misuse.
 
     Attributes:
         params: the `Parameters` of this device.
         x: an activation, as zeros of its shapes and varying types; `moving` has its floating-point
             leaves.
         index: the number of this stage; `first` and `last` say whether it is the first or the last.
-        terms: zeros of the stage's own term of the loss, `terms.loss`, and auxiliary values,
-            `terms.aux`.
+        terms: zeros, with the shapes of the stage's own term of the loss (`terms.loss`) and of its
+            auxiliary values (`terms.aux`).
         saved: the types of the arrays that F saves of a microbatch.
         seed: the cotangent of the stage's own term of the loss, which is 1; None without a term.
         deferred: the types of the arrays that I leaves for W.
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
-        counts: whether the head's loss counts on this stage.
-        moves_early: whether a collective in a function depends on nothing but the parameters.
+        counts: whether the loss that the head computes on this stage is used.
+        moves_early: whether a collective in one of the user's functions depends on nothing but the
+            parameters.
         programs: the traced programs: "embed", "forward", "head", "backward", "weight" and
             "embed_backward".
     """
@@ -151,7 +170,7 @@ class Programs:
             axis: the axis of the stages.
             params: the parameters on this device.
             batch: the batch on this device.
-            save: how F saves arrays for B; None for the loss without gradients.
+            save: how F saves arrays for B; None if only the loss is computed, without gradients.
             send: how messages are sent.
             scatter: applied to each microbatch's gradients before they are added up.
             in_halves: whether to trace I and W instead of B.
@@ -160,8 +179,8 @@ class Programs:
         checks.check_batch(batch)
         self.functions, self.schedule, self.axis = functions, schedule, axis
         self.send, self.scatter = send, scatter
-        # Typed as varying over the stages; otherwise JAX would sum the gradients of parameters that
-        # are the same on all stages over the stages in each microbatch.
+        # All parameters are typed as varying over the stages. Otherwise JAX would sum over the
+        # stages the gradients of parameters that all stages have, in each microbatch.
         self.params = _split(varying(params, axis.names), functions)
         # A microbatch is a slice of dim 0, so a tick can take one by its number.
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
@@ -171,6 +190,7 @@ class Programs:
         self.deferred: list[Any] = []
         self.differentiates, self.in_halves = save is not None, in_halves
         self.programs: dict[str, Traced] = {}
+        # Each trace needs the types that the one before it finds, such as those of `x`.
         self._trace_embed()
         self._trace_stage()
         self._trace_head()
@@ -181,7 +201,8 @@ class Programs:
     # The arguments of the programs.
 
     def task(self, job: Int[Array, ""]) -> Task:
-        """Returns this stage's task for a number in the table: microbatch * v + chunk, or -1."""
+        """Returns this stage's task for `job`, a number in the table: microbatch * v + chunk, or
+        -1."""
         # Without a job, -1, the task has the numbers of job 0, and is not valid.
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
@@ -189,18 +210,20 @@ class Programs:
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """Returns the arguments of F, B, I and W that need no message and no slot: the arrays to
-        differentiate, and the rest."""
+        """Returns the arguments of a task's F, B, I and W that need no message and no slot: the
+        arrays with respect to which the stage is differentiated, and its other arguments."""
         params = self._of_chunk(task.chunk)
-        # `_read_by_stage` is a tree like the ends: whether the stage reads each.
+        # `_read_by_stage` is a tree like the ends: whether the stage reads each. An end that it
+        # does not read gets no gradient here.
         trained = Trained(params.blocks, eqx.filter(params.ends, self._read_by_stage))
         number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments after `x`: the rows of a microbatch, and its number for
-        taps."""
-        # The number is -1 on a stage whose loss does not count, so it may differ between stages.
+        """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and the
+        number of the microbatch for taps."""
+        # The number for taps is -1 on a stage whose loss is not used, so it may differ between
+        # the stages, and is typed so.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
@@ -216,7 +239,7 @@ class Programs:
 
         def chunk_of(w):
             """Returns one chunk of an array of the blocks: `[v, ...] -> [...]`."""
-            # The only chunk needs no index from the table.
+            # With one chunk the index is known, so the program needs no traced index.
             if self.schedule.chunks == 1:
                 return w[0]
             return lax.dynamic_index_in_dim(w, chunk, keepdims=False)
@@ -225,12 +248,13 @@ class Programs:
         return params._replace(blocks=blocks, fixed_blocks=fixed_blocks)
 
     def shared_out(self, value: Array) -> bool:
-        """Returns whether all stages compute the head's value together, so that it is the same on
-        all; otherwise only the value of the last stage counts. Raises `ValueError` if the value is
-        the same along only some of the stages' axes."""
+        """Returns whether a value of the head, its loss or an auxiliary value, is the same on all
+        stages by its type. If it is, the stages computed the value together. If not, only the value
+        of the last stage is used. Raises `ValueError` if the value is the same along only some of
+        the stages' axes."""
         # The stages' axes along which the value may differ.
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
-        if along and not varies_along(value, self.axis):
+        if along and len(along) < len(axes_of(self.axis)):
             raise ValueError(
                 f"pipeline: the head's value differs along {along}, and is the same along the "
                 f"other axes of {self.axis.names!r}. A head that the stages share must sum over "
@@ -241,13 +265,15 @@ class Programs:
     # Tracing.
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
-        """Returns a function of the user, traced; its first argument is the `Parameters`. Refuses a
-        function that reads parameters that would then have no gradient."""
+        """Returns a function of the user as a program; the first argument of the program is a
+        `Parameters`. `name` is "embed", "stage" or "head". Refuses a function that reads a trained
+        parameter by closure, and an embed or a head that reads blocks: what they read in this way
+        would have no gradient."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
         # Each stage has blocks of its own, so embed and head, which run on all stages, must not
-        # read any. `used` says of each array whether the results depend on it.
+        # read any. `used[0]` says of each array of the parameters whether the results depend on it.
         if name != "stage":
             used = program.used[0]
             blocks = eqx.combine(used.blocks, used.fixed_blocks)
@@ -255,7 +281,7 @@ class Programs:
         return program
 
     def _trace_embed(self) -> None:
-        """Traces `embed`, and sets `x` to zeros like its output."""
+        """Traces `embed`, and sets `x` to zeros like the output of `embed`."""
 
         def embed(params, rows, microbatch):
             with recording.at(microbatch=microbatch):
@@ -269,7 +295,7 @@ class Programs:
         self.x = jax.tree.map(jnp.zeros_like, self._embed.out)
 
     def _trace_stage(self) -> None:
-        """Traces `stage`, and sets the attributes that describe its input and output: `x`,
+        """Traces `stage`, and sets the attributes that describe the stage's input and output: `x`,
         `moving`, `terms` and `_read_by_stage`."""
 
         def stage(params, x, rows, position, number):
@@ -292,8 +318,8 @@ class Programs:
             checks.same_form(self._stage.out.x, x)
             return self._stage.out.x
 
-        # The stage may return an activation that varies over more axes than it takes. A stage takes
-        # its own output, so trace again until both types are equal.
+        # The stage may return an activation that varies over more axes than its input. The output
+        # is the next stage's input, so the stage is traced again until both types are equal.
         self.x = traced.settled(self.x, after_stage)
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
         self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
@@ -303,38 +329,50 @@ class Programs:
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
-        """Traces `head`, and sets `counts`, whether its loss counts on this stage."""
+        """Traces `head`, and sets `counts`, which says whether the head's loss is used on this
+        stage."""
 
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.joined(), y, rows))
 
-        self.counts: Counts = self.last  # unless the stages share the head, see below
+        # `finished` reads `counts`, so it gets its usual value first. If the stages share the head,
+        # the value changes below; the trace has only its type.
+        self.counts: Counts = self.last
         arguments = self.finished(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # A loss that is the same on all stages was computed by the stages together, so it counts on
-        # all. `out[0]` is the loss's type.
+        # If the loss is the same on all stages, they computed it together, and it is used on all.
+        # `out[0]` is the type of the loss.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
+        # Refuses a loss that sums over the stages what each computed from its own x.
         checks.head(self._head, self.axis)
 
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
-        """Runs the stage in the form that `save` takes: returns `((moving, loss), (still, aux))`.
-        Only the first pair is differentiated, with respect to `trained` and `x`."""
-        # `trained.ends` lacks the ends that the stage does not read; `given` has all ends. The
-        # first of two in `combine` wins.
+        """Runs the stage, as a function that `save` can differentiate (see save.py): returns
+        `((moving, loss), (still, aux))`. Only the first pair is differentiated, with respect to
+        `trained` and `x`."""
+        # `trained.ends` has None for the ends that the stage does not read; they come from `given`.
+        # `combine` takes each leaf from its first argument, or if that is None from the second.
         ends = eqx.combine(trained.ends, given.params.ends)
         params = given.params._replace(blocks=trained.blocks, ends=ends)
-        output = self._stage(params, x, given.microbatch, given.position, given.number)
+        output = self._stage(params, x, given.rows, given.position, given.number)
+        # The output is the next stage's input, so it gets the type that all activations have.
         moving, still = eqx.partition(match_varying(output.x, self.x), eqx.is_inexact_array)
-        # Each stage has its own term of the loss, so the term is typed as varying, also if it is a
+        # Each stage has its own term of the loss, so the term is typed as varying, even if it is a
         # constant.
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_jobs(self, save: Save | None) -> None:
-        """Traces F, and B or I and W; without `save` only F."""
+        """Traces F, and B or I and W, and adds them to `programs`. Sets `saved` and `seed`, which B
+        and I need, and `deferred`, which W needs.
+
+        `save` makes two functions of a stage's function (see save.py). One is for the forward tick,
+        and also returns the arrays to save; the other is for the backward tick, and returns the
+        transposed function. If `save` is None, only the loss is needed, and only F is traced.
+        """
         # (trained, given) of job 0: in a trace only types matter, and all jobs have the same. The
         # number is computed from the stage's index, so that it is typed as varying.
         known = self.known(self.task(self.index * 0))
@@ -354,8 +392,8 @@ class Programs:
 
         self.programs["forward"] = trace(forward, known[0], self.x, known[1])
         (out, _), self.saved = self.programs["forward"].out
-        # `out` has the types of (moving, loss). The cotangent of the stage's own term of the loss
-        # is 1: the loss is the sum of all terms.
+        # `out` has the types of (moving, loss): the output's floating-point leaves, and the stage's
+        # own term of the loss. That term's cotangent is 1, since the loss is the sum of all terms.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
         both = trace(transposed, out, *known, self.saved)  # a cotangent has the type of its value
         self.programs["backward"] = both
@@ -364,8 +402,10 @@ class Programs:
         # I and W are halves of the one jaxpr of B, so that no matmul is in both.
         ct, gradients = both.out
         count = len(jax.tree.leaves(ct))
-        # The first half, I, returns the cotangents of x, `count` arrays, and then the arrays that W
-        # needs. `used`, the third field of `Traced`, is not read of the halves.
+        # `split` cuts B: its first arguments, as many as `cotangents`, go only to I, and its first
+        # results, as many as `inputs`, come from I: the cotangents of x. I then returns the arrays
+        # that W needs. W takes B's other arguments and these arrays, and returns the gradients.
+        # Nobody reads the third field of these `Traced`, `used`, so it stays that of B.
         first, second = split(both.program, cotangents=len(jax.tree.leaves(out)), inputs=count)
         self.deferred = [variable.aval for variable in opened(first).outvars[count:]]
         self.programs["backward"] = Traced(first, (ct, self.deferred), both.used)
@@ -385,7 +425,7 @@ class Programs:
                 which the loss is differentiated."""
                 y = eqx.combine(moving, still)
                 loss, aux = self._head(params._replace(ends=ends), y, rows, number)
-                # The mask is inside, so that the gradient is 0 where the loss does not count.
+                # The mask is inside, so that the gradient is 0 where the loss is not used.
                 return masked(self.counts, loss), aux
 
             if not self.differentiates:
@@ -414,7 +454,8 @@ class Programs:
 
 def _split(params: PyTree, functions: Functions) -> Parameters:
     """Returns the parameters in the four trees of `Parameters`: trained or not, in the blocks or
-    not."""
+    not. All leaves that are not arrays are in `fixed`, even if the blocks have them, since each
+    leaf of `fixed_blocks` is indexed by chunk."""
     in_blocks = checks.marked(functions.blocks, params)
     trained = eqx.filter(eqx.filter(params, functions.trainable), eqx.is_inexact_array)
     # The leaves that are not trained, with None in place of each trained leaf.

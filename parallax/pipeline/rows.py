@@ -1,11 +1,13 @@
-"""A schedule as its executors read it: one row per tick. NumPy only.
+"""Turns a schedule into the rows of numbers that the executors read, one row per tick. NumPy only.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). A place is a chunk's position in the
-model. A lane is a kind of job: "forward", "backward", "weight". Arrays wait in numbered slots of a
-stage. A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by
-the stage `target`. The lane of a message is that of the job that uses the message, or "head" for
-the head's cotangent.
+model. A lane is a kind of job: "forward" (F), "backward" (B or I), "weight" (W). Arrays wait in
+numbered slots of a stage: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
+A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
+`target`. The lane of a message is the lane of the job that uses the message, or "head" for the
+head's cotangent. `schedule.arrivals` has the slot in which each message waits, and `schedule.lanes`
+has for each lane a table of jobs, [ticks, stages]: microbatch * v + chunk, or -1 for no job.
 """
 
 import operator
@@ -21,19 +23,20 @@ Numbers = Any  # integers with a first dim of ticks; inside the loop, of one tic
 
 class Row(NamedTuple):
     """The jobs, the slots and the messages of all ticks: arrays `[ticks, stages]`. Inside the loop
-    over the ticks, the arrays have only one tick, `[stages]`.
+    over the ticks, a `Row` has only one tick, and its arrays are `[stages]`.
 
     Attributes:
-        jobs: by lane, microbatch * v + chunk, or -1 for no job. Three parts that all stages run
-            together have one microbatch per tick, `[ticks]`, or -1: "embed" has that of F at the
-            first place, "head" that of F at the last place, and "embed_backward" that of B, or I,
-            at the first place.
-        saved: by lane, the slot that F writes (a free one if it has no job) and that B, or I and W,
-            read.
-        deferred: by lane, the slot that I writes (a free one if it has no job) and that W reads.
-        arrival: by lane, the slot of the message that F, B or I begins with.
-        arriving: by distance d, the slot for the message that arrives at the end of the tick from
-            the stage that is d before this one.
+        jobs: for each lane, microbatch * v + chunk, or -1 for no job. The three parts that all
+            stages run together have one microbatch per tick, or -1, in an array `[ticks]`: "embed"
+            has the microbatch of F at the first place, "head" the one of F at the last place, and
+            "embed_backward" the one of B, or I, at the first place.
+        saved: for each lane, the slot of its job in this tick: F writes this slot, and B, or I and
+            W, read it. If the stage has no F, the lane "forward" has a slot that is free.
+        deferred: for each lane, the slot of its job in this tick: I writes this slot, and W reads
+            it. If the stage has no I, the lane "backward" has a slot that is free.
+        arrival: for each lane, the slot from which F, B or I reads its message in this tick.
+        arriving: for each distance d, the slot for the message that arrives at the end of this tick
+            from the stage d before this one.
         from_head: the slot for the head's cotangent.
     """
 
@@ -46,12 +49,14 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> Row:
-    """Returns the schedule's tables by tick, with the slots and with the microbatches of `embed`,
-    `head` and `embed_backward`."""
+    """Returns the `Row` of all ticks: the schedule's jobs, the slots that they write and read, the
+    slots of the messages, and the microbatches of `embed`, `head` and `embed_backward`."""
     P, v = schedule.stages, schedule.chunks
     # A stage also receives messages that no job needs, and writes them to one more slot, the last,
     # which nothing reads.
     nowhere = np.full(schedule.forward.shape, schedule.arrival_count, np.int32)
+    # `arrival` has the slots that jobs read, and `arriving` the slots that messages are written to.
+    # `arrival` is 0 for a job that needs no message, or for no job: what is read is not used.
     arrival = {lane: np.zeros_like(nowhere) for lane in ("forward", "backward")}
     arriving = {distance: nowhere.copy() for distance in distances(schedule)}
     from_head = nowhere.copy()
@@ -59,7 +64,7 @@ def rows(schedule: Schedule) -> Row:
         is_of_head = message.lane == "head"
         table = from_head if is_of_head else arriving[(message.target - message.source) % P]
         table[message.sent, message.target] = slot
-        # The head's cotangent is used by a backward job.
+        # A message is read by a job of its lane. A backward job reads the head's cotangent.
         lane = "backward" if is_of_head else message.lane
         arrival[lane][message.used, message.target] = slot
     # (chunk, stage) of the first and of the last place of the model.
@@ -68,13 +73,14 @@ def rows(schedule: Schedule) -> Row:
     )
 
     def microbatches(jobs, chunk, stage):
-        """Returns, by tick, the microbatch of the job of one chunk of one stage, or -1. A number in
-        `jobs` is microbatch * v + chunk."""
+        """Returns for each tick the microbatch for which the stage runs a job of this chunk, or -1
+        if it runs none. A number in `jobs` is microbatch * v + chunk."""
         jobs = jobs[:, stage]
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
     def clipped(slots):
-        # An idle stage, whose slot is -1, reads slot 0, and its result is masked.
+        # In a lane that reads slots, an idle stage has the slot -1. It reads slot 0 instead, and
+        # its result is masked. In a lane that writes slots, it has a free slot, never -1.
         return {lane: np.maximum(table, 0) for lane, table in slots.items()}
 
     together = {
@@ -100,8 +106,9 @@ def forward_alone(row: Row) -> Row:
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """Returns the distances of the schedule's messages in ascending order, in stages around the
-    ring of P. The distance is 0 if a message stays on its stage. The head's cotangents do not
-    count."""
+    """Returns the distances over which the schedule sends messages, each once, in ascending order.
+    A distance is a number of stages, counted forward around the ring of P stages. The distance is 0
+    for a message that stays on its stage. The head's cotangents do not count: the head itself moves
+    them."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

@@ -1,9 +1,11 @@
-"""Two ways to save a microbatch for a stage's backward pass: its residuals, or only its inputs.
+"""Two ways to save what the backward pass of a stage needs: the residuals of the stage, or only its
+input.
 
-Each takes the stage's function `f(trained, x, given) -> (out, extra)` and returns two functions,
-for the forward and the backward tick. Only `out` is differentiated, with respect to `trained` and
-the floating-point leaves of `x`. `given` is known in both ticks (other parameters, the microbatch),
-so no slot needs to hold it. `extra` is the rest of the results.
+Each way is a function that takes the stage's function, `f(trained, x, given) -> (out, extra)`, and
+returns two functions, one for the forward tick and one for the backward tick. Only `out` is
+differentiated, with respect to `trained` and the floating-point leaves of `x`. `given` has other
+parameters and the microbatch: both are known in both ticks, so no slot needs to hold them. `extra`
+is the rest of the results.
 
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
@@ -31,23 +33,24 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
     """Returns `(forward, backward)`, which save the residuals of `jax.vjp`, except for arrays that
-    are known in both ticks.
+    are known in the forward and in the backward tick.
 
-    Nothing is computed twice.
+    Nothing is computed twice. `jax.vjp` returns the transposed function as a tree whose leaves are
+    the residuals, so the residuals can be taken out and put back.
     """
-    # `forward` leaves here how the residuals form the transposed function. `backward`, which is
-    # traced after `forward`, reads this. Every trace of `forward` leaves the same.
+    # `forward` leaves here the structure of that tree and the indices of the known residuals, and
+    # `backward`, which is traced after it, reads both. Each trace of `forward` leaves the same.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
-        """Returns the results of `f`, and the residuals that are not among the known arrays. Writes
-        the residuals' structure and indices into `of_last_trace`."""
+        """Returns the results of `f`, and the residuals that are not among the known arrays, which
+        are `trained` and `given`. Writes into `of_last_trace` the structure of the residuals and,
+        for each residual, its index among the known arrays, or None if the residual is saved."""
         out, transposed, extra = _vjp(f, trained, x, given)
-        # The index of each known array by its id: a residual that is a parameter or the microbatch
-        # is the same tracer.
+        # The index of each known array by its id. A residual that is a parameter or an array of the
+        # microbatch is the same Python object, a tracer, as that array.
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trained, given)))}
         leaves, structure = jax.tree.flatten(transposed)
-        # For each residual, its index among the known arrays, or None if it must be saved.
         indices = [known.get(id(leaf)) for leaf in leaves]
         of_last_trace[:] = structure, indices
         saved = [leaf for leaf, index in zip(leaves, indices, strict=True) if index is None]
@@ -66,7 +69,7 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
     """Returns `(forward, backward)`, which save only the stage's input, `x`, and run the stage
-    again in the backward tick."""
+    again in the backward tick. This takes less memory and more computation."""
     # `forward` leaves here the structure of x, for `backward`, which is traced after it.
     of_last_trace: list[Any] = []
 
@@ -84,8 +87,8 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
 
 
 def _vjp(f: Stage, trained: PyTree, x: PyTree, given: PyTree) -> tuple[Any, Any, Any]:
-    """Returns `(out, transposed, extra)` of `jax.vjp`, with respect to `trained` and the
-    floating-point leaves of `x`."""
+    """Returns `(out, transposed, extra)` of `jax.vjp`, for derivatives of `out` with respect to
+    `trained` and the floating-point leaves of `x`."""
     # Integers and booleans, such as masks, have no cotangent.
     moving, still = eqx.partition(x, eqx.is_inexact_array)
 

@@ -3,10 +3,11 @@ that it reads by closure.
 
 A pipeline differentiates its three functions (embed, stage, head) with respect to their arguments.
 A parameter that they read by closure would have no gradient, so `refuse_closures` raises an error
-that names the parameter. `operands(x)` are the values from which JAX computed a traced value `x`,
-as far as JAX remembers them. A value varies along a mesh axis if its type says that it may differ
-there. From `Following`: `run` follows facts through a program, and `met` joins the facts of all
-operands.
+that names the parameter. A program is a jaxpr with the values of its constants, and
+`opened(program)` is the jaxpr without these values. `operands(x)` are the values from which JAX
+computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
+type says that the value may differ between the axis's devices. Two methods come from `Following`:
+`run` follows facts about values through a program, and `met` joins the facts of all operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +48,8 @@ class Traced(NamedTuple):
     Attributes:
         program: the jaxpr, whose inputs are the arrays among the arguments.
         out: the tree of results, with a type (shape, dtype, varying axes) for each array.
-        used: the tuple of arguments, with True for each array that the results depend on.
+        used: the tuple of arguments, with a bool in place of each array: whether the results depend
+            on this array.
     """
 
     program: ClosedJaxpr
@@ -57,7 +59,7 @@ class Traced(NamedTuple):
     def __call__(self, *arguments: PyTree) -> Any:
         """Returns the results. The arguments must have the structure and types with which the
         function was traced."""
-        # The other leaves are constants of the program.
+        # The leaves that are not arrays are constants of the program.
         arrays = jax.tree.leaves(eqx.filter(arguments, mesh.is_array))
         # A result that is a constant may be a NumPy array.
         results = map(jnp.asarray, jaxpr_as_fun(self.program)(*arrays))
@@ -73,15 +75,17 @@ def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
     )(arrays)
     jaxpr = opened(program)
     live = _live(jaxpr)
-    # The inputs of the opened jaxpr are first the constants, and then the arrays of the arguments.
+    # For each array among the arguments, whether the results depend on it. The inputs of the opened
+    # jaxpr are first the constants, and then the arrays of the arguments.
     leaves, structure = jax.tree.flatten(arrays)
     used = [variable in live for variable in jaxpr.invars[len(jaxpr.invars) - len(leaves) :]]
     return Traced(program, out, jax.tree.unflatten(structure, used))
 
 
 def settled(x: Tree, f: Callable[[Tree], PyTree]) -> Tree:
-    """Returns `x` with varying axes added to its type until `f(x)` varies over no other axes. A
-    loop whose carry begins as `x` and becomes `f(x)` needs this, since its type must not change."""
+    """Returns `x` with varying axes added to its type, until `x` varies along each axis along which
+    `f(x)` varies. A loop whose carry begins as `x` and becomes `f(x)` needs this, since the type of
+    a carry must not change."""
     # Only the types of `f(x)` count, and `f` may return `ShapeDtypeStruct`s, so zeros, which keep
     # the types, stand for its values. Each round adds at least one varying axis to an array, and
     # the mesh has few, so this ends.
@@ -107,8 +111,9 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
     """Refuses with `Misused` a function that reads by closure a trained parameter, or a value
     computed from one.
 
-    `outside` are the constants of the function's program, and `params` the trees of trained
-    parameters.
+    `name` is the function's name, for the error. `outside` are the constants of the function's
+    program, which are the arrays that the function reads by closure. `params` are the trees of
+    trained parameters.
     """
     # A parameter's name by the id of its array. A pipeline casts its parameters to varying. A
     # function may close over the array from before the cast, so that array gets the same name.
@@ -116,7 +121,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         id(array): mesh.dotted(path)
         for tree in params
         for path, leaf in jax.tree.leaves_with_path(tree)
-        for array in _casts(leaf)
+        for array in _earlier_forms(leaf)
     }
     for value in outside:
         source = _source(value, sources) if eqx.is_inexact_array(value) else None
@@ -127,25 +132,28 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         raise Misused(
             "parameter-by-closure",
             sources[source] or "the parameters",
-            f"{name} uses {made_of}{parameter} by closure, so that part of the gradient would be "
+            f"{name} uses {made_of}{parameter} by closure, and this part of the gradient would be "
             "missing.",
             f"Read it from {name}'s first argument, which has all parameters; to leave it out of "
             "the gradient, use jax.lax.stop_gradient there.",
         )
 
 
-def _casts(leaf: Any) -> Iterator[Any]:
-    """Yields a parameter, then the value that it was cast or gathered from, and so on."""
+def _earlier_forms(leaf: Any) -> Iterator[Any]:
+    """Yields a parameter, then the value from which the parameter was cast or gathered, then the
+    value from which this value was made, and so on, back to the first value."""
     yield leaf
-    # A value that was computed from one operand counts as that operand in another form.
+    # Any operation with one operand is followed, not only a cast: a function that reads by closure
+    # the value from which a parameter was computed also goes around the first argument.
     while len(before := operands(leaf)) == 1:
         (leaf,) = before
         yield leaf
 
 
 def _source(value: Any, sources: dict[int, str]) -> int | None:
-    """Returns the id of a parameter in `sources` that a traced value is, or was computed from.
-    Returns None if there is none, as far as JAX remembers the operands."""
+    """If a traced value is a parameter in `sources`, or was computed from one, returns the id of
+    that parameter. Returns None if no such parameter is found; JAX may have forgotten some of the
+    operands."""
     # A search backwards: the operands, their operands, and so on.
     seen, waiting = set(), [value]
     while waiting:
@@ -160,9 +168,10 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
 
 
 def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
-    """Refuses with `Misused` a function, embed or head, whose results depend on the blocks.
+    """Refuses with `Misused` an embed or a head whose results depend on the blocks.
 
-    `used` is a tree like the blocks: True for each leaf that the function's results depend on.
+    `name` is the function's name. `used` is a tree like the blocks: True for each leaf that the
+    function's results depend on. `axis_name` is the axis of the stages.
     """
     for path, read in jax.tree.leaves_with_path(used):
         if read:
@@ -170,8 +179,8 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
                 "blocks-outside-the-stage",
                 mesh.dotted(path) or "the blocks",
                 f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over "
-                f"{axis_name!r}: each device has the blocks of its own stage there, and their "
-                "gradient would be missing.",
+                f"{axis_name!r}. In {name} each device would read only the blocks of its own "
+                "stage, and they would get no gradient from it.",
                 "Move the code that reads them into the stage, which may add a term to the loss: "
                 "return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
                 "use does not belong in the blocks.",
@@ -190,8 +199,8 @@ def moves_early(traced: Traced) -> bool:
 
 
 class _Collectives(Following):
-    """Follows the values that depend on a late argument. `are_early` says whether there is a
-    collective that depends on no late argument."""
+    """Follows the values that depend on a late argument: one that is ready only in its tick.
+    `are_early` says whether there is a collective that depends on no late argument."""
 
     unknown = False
     are_early = False

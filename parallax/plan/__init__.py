@@ -1,7 +1,7 @@
 """Predicts the memory, traffic and time of a step before it is compiled, and finds the best layout.
 
-A name of this package is imported only at its first use. An import of one of its files, such as
-`units`, then does not import the models.
+A name of this package is imported only at its first use. So importing one of its files, such as
+`parallax.plan.units`, does not import `parallax.models`.
 """
 
 from importlib import import_module
@@ -69,8 +69,8 @@ _FILES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `__all__` at its first use: from its file in `_FILES`, or else from
-    `closed_form`."""
+    """Imports a name of `__all__` at its first use. The name is in the file that `_FILES` gives for
+    it, or in `closed_form` if `_FILES` lacks it."""
     if name in __all__:
         return getattr(import_module(f"parallax.plan.{_FILES.get(name, 'closed_form')}"), name)
     raise AttributeError(f"module 'parallax.plan' has no attribute {name!r}")

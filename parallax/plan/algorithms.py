@@ -1,10 +1,11 @@
 """The seconds that the messages of a planned layout take.
 
-A collective of `jax.lax` along one axis (`LAX`, in traffic.py, has these functions) takes the time
-of the fastest algorithm on the simulated network. Every other collective takes the time of an
-alpha-beta formula: the latency of its messages, plus its bytes times the seconds per byte. A `Term`
-(of `traffic`) is one kind of collective in a step: its function, its axes, the `n` devices on them,
-the bytes `nbytes` of the array that it takes, and its number of calls, `times`.
+A collective of `jax.lax` (a function in the table `LAX` of traffic.py) along one axis takes the
+time of the fastest algorithm on the simulated network. The time of every other collective comes
+from an alpha-beta formula: the latency of the collective's messages, plus its bytes times the
+seconds per byte. A `Term` (of `traffic`) is one kind of collective in a step. It has the
+collective's function and axes, the number `n` of devices on these axes, the bytes `nbytes` of the
+array that the function takes, and the number of calls, `times`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "
 
 
 class Chosen(NamedTuple):
-    """The algorithm of an axis.
+    """The fastest collective algorithm along one mesh axis.
 
     Attributes:
         axis: the name of the axis.
@@ -39,8 +40,8 @@ class Chosen(NamedTuple):
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
     """Returns, for each axis, the fastest algorithm for its collectives of `jax.lax`, which run one
-    after another. An axis without such collectives is left out, and so are collectives over several
-    axes at once, which `messages` prices by a formula."""
+    after another. An axis without such collectives is left out. Collectives over several axes at
+    once are left out too; `messages` computes their time by a formula."""
     found = []
     for axis in layout.axes:
         calls = [
@@ -60,9 +61,9 @@ def messages(
     """Returns the seconds of all messages of a step, by the axes along which they go, such as
     ("data",). No overlap with arithmetic is assumed.
 
-    Collectives of `jax.lax` along one axis take the simulated seconds that `algorithms`, from
-    `chosen`, has for that axis. All others take the time of an alpha-beta formula, on the slowest
-    link between the devices of their axes.
+    `algorithms` is a result of `chosen`. Collectives of `jax.lax` along one axis take the simulated
+    seconds that `algorithms` has for that axis. The time of all other collectives comes from an
+    alpha-beta formula, with the slowest link between the devices of the collective's axes.
     """
     found: dict[tuple[str, ...], Number] = {
         (choice.axis,): choice.seconds[choice.algorithm] for choice in algorithms
@@ -84,7 +85,7 @@ def messages(
 
 
 def table(found: Sequence[Chosen]) -> str:
-    """Returns the algorithms as text, one line per axis."""
+    """Returns the fastest algorithms as text, one line per axis."""
     lines = ["algorithms                seconds of messages, by algorithm"]
     for each in found:
         rivals = ", ".join(f"{name} {taken:.3g}" for name, taken in each.seconds.items())

@@ -7,15 +7,15 @@ The step does not run, and no device is needed.
 
 The bytes of state and of traffic are exact: the tests compare them with compiled programs. The
 memory of activations comes from the trace of the step (`tracing`). The time is the sum of the times
-of matrix products, passes over memory and messages. Overlap would shorten it.
+of matrix products, passes over memory and messages. Overlap would shorten this time.
 
 Legend: L layers, D width, T tokens, V rows of the vocabulary, t tensor devices. A *product* is a
 matmul. A `Sizes` has the sizes of a microbatch on a device, and how often a step calls each part:
 `forward` (F) and `backward` (I, the input's gradient) of a stage, the gradients of its `weights`
 (W), and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a
 model without closed forms. `recomputed` gives the operations that the backward pass runs again.
-`kernel` says whether attention runs in a kernel that keeps no scores, and `hardware.short` is the
-bytes of a number in a 16-bit type.
+`kernel` says whether attention runs in a kernel that keeps no scores. `hardware.short` is the bytes
+that the hardware uses for a number of a 16-bit type: 2, or 4 if its compiler widens such numbers.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -60,10 +60,11 @@ class Memory(NamedTuple):
     """Bytes on a device.
 
     Attributes:
-        parameters: bytes of the weights; with ZeRO-3 only of the device's shares of them.
+        parameters: bytes of the weights; with ZeRO-3, bytes of the device's shares of the weights.
         optimizer: bytes of the optimizer's state.
         inputs: bytes of token windows, the step's number and the loss scale.
-        temporaries: bytes of all other arrays at the fullest moment, from the trace.
+        temporaries: bytes of all other arrays at the moment when they have the most bytes, from the
+            trace.
         held: the temporaries, the largest first.
     """
 
@@ -80,21 +81,22 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment of a step."""
+        """Bytes on a device at the moment of a step when it needs the most."""
         return self.arguments + self.temporaries
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The bytes of each kind of array at the fullest moment. Their sum is `peak`. The four
-        largest temporaries are kinds of their own, named by operation and source file."""
+        """The bytes of each kind of array at the moment of the peak. The sum over all kinds is
+        `peak`. Each of the four largest temporaries is a kind, with a name from its operation and
+        source file."""
         named: dict[str, int] = {}
         others = self.temporaries
         for buffer in self.held[:LARGEST]:
             # "folder/file.py" of a line such as "/home/folder/file.py:12"
             file = "/".join(buffer.line.split("/")[-2:]).partition(":")[0]
             kind = f"{buffer.what}, {file}"
-            # `held` may include bytes in the chip's own memory, which `temporaries` leaves out. So
-            # a buffer counts at most the bytes that are left.
+            # `held` may include bytes in on-chip memory (VMEM), which `temporaries`, the bytes of
+            # the device's main memory, leaves out. So a buffer counts at most the bytes left.
             size = min(buffer.bytes, others)
             named[kind] = named.get(kind, 0) + size
             others -= size
@@ -112,10 +114,10 @@ class Work(NamedTuple):
     """Floating-point operations of a step.
 
     Attributes:
-        model: operations of the whole step, as papers count them. A token needs 6 for each
-            parameter in a product, and 12 L D T for attention.
-        device: operations of one device. Operations that run again, and those that an idle stage
-            runs on garbage, count too.
+        model: operations of the whole step, as papers count them. A token needs 6 operations for
+            each parameter that a matmul uses, and 12 L D T operations for attention.
+        device: operations of one device. Operations that run again count too, and so do operations
+            that an idle stage runs on garbage.
     """
 
     model: Number
@@ -130,8 +132,8 @@ class Seconds(NamedTuple):
         passes: seconds of the passes over memory between matmuls.
         messages: seconds of the messages between devices.
         update: seconds of the optimizer's passes over parameters, gradients and its state.
-        fresh: seconds in which the operating system provides memory for the temporaries. On CPUs it
-            does this again in each step.
+        fresh: seconds in which the operating system provides memory for the temporaries. On CPUs
+            the operating system does this again in each step.
     """
 
     products: float
@@ -158,11 +160,11 @@ class Plan:
         work: floating-point operations of a step.
         traffic: the collectives of a step.
         seconds: seconds of a step.
-        along: seconds of the messages of a step, by axes.
+        along: for each set of axes, seconds of the messages along these axes in a step.
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`.
-        algorithms: the fastest algorithm along each axis along which `jax.lax` moves the data.
+        algorithms: for each axis along which `jax.lax` moves the data, the fastest algorithm.
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
@@ -201,8 +203,8 @@ class Plan:
 
     @property
     def share_of_peak(self) -> Number:
-        """Model FLOPs utilisation, from 0 to 1: the model's operations, divided by those that all
-        devices could do in the time of a step at their peak rate."""
+        """Model FLOPs utilisation, from 0 to 1: the model's operations, divided by the operations
+        that all devices could do at their peak rate in the time of a step."""
         return self.work.model / (
             self.seconds.total * self.layout.devices * _rate(self.hardware, self.layout)
         )
@@ -244,8 +246,8 @@ def plan(
         batch: sequences in the global batch.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`; `cost` must have a formula for
-            each. Along all other axes `jax.lax` moves the data, in the time of the fastest
-            algorithm on the simulated network of `hardware`.
+            each algorithm. Along all other axes `jax.lax` moves the data, in the time of the
+            fastest algorithm on the simulated network of `hardware`.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
             stands for the recipe's own choice, as in `has_kernel`: such a kernel on TPUs and GPUs,
             for the shapes and the precision that the kernel supports.
@@ -295,7 +297,8 @@ def plan(
     )
     if not hardware.fresh:  # accelerators: the plan then traces nothing until `memory` is read
         return planned
-    # `hardware.fresh` is the seconds for each byte that the system hands out.
+    # On a CPU the operating system provides the memory of the temporaries anew in each step, in
+    # `hardware.fresh` seconds for each byte.
     fresh = hardware.fresh * planned.memory.temporaries
     return dataclasses.replace(planned, seconds=planned.seconds._replace(fresh=fresh))
 
@@ -305,9 +308,9 @@ def has_kernel(
 ) -> bool:
     """Returns whether attention runs in a kernel that keeps no scores.
 
-    The answer is `asked`, the caller's choice. If that is None, it is the recipe's choice: such a
-    kernel on TPUs and GPUs, for the shapes and the precision that the kernel supports. Ring
-    attention, over a context axis, uses no such kernel.
+    The answer is `asked`, the caller's choice. If `asked` is None, the answer is the recipe's
+    choice, which takes such a kernel on TPUs and GPUs, for the shapes and the precision that the
+    kernel supports. Ring attention, over a context axis, uses no such kernel.
     """
     if layout.context > 1:  # ring attention instead
         return False
@@ -324,12 +327,13 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """Returns the `Sizes` of a step, with only those calls of F, I and W that decide its time.
+    """Returns the `Sizes` of a step, with only those calls of F, I and W that decide
+    the time of the step.
 
     In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
     the most expensive job of the tick, and only that job counts. A call of F, I or W (forward,
-    backward, weights) costs the seconds of its matmuls and of its passes over memory. The calls of
-    the other parts stay as `traffic.sizes` counts them.
+    backward, weights) costs the seconds of its matmuls and of its passes over memory. All other
+    calls are counted as in `traffic.sizes`.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -338,8 +342,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
     rate = _rate(hardware, layout) * hardware.efficiency
 
     def seconds(**calls: int) -> Number:
-        """Returns the seconds of only these calls, such as `forward=1`: first of arithmetic at
-        `rate`, then of memory."""
+        """Returns the seconds of the given calls alone, such as `forward=1`: the seconds of their
+        matmuls at `rate`, plus those of their passes over memory."""
         only_these = no_calls._replace(**calls)
         return (
             _flops(config, layout, only_these) / rate
@@ -353,7 +357,7 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
 
 def check(config: Config, layout: Layout, batch: int, devices: int | None = None) -> None:
     """Raises `ValueError` if a layout does not fit the model, the batch or the number of devices.
-    Also raises it if plan has no closed forms for the model or the layout."""
+    Also raises `ValueError` if plan has no closed forms for the model or the layout."""
     known(config)
     sizes = config.sizes | {"batch": batch}  # the model's sizes by name, such as "heads"
     if devices is not None:
@@ -362,15 +366,16 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     if not counts(layout):
         raise ValueError(
             f"plan: {layout} computes or gathers arrays again in the ticks of the input's "
-            "gradient. Its schedule needs these ticks to be short, and plan does not count the "
-            "arrays that then wait for the weights' gradients. Use remat=none without ZeRO-3, or "
+            "gradient. These arrays then wait for the weights' gradients, and plan has no "
+            "formula for them. Use remat=none without ZeRO-3, or "
             "another schedule."
         )
 
 
 def counts(layout: Layout) -> bool:
-    """Returns whether plan has closed forms for a layout. It has none if the schedule defers the
-    weights' gradients and the backward pass computes or gathers anything again."""
+    """Returns whether plan has closed forms for a layout. There are none if the schedule defers the
+    weights' gradients, and the backward pass either computes activations again or gathers arrays a
+    second time."""
     again = recomputed(layout)
     # `deferred` counts the slots of arrays that wait for the weights' gradients.
     return not jobs(layout).deferred or not (again.passes or again.gathers)
@@ -386,8 +391,8 @@ def memory(
     axes: Mapping[str, AxisLike] | None = None,
     attention_kernel: bool | None = None,
 ) -> Memory:
-    """Returns the bytes on each device. The temporaries come from a trace of the step, the rest
-    from closed forms. The arguments are those of `plan`."""
+    """Returns the bytes on each device. The temporaries come from a trace of the step, all other
+    bytes from closed forms. The arguments mean the same as in `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
     # The kernel for GPUs needs a GPU. `context.blockwise` stands for it here: it keeps no scores
@@ -416,8 +421,9 @@ def memory(
 def model_flops(config: Config, batch: int) -> Number:
     """Returns the floating-point operations of a whole step of `batch` sequences.
 
-    A token needs 6 operations for each weight that multiplies it, and 12 L H K T for attention with
-    H heads of width K. For a GPT-2 with B sequences this is 72 B L T D^2 (1 + T / 6D + V / 12LD).
+    A token needs 6 operations for each weight that multiplies it, and 12 L H K T operations for
+    attention with H heads of width K. For a GPT-2 with B sequences the sum over all tokens is
+    72 B L T D^2 (1 + T / 6D + V / 12LD).
     """
     known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
@@ -428,8 +434,9 @@ def model_flops(config: Config, batch: int) -> Number:
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
     """Returns the floating-point operations of one device in a step of `batch` sequences in all.
 
-    A job counts in each tick in which the device runs it, also if an idle stage runs it on garbage.
-    Operations that the backward pass runs again count again.
+    A job counts in each tick in which the device runs it. This includes ticks in which the device's
+    stage is idle, and runs the job on garbage. Operations that the backward pass runs again count
+    again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
@@ -481,8 +488,8 @@ def _passes(
     """Returns the bytes that a device reads and writes between products, in the forward and
     backward calls of `size`.
 
-    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there. With
-    a `kernel` attention makes no scores in memory.
+    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there. If
+    `kernel` is true, attention writes no scores to memory.
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
@@ -495,8 +502,8 @@ def _passes(
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
         return passes
-    # A forward call copies the kept arrays into a slot, and a backward call copies them out. Each
-    # copy is one read and one write.
+    # A forward call copies the arrays that a layer keeps (`residuals.layer`) into a slot, and a
+    # backward call copies them out. Each copy is one read and one write.
     slots = (
         2
         * residuals.layer(config, layout, batch, hardware.short, kernel=kernel)
@@ -504,7 +511,8 @@ def _passes(
         * (size.forward + size.backward)
     )
     # W may have jobs of its own. Then I also copies the arrays that it computes for W (`handed`)
-    # into a slot, and W copies them and the kept arrays out.
+    # into a slot, and W copies them and the kept arrays out. Such a layout computes nothing again
+    # (`counts`), so a layer keeps `everything`.
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         kept = residuals.everything(*sizes, kernel=kernel)
@@ -513,8 +521,8 @@ def _passes(
 
 
 def _updated(config: Config, layout: Layout) -> int:
-    """Returns the number of parameters that one device updates: with ZeRO only those of its
-    shares."""
+    """Returns the number of parameters that one device updates: with ZeRO, only the parameters in
+    its shares of the arrays."""
     return sum(leaf.share for leaf in leaves(config, layout))
 
 
@@ -522,9 +530,9 @@ def _updated(config: Config, layout: Layout) -> int:
 
 
 def _unsplit(plan: Plan) -> list[str]:
-    """Returns a line with the share of the parameters that ZeRO cannot split over n devices: those
-    in leaves without a dim that is a multiple of n. Returns no line without ZeRO (n = 1), or if the
-    share is below 1 %."""
+    """Returns a line with the share of the parameters that ZeRO cannot split over n devices: the
+    parameters in arrays without a dim that is a multiple of n. Returns an empty list without ZeRO
+    (n = 1), or if the share is below 1 %."""
     n = plan.layout.optimizer_shards
     of_device = leaves(plan.config, plan.layout)
     whole = sum(leaf.elements for leaf in of_device if not leaf.split)
@@ -572,11 +580,12 @@ def table(plan: Plan) -> str:
         *(
             f"  {' x '.join(axes):<20} {quantity(size, 'B'):>9}  {plan.along.get(axes, 0.0):>9.3g}"
             for axes, size in plan.sent.items()
-            if axes
+            if axes  # `lax.pmax` over one device has no axes, and moves nothing
         ),
         "",
         f"{quantity(plan.work.model, 'FLOP')} of the model, {quantity(plan.work.device, 'FLOP')} "
         f"on each device; bubble {plan.bubble:.1%}",
+        # `update` includes `fresh`, the time to get memory, which has no column of its own.
         f"{plan.seconds.total:.4g} s a step: products {plan.seconds.products:.3g}, memory "
         f"{plan.seconds.passes:.3g}, messages {plan.seconds.messages:.3g}, update "
         f"{plan.seconds.update + plan.seconds.fresh:.3g}; {plan.share_of_peak:.1%} of peak",

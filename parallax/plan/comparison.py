@@ -1,5 +1,5 @@
-"""Compares a plan with the compiled program: each prediction, the number that the compiled step
-has, and the relative difference."""
+"""Compares a plan with the compiled program. For each prediction, gives the number that the
+compiled step has, and the relative difference."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Comparison(NamedTuple):
 
     Attributes:
         what: the name of the number.
-        predicted: bytes on a device, or bytes that it sends, in the plan.
-        program: the same bytes in the compiled program.
+        predicted: the plan's number of bytes, which are in a device's memory or sent by a device.
+        program: the number of these bytes in the compiled program.
     """
 
     what: str
@@ -27,8 +27,9 @@ class Comparison(NamedTuple):
 
     @property
     def off(self) -> Number:
-        """The relative difference, above 0 if too much was predicted. It is 0 if both numbers are
-        0. If only the program's number is 0, it is 1, or -1 for a prediction below 0."""
+        """The relative difference, above 0 if too much was predicted. If both numbers are 0, the
+        difference is 0. If only the program's number is 0, the difference is 1, or -1 for a
+        prediction below 0."""
         return (
             self.predicted / self.program - 1
             if self.program
@@ -40,9 +41,11 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
     """Returns each prediction beside the number in the compiled step of the same layout: the bytes
     of the arguments, of the temporaries, and of the messages along each set of axes.
 
-    The program's numbers come from its `memory_analysis()` and its collectives.
+    The program's numbers come from `compiled.memory_analysis()` and from the collectives in the
+    program.
 
-    The bytes of arguments and messages should be equal; those of temporaries should be near.
+    For arguments and messages, the two numbers should be equal. For temporaries they should be near
+    each other.
     """
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -65,7 +68,7 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
 
 
 def compared(rows: Sequence[Comparison]) -> str:
-    """Returns the comparisons as text: a line of titles, then one line for each."""
+    """Returns the comparisons as text: a line of titles, then one line for each comparison."""
     head = f"{'bytes on each device':<28} {'predicted':>16} {'program':>16}  {'off':>7}"
     lines = [
         f"{row.what:<28} {row.predicted:>16,.0f} {row.program:>16,.0f}  {row.off:>+7.1%}"

@@ -1,8 +1,8 @@
-"""The copies that XLA's backends hold beside the values of a traced program. The numbers were read
-from steps that JAX 0.10.2 compiled.
+"""The copies that XLA's backends hold beside the values of a traced program. The numbers in this
+file were read from steps that JAX 0.10.2 compiled.
 
-`benchmarks/plan.py` checks the numbers of the CPU, and `benchmarks/accelerators.py` those of the
-accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
+`benchmarks/plan.py` checks the numbers for the CPU, and `benchmarks/accelerators.py` checks the
+numbers for accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from parallax.plan.liveness import Buffer
 
 
 class Backend(NamedTuple):
-    """The habits of one backend's memory assignment.
+    """What one of XLA's backends does when it assigns memory.
 
     Attributes:
-        arguments: whether a donated argument is copied before a result overwrites it, if another
-            result that overwrites an argument is computed from it. The new weights, for example,
-            are computed from the moments, which the new moments overwrite.
+        arguments: whether a donated argument, which one result overwrites, is copied first if a
+            second result reads this argument and overwrites another argument. For example, the new
+            weights are computed from the moments, and the new moments overwrite these.
         zeros: whether arrays of zeros with the same number of elements are made once, at the start
-            of the program or of a loop's body. They stay until the last loop or update that begins
-            with them: a loop's stacked results begin as zeros, and so does the result of a ring's
-            all-gather.
-        together: whether a backward loop with two layers in its body (ZeRO-3) gathers and computes
-            again for both of them before the backward pass of the first.
-        slices: the number of copies of a layer's part of each stacked array, for each layer in a
-            loop's body after the first (with ZeRO-3 a body has two layers). XLA slices the layers
-            of a body together, and copies each layer's part.
-        near: bytes of an innermost loop's body that the chip's own memory holds instead of the
-            device's.
-        early: whether a loop's stacked results have memory already while the loops before it run.
+            of the program or of a loop's body. These zeros stay in memory until the last loop or
+            update that begins with them. A loop's stacked results begin as zeros, and so does the
+            result of a ring's all-gather.
+        together: whether a backward loop with two layers in its body (ZeRO-3) gathers the weights
+            and recomputes the values of both layers before the backward pass of the first.
+        slices: how many copies of a layer's slice of each stacked array XLA makes. A loop's body
+            may have several layers (two with ZeRO-3). XLA slices the arrays for all of these layers
+            together, and makes the copies for every layer of the body but the first.
+        near: how many bytes of an innermost loop's body stay in on-chip memory (VMEM). These need
+            no bytes of the device's main memory.
+        early: whether a loop's stacked results have memory already while earlier loops run.
     """
 
     arguments: bool = False
@@ -49,20 +49,20 @@ BACKENDS = {
 
 
 def backend(platform: str, name: str = "") -> Backend:
-    """Returns the habits of the backend for a chip, such as "TPU v5e", or else for its platform,
-    such as "tpu". An unknown backend copies nothing."""
+    """Returns the habits of the backend for the chip `name`, such as "TPU v5e". If the chip is not
+    listed, returns those for its `platform`, such as "tpu". An unknown backend copies nothing."""
     return BACKENDS.get(name) or BACKENDS.get(platform) or Backend()
 
 
 def of_arguments(
     pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend
 ) -> tuple[Buffer, ...]:
-    """Returns a copy of each donated argument that one result overwrites, if another result that
-    overwrites an argument is computed from it.
+    """Returns a copy of each donated argument that one result overwrites, if a second result reads
+    the argument and overwrites another argument.
 
     Args:
-        pairs: each donated argument that a result overwrites, and the buffers from which this
-            result is computed.
+        pairs: for each donated argument that a result overwrites, the argument's buffer and the set
+            of buffers from which this result is computed.
         habits: the habits of the backend.
     """
     if not habits.arguments:

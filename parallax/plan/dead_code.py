@@ -1,10 +1,10 @@
 """Finds the equations of a traced program that its results need. A compiler removes the other
 equations.
 
-`used` says for each result of an equation whether it is needed, and `results` for each result of a
-jaxpr. `operands` says which operands these results need. An *atom* is a variable or a literal. If
-an equation, such as a `jit`, has one jaxpr inside with the same operands and results,
-`jaxprs.called` gives that jaxpr.
+`used` says for each result of an equation whether it is needed, and `results` says this for each
+result of a jaxpr. `operands` tells which operands of an equation are needed for those of its
+results that are needed. An *atom* is a variable or a literal. If an equation, such as a `jit`, has
+one jaxpr inside with the same operands and results, `jaxprs.called` gives that jaxpr.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from parallax import jaxprs
 
 
 class Needed:
-    """Finds the operands and equations that the results of a jaxpr need. Reads each jaxpr once for
-    each set of results."""
+    """Finds the operands and equations that the results of a jaxpr need. A jaxpr is read only once
+    for each set of needed results."""
 
     def __init__(self):
         """Begins with an empty cache."""
@@ -29,7 +29,8 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """Returns two lists, for the results of a jaxpr that are true in `results`.
+        """Returns two lists. Both answer for the needed results of the jaxpr, which are true in
+        `results`.
 
         The first list says for each operand of the jaxpr whether these results need it. The second
         has an entry for each equation: whether each of its results is needed, or None if the
@@ -42,9 +43,12 @@ class Needed:
         return self.known[key]
 
     def _read(self, jaxpr: Jaxpr, results: Sequence[bool]):
-        """Computes the two lists that `__call__` returns. Goes backward through the equations, with
-        the set of variables that are needed so far, `live`. An equation with effects is always
-        needed."""
+        """Returns for each operand whether it is needed; and for each equation which of its results
+        are needed, or None if the equation itself is not needed.
+
+        Goes backward through the equations. The set `live` has the variables that are needed so
+        far. An equation with effects is always needed.
+        """
         live = {
             atom
             for atom, used in zip(jaxpr.outvars, results, strict=True)
@@ -67,9 +71,9 @@ class Needed:
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether an equation needs each of its operands for the `used` results.
 
-        A barrier needs only the operands whose results are used. A call, such as a `jit`, needs the
-        operands that its program needs. A while loop, like every other equation, needs all its
-        operands.
+        A scan needs the operands that its body needs (`_scan`). A barrier needs only the operands
+        whose results are used. A call, such as a `jit`, needs the operands that its program needs.
+        A while loop, like every other equation, needs all its operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
@@ -77,12 +81,14 @@ class Needed:
             return list(used)
         inner = jaxprs.called(eqn)
         if inner is not None and eqn.primitive.name != "while":
-            return self(inner, used)[0]
+            needed_operands, _ = self(inner, used)
+            return needed_operands
         return [True] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Returns whether each result of a scan's body is needed: outside (`used`), or as a carry
-        by the next trip. A carry may need another carry, so this repeats until nothing changes."""
+        """Returns whether each result of a scan's body is needed: outside of the scan (`used`), or,
+        for a carry, by the next trip. A carry may need another carry, so the search repeats until
+        it finds no further result."""
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:
@@ -98,7 +104,8 @@ class Needed:
     def _scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether a scan needs each of its operands: constants, carries, stacked arrays.
 
-        A carry's start is needed if the body reads the carry, or if its last value is needed.
+        A carry's start is needed if the body reads the carry, or if the carry's last value is
+        needed.
         """
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         if eqn.params["length"] == 1:  # no loop: the body runs once, on these operands

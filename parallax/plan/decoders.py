@@ -36,7 +36,7 @@ def traced(
         hardware: a device, such as `hardware.H100`.
         batch: sequences in the global batch.
         optimizer: an optimizer that acts element by element, or one of `parallax.optimizers`.
-        options: `compute`, a `recipe.Compute`: the choices that the layout does not make.
+        options: only `compute`, a `recipe.Compute` with the choices that the layout does not make.
 
     Raises:
         ValueError: the layout does not fit the model or the batch; or `compute` does not fit the

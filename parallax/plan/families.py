@@ -1,4 +1,5 @@
-"""The decoders for which a plan has closed forms, and the sizes of one of their layers.
+"""Tells for which decoders a plan has closed forms, and gives the sizes of one layer of such a
+decoder.
 
 Legend: D width, F feed-forward, H heads of queries, G heads of keys, K head width.
 """
@@ -16,10 +17,11 @@ class Layer(NamedTuple):
 
     Attributes:
         width: D.
-        queries: the width of all queries of a token, H K.
-        keys: the width of all keys of a token, G K. The values have the same width.
+        queries: H K, the width of all queries of a token together.
+        keys: G K, the width of all keys of a token together. The values have the same width.
         hidden: the width F of the feed-forward.
-        inputs: the number of matrices that read the feed-forward's input: 2 if gated, else 1.
+        inputs: how many matrices read the feed-forward's input. There are 2 if the feed-forward is
+            gated, and 1 if it is not.
     """
 
     width: int
@@ -30,7 +32,8 @@ class Layer(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The number of elements of the layer's last matrix, which leaves the feed-forward: D F."""
+        """The number of elements of the layer's last matrix, which goes from the feed-forward's
+        width back to the layer's width. This number is D F."""
         return self.width * self.hidden
 
     @property

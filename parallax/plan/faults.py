@@ -1,13 +1,13 @@
-"""Computes the best interval between checkpoints, and the share of time that faults cost, from the
-rate at which devices fail.
+"""Computes the best interval between checkpoints from the rate at which devices fail. Also computes
+the share of time that these failures (faults) cost.
 
     found = faults.plan(faults.mean_time(0.173, 16_384), save=60, restart=600)
     print(found)
 
 A run with T seconds of useful work is cut into intervals of tau seconds, each with a save of delta
-seconds at its end. Failures are random, with a mean of M seconds between them. A failure costs the
-work since the last save, and R seconds until the job runs again. The expected time of the run is
-then M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
+seconds at its end. Failures are random, with a mean of M seconds between two failures. A failure
+costs the work since the last save, and R seconds until the job runs again. The expected time of the
+run is then M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
 
 Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A
 higher order estimate of the optimum checkpoint interval for restart dumps (2006), for the run's
@@ -30,11 +30,11 @@ class Faults(NamedTuple):
         between: mean seconds between failures of any device.
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
-        interval: the seconds of work between two saves that lose the least time.
-        young: this interval by Young's formula, sqrt(2 save between).
+        interval: the seconds of work between two saves with which the run loses the least time.
+        young: the same interval, but by Young's formula, sqrt(2 save between).
         saves: the share of the run's time that saves take.
-        restarts: the share that restarts take.
-        repeated: the share that repeated steps take.
+        restarts: the share of the run's time that restarts take.
+        repeated: the share of the run's time that repeated steps take.
     """
 
     between: float
@@ -56,10 +56,11 @@ class Faults(NamedTuple):
 
 
 def mean_time(failures_per_device_year: float, devices: int) -> float:
-    """Returns the mean seconds between failures of any of the devices; infinity if none fails.
+    """Returns the mean seconds between failures of any of the devices. Returns infinity for a
+    failure rate of 0.
 
     Raises:
-        ValueError: a rate that is below 0 or not finite, or no device.
+        ValueError: the rate is below 0 or not finite, or there is no device.
     """
     if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(
@@ -70,16 +71,19 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
 
 
 def plan(between: float, *, save: float, restart: float) -> Faults:
-    """Returns the interval between saves that loses the least time, and the time lost with it.
+    """Returns the interval between saves with which a run loses the least time, and the share of
+    time that is then lost.
 
     Args:
         between: mean seconds between failures, from `mean_time`.
-        save: seconds by which a save delays the steps, also if it runs beside them.
-        restart: seconds from a failure to the next step: notice, start, restore, compile.
+        save: seconds by which a save delays the steps. If a save runs at the same time as the
+            steps, only this delay counts, and not the whole time of the save.
+        restart: seconds from a failure to the next step (to notice the failure, start, restore and
+            compile).
 
     Raises:
-        ValueError: a time that is not above 0, or a restart below 0; or failures are so frequent
-            that no run makes progress.
+        ValueError: `between` or `save` is not above 0, or `restart` is below 0, or failures are so
+            frequent that no run makes progress.
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
@@ -93,7 +97,16 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
             "failures."
         )
     if math.isinf(between):
-        return Faults(between, save, restart, math.inf, math.inf, 0.0, 0.0, 0.0)
+        return Faults(
+            between=between,
+            save=save,
+            restart=restart,
+            interval=math.inf,
+            young=math.inf,
+            saves=0.0,
+            restarts=0.0,
+            repeated=0.0,
+        )
     interval = daly(between, save)
     # The useful share of the time is then 1 / seconds_per_work.
     seconds_per_work = wall(between, interval, save=save, restart=restart)
@@ -102,14 +115,15 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     # of the time is 1 - e^(-R/M).
     restarts = -math.expm1(-restart / between)
     return Faults(
-        between,
-        save,
-        restart,
-        interval,
-        young(between, save),
-        saves,
-        restarts,
-        1 - 1 / seconds_per_work - saves - restarts,  # all other lost time repeats steps
+        between=between,
+        save=save,
+        restart=restart,
+        interval=interval,
+        young=young(between, save),
+        saves=saves,
+        restarts=restarts,
+        # All other lost time repeats steps.
+        repeated=1 - 1 / seconds_per_work - saves - restarts,
     )
 
 
@@ -121,7 +135,7 @@ def young(between: float, save: float) -> float:
 
 def daly(between: float, save: float) -> float:
     """Returns Daly's interval: Young's interval with two more terms of its series, minus the save.
-    If a save takes at least 2 `between` seconds, the formula no longer holds, and the interval is
+    If `save` is at least twice `between`, the formula no longer holds, and the interval is
     `between`."""
     if save >= 2 * between:
         return between

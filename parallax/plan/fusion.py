@@ -1,7 +1,7 @@
 """The arrays of a traced program, as a compiler treats them.
 
 A value is either *held* in a buffer, or *fused*: each operation that reads the value computes it
-anew. An `aval` is JAX's type of an array.
+again. An `aval` is JAX's type of an array.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ class Message(NamedTuple):
     """A kind of collective call in a program: the key of a `Counter` of calls.
 
     Attributes:
-        kind: its name in compiled programs, such as "all-reduce".
-        axes: the mesh axes along which it moves data.
-        bytes: bytes of its result on a device.
+        kind: the collective's name in compiled programs, such as "all-reduce".
+        axes: the mesh axes along which the collective moves data.
+        bytes: bytes of the collective's result on a device.
         line: the line of the caller's source.
     """
 
@@ -40,8 +40,9 @@ class Value:
     ):
         """Makes a value of type `aval`, the result of `eqn`.
 
-        `reads` has the buffers that a reader of the value reads, with the bytes read of each: the
-        value's own `buffer` if it is held, else the buffers from which it is computed.
+        `reads` has the buffers that an operation reads if it reads the value, with the bytes read
+        of each buffer. If the value is held, this is the value's own `buffer`; if not, these are
+        the buffers from which the value is computed.
         """
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)
@@ -51,11 +52,13 @@ class Value:
         # Set only for the result of JAX's `platform_index`, by which a `cond` chooses the code for
         # a platform: the number of the branch for the platform of this trace.
         self.branch: int | None = None
-        self.is_zeros = False  # whether it is an array of zeros that the program makes
+        # Whether it is an array of zeros that the program makes. Some compilers give all such
+        # arrays of one size the same buffer.
+        self.is_zeros = False
 
     @property
     def root(self) -> "Value":
-        """The value with the same numbers before all reshapes and copies."""
+        """The value that has the same numbers and was not yet reshaped or copied."""
         return self if self.source is None else self.source.root
 
 

@@ -1,5 +1,5 @@
-"""The bytes that islands send each other. An island is a group of devices that trains by itself. It
-exchanges its changes with the other islands only in a *round*, once in many steps.
+"""Counts the bytes that islands send each other. An island is a group of devices that trains by
+itself. The islands exchange the changes of their parameters only in a *round*, once in many steps.
 
 Source: Douillard et al., DiLoCo (arXiv 2311.08105).
 """
@@ -25,20 +25,20 @@ def terms(
     itemsize: int = 4,
 ) -> list[Term]:
     """Returns the collectives of a round: for each array of the model, an all-reduce of the part
-    that a device has. One island sends nothing.
+    that a device has. If there is only one island, the list is empty.
 
     Args:
         config: the model's sizes.
         layout: the layout of one island.
         islands: the number of islands.
-        axis: the axis of the islands, with or without an algorithm, or an `ErrorFeedback`, as
-            `islands.local` takes it; by default a ring along `island`.
+        axis: the axis of the islands, with an algorithm or without one, or an `ErrorFeedback` of
+            that axis, as `islands.local` takes it. The default is a ring along `island`.
         itemsize: bytes of a parameter.
     """
 
     def found() -> Iterator[Term]:
         """Yields a term for each array. Changes are sent in float32 (4 bytes) or wider. If `axis`
-        is an `ErrorFeedback`, they are sent as `quantized` sends them, in int8."""
+        is an `ErrorFeedback`, the changes are sent in int8, as `quantized` sends them."""
         wide = max(itemsize, 4)
         along = (
             quantized("island")
@@ -51,7 +51,8 @@ def terms(
         for leaf in state_bytes.leaves(config, layout):
             # With ZeRO-3 a device has only its share of an array.
             count = leaf.share if layout.zero == 3 else leaf.elements
-            # One call in a round, over `islands` devices, of numbers of `wide` bytes each.
+            # One call in a round, over `islands` devices, of numbers of `wide` bytes each. These
+            # are the bytes before quantization; the cost of `all_reduce` has the bytes sent.
             yield Term(
                 "changes between islands", ("island",), all_reduce, count * wide, 1, islands, wide
             )
@@ -61,8 +62,9 @@ def terms(
 
 
 def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
-    """Returns a line with the bytes that a device sends between islands, per round and per step,
-    for exact changes and for int8; a round comes once in `every` steps."""
+    """Returns a line with the bytes that a device sends to other islands, per round and per step.
+    The line has the bytes for exact changes and for changes in int8. A round comes once in `every`
+    steps."""
     if islands < 1 or every < 1:
         raise ValueError(
             f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "

@@ -1,18 +1,22 @@
-"""Walks once through a traced program. Counts its arithmetic, its messages and the bytes that it
-moves, and lists the operations that `liveness` lays out in memory.
+"""Walks once through a traced program. Counts the program's arithmetic, its messages and the bytes
+that it moves, and lists the operations that `liveness` lays out in memory.
 
-A `Value` is one array. It is *held* in a `Buffer`, or *fused*: each reader computes it anew from
-`reads`, the buffers below it with the bytes read of each. A value is held as soon as a matmul, a
-message or a loop needs it as an array. An expensive value with several readers is held at once. The
-`root` of a value is the value with the same numbers before reshapes. `near` are the buffers that
-the value reads element by element, so that it may be written over one of them.
+A `Value` is one array. It is either *held* in a `Buffer`, or *fused*: then each operation that
+reads it computes it again. `reads` are the buffers from which a value is computed, with the bytes
+that are read of each. A value is held as soon as a matmul, a message or a loop needs it as an
+array. An expensive value that several operations read is held at once. The `root` of a value is the
+value with the same numbers before reshapes. `near` are the buffers that the value reads element by
+element; it may be written over one of these buffers. `is_zeros` marks an array of zeros, since some
+compilers keep all such arrays of a size in one buffer.
 
-A *frame* is the program, a branch or a loop's body: its operations, in order. The methods for
-equations take the operands, whether each result is needed (`used`), and how many operations read it
-(`readers`). `self.times` is the product of the trips of the loops around. `self.at` is None, or,
-inside a function of JAX, the caller's equation, whose line the inner equations get. `self.needed`
-tells which operands and results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are
-the copies that a compiler makes. `linear_p` is the primitive of this library's collectives.
+A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
+for equations take the operands, whether each result is needed (`used`), and how many operations
+read it (`readers`). `self.times` is how often the walk's current equation runs: the trips of all
+loops around it, multiplied. Inside a function of JAX or a collective of this library, `self.at` is
+the equation in the caller's code that calls this function, and the equations inside get that
+equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and results of a
+jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a compiler makes.
+`linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -63,15 +67,16 @@ class Reading:
         return source_lines.source(self.at or eqn)
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
-        """Adds an operation to the innermost frame, and the bytes that it reads and writes."""
+        """Adds an operation to the innermost frame, and adds the bytes that the operation reads and
+        writes to the counts."""
         self.frames[-1].operations.append(operation)
         self.read += self.times * read
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Gives the root of a value a buffer, if it has none, and returns the buffer. Returns None
-        for a value of at most 64 bytes that is made only of literals, which needs no memory of
-        its own."""
+        """Gives the root of a value a buffer, unless the root has one, and returns the buffer. A
+        value of at most 64 bytes that is made only of literals needs no memory of its own, so it
+        gives None."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -95,7 +100,7 @@ class Reading:
 
     def shared_zeros(self, aval: Any) -> Buffer:
         """Returns the frame's buffer of zeros of this size and dtype, in whatever shape. The first
-        call for a size makes it, before all other operations of the frame."""
+        call for a size makes the buffer, before all other operations of the frame."""
         known = self.frames[-1].zeros
         key = (aval.size, aval.dtype)
         if key not in known:
@@ -115,8 +120,8 @@ class Reading:
     ) -> Value:
         """Returns the k-th result of an equation that reads the values `reads`, held in a buffer.
 
-        The result may be written over one of the values `over`. With `part`, the operation reads
-        that number of bytes and writes as many, as in an update of a slice.
+        The result may be written over one of the values `over`. If `part` is given, the operation
+        reads and writes only `part` bytes, as in an update of a slice.
         """
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
@@ -133,14 +138,17 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-        """Returns the first result of an equation, which each reader computes anew. It reads the
-        buffers of its operands; a slice reads at most its own size of each."""
+        """Returns the first result of an equation as a fused value. The value reads the buffers of
+        the equation's operands. If the equation is a slice, the value reads at most as many bytes
+        of each buffer as the slice has."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
         near: set[Buffer] = set()
         for operand in operands:
             for base, size in operand.root.reads.items():
+                # Operands from one buffer mostly need the same elements, which a fused loop reads
+                # once, so the largest of their reads counts.
                 reads[base] = max(reads.get(base, 0), min(size, value.bytes) if is_slice else size)
             # An elementwise operation reads an operand of its size element by element. A view, such
             # as a broadcast or a `rev`, may move elements.
@@ -200,8 +208,8 @@ class Reading:
         """Returns the value of a variable or a literal. Equal literals share one value, so that
         `_once` finds equal equations: it compares operands by identity.
 
-        None gives an empty value, which reads no buffer and has no bytes. So does a variable that
-        was not computed, since nobody needs it.
+        If `atom` is None, the value is empty: it reads no buffer and has no bytes. A variable that
+        was not computed, because no result needs it, gives this empty value too.
         """
         if atom is not None and not jaxprs.is_literal(atom):
             return known.get(atom) or self._read(None, known)
@@ -214,9 +222,10 @@ class Reading:
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
         """Returns the results of an equation. If the frame has computed an equal equation of the
-        same operands before, these are its results: XLA computes equal equations only once.
+        same operands before, returns the results of that equation: XLA computes equal equations
+        only once.
 
-        Three kinds are always computed anew: equations with an inner program or an effect,
+        Three kinds are always computed again: equations with an inner program or an effect,
         barriers, and collectives of this library.
         """
         # A collective of this library (`linear_p`) gets its inner program only in `_linear`.
@@ -277,16 +286,18 @@ class Reading:
 
     def _linear(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a collective of this library. The first call for an equation
-        traces the collective's program, and later calls use it again. The source lines of that
-        program are in this library, so its equations get the line of the caller."""
+        traces the collective's program, and later calls use this program again. The source lines of
+        that program are in this library, so its equations get the line of the caller."""
+        # The equation itself is kept too, so that no other equation gets its id.
         if id(eqn) not in self.opened:
             self.opened[id(eqn)] = (eqn, types.linear_jaxpr(eqn, self.mesh, check_vma=self.checked))
-        return self._inlined(eqn, self.opened[id(eqn)][1], operands, used, readers, hidden=True)
+        _, program = self.opened[id(eqn)]
+        return self._inlined(eqn, program, operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns a value behind a barrier: held, and distinct from the value before the barrier.
-        For `_once`, an equation that reads the new value is then never equal to an equation that
-        reads the old value. A value that is made only of literals is returned unchanged."""
+        """Returns the value that a barrier makes of `value`. The new value is held. For `_once`, an
+        equation that reads the new value never equals an equation that reads the old value. A value
+        that is made only of literals is returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -298,9 +309,10 @@ class Reading:
         """Returns the results of an operation without an inner program, and counts its arithmetic
         and messages.
 
-        An elementwise operation or a view is fused, and an index reads no memory. All other
-        operations hold their results. They also hold their operands first, except reductions, which
-        compute their operands as they read them.
+        An elementwise operation or a view is fused, and the index of a device or a platform reads
+        no memory. All other operations first put their operands into buffers, and then their
+        results. Only the operands of a reduction may stay fused: the reduction computes its
+        operands as it reads them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
@@ -337,8 +349,9 @@ class Reading:
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
         """Returns the result of an elementwise operation or a view. A reshape keeps its operand's
-        root as `source`, so both have the same root. An expensive operation (`jaxprs.DEAR`) with
-        several readers is held, unless it reads only literals."""
+        root as `source`, so both have the same root. A broadcast of 0 is an array of zeros
+        (`is_zeros`). An expensive operation (`jaxprs.DEAR`) with several readers is held, unless it
+        reads only literals."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
@@ -357,8 +370,10 @@ class Reading:
         return value
 
     def _index(self, eqn: JaxprEqn) -> Value:
-        """Returns the index of a device on an axis, or of a platform. The index of a platform gets
-        the number of the `branch` that this walk's platform takes. An index reads no memory."""
+        """Returns the result of `axis_index`, a device's index on a mesh axis, or of
+        `platform_index`, by which a `cond` chooses the branch of a platform. For `platform_index`,
+        the `branch` of the result is the number of the branch for the platform of this walk.
+        Neither of the two reads memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
@@ -368,10 +383,11 @@ class Reading:
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
-        """Returns the first operand with a part of it rewritten. It is rewritten in place if no
-        later operation reads the old numbers."""
+        """Returns the first operand with a part of it rewritten. The operand is rewritten in place
+        if no later operation reads its old numbers."""
         if eqn.primitive.name != "dynamic_update_slice":
-            operands[0].root.is_zeros = False  # a scatter fills an array of its own
+            # A scatter begins with an array of its own, not with the zeros that others share.
+            operands[0].root.is_zeros = False
         self.hold(operands[0])
         # The bytes of the update. The operands are (array, update, ...) in a slice's update, and
         # (array, indices, updates) in a scatter.
@@ -384,7 +400,8 @@ class Reading:
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a `shard_map`. Inside it, an argument has the bytes of its block.
-        Its buffer has this size from then on, since the walk counts the memory of one device."""
+        The argument's buffer has this size from then on, since the walk counts the memory of one
+        device."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
@@ -407,9 +424,9 @@ class Reading:
         return results
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a conditional. Only one branch counts: the branch with the most
-        operations of products. Among equal branches the branch with the most messages counts, and
-        then the branch with the most memory.
+        """Returns the results of a conditional. Only one branch counts: the branch whose matmuls
+        need the most floating-point operations. Among equal branches the branch with the most
+        messages counts, and then the branch with the most memory.
 
         Each branch is walked in a frame of its own, from the counts before the conditional. If the
         platform decides, only the branch of the platform is walked, in place.
@@ -436,19 +453,21 @@ class Reading:
             if largest is None or key > largest[0]:
                 largest = key, self._copied_counts(), peak
         assert largest is not None
-        self._restore_counts(largest[1])
+        _, counts, peak = largest
+        self._restore_counts(counts)
         results = [Buffer(nbytes(aval), self.at or eqn) for aval in jaxprs.types(eqn.outvars)]
         reads = tuple({base for value in (index, *operands) for base in value.root.reads})
-        # The conditional is one operation, with the branch's peak as `inner`.
-        self.emit(Operation(reads, tuple(results), (), largest[2].bytes, largest[2].held))
+        # The conditional is one operation, with the bytes of the branch's peak as `inner`, and the
+        # buffers of that peak as `held`.
+        self.emit(Operation(reads, tuple(results), (), inner=peak.bytes, held=peak.held))
         return [
             Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
             for aval, buffer in zip(jaxprs.types(eqn.outvars), results, strict=True)
         ]
 
     def _copied_counts(self):
-        """Returns copies of all counts of the walk so far, which `_restore_counts` takes. They let
-        `_cond` walk each branch from the same counts."""
+        """Returns copies of all counts of the walk so far. `_cond` gives these copies to
+        `_restore_counts`, so as to walk each branch from the same counts."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -470,8 +489,8 @@ class Reading:
         )
 
     def _scan(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a scan: carries, then stacked arrays [length, ...]. Its operands
-        are constants, carries and stacked arrays.
+        """Returns the results of a scan: carries, then stacked arrays [length, ...]. The operands
+        of a scan are constants, carries and stacked arrays.
 
         A scan of one trip is no loop: its body is walked in place.
         """
@@ -501,10 +520,11 @@ class Reading:
         )
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a while loop. Its number of trips is unknown, so one is counted.
+        """Returns the results of a while loop. The number of trips of the loop is unknown, so one
+        trip is counted.
 
-        Its operands are the condition's constants, the body's constants, and the carries. The
-        condition is not walked.
+        The operands of the loop are the condition's constants, the body's constants, and the
+        carries. The walk leaves out the condition.
         """
         first_of_body, first_carry = (
             eqn.params["cond_nconsts"],
@@ -532,15 +552,17 @@ class Reading:
         """Returns the results of a loop of `trips` trips: carries, then stacked arrays.
 
         The body is walked once, in a frame of its own. The loop is one operation of the frame
-        around, with the peak of the body as `inner`. A carry has one buffer, which each trip
-        rewrites in place, and which holds the loop's result at the end. The buffers of the stacked
-        results exist before the loop begins.
+        around the loop, with the peak of the body as `inner`. A carry has one buffer: each trip
+        rewrites the buffer in place, and at the end it holds the loop's result. The buffers of the
+        stacked results exist before the loop begins.
 
         Args:
             eqn: the loop.
             body: its jaxpr.
-            parts: constants, starts of the carries, and slices of the stacked operands.
-            needed_results: whether each result of the body is needed: carries, then slices.
+            parts: three lists of values: the constants, the starts of the carries, and the slices
+                of the stacked operands.
+            needed_results: whether each result of the body is needed. The carries come first, then
+                the slices.
             trips: the number by which the counts of the body are multiplied.
         """
         constants, starts, sliced = parts
@@ -555,7 +577,7 @@ class Reading:
             for value, var, is_needed in self._carries(body, constants, starts, needed_results)
         ]
         stacked = [
-            Buffer(nbytes(var.aval) if is_needed else 0, self.at or eqn)
+            Buffer(nbytes(var.aval) if is_needed else 0, self.at or eqn, carry=True)
             for var, is_needed in zip(
                 eqn.outvars[len(starts) :], needed_results[len(starts) :], strict=True
             )
@@ -598,12 +620,12 @@ class Reading:
             eqn, sliced, wanted[len(wanted) - len(sliced) :]
         )
         innermost = not any(operation.inner for operation in operations)
-        # `peak` also counts the bytes that an innermost loop has in the chip's own memory. They are
+        # `peak` also counts the bytes that an innermost loop has in on-chip memory. They are
         # subtracted: `habits.near` for a loop of the program itself, half of that for a loop inside
-        # one other loop, and so on.
-        near = self.habits.near // len(self.frames) if innermost else 0
+        # one other loop, and so on. These numbers were read from compiled steps.
+        on_chip = self.habits.near // len(self.frames) if innermost else 0
         waiting = self._of_further_layers(eqn, operations, given) if self.habits.together else []
-        inner = max(0, peak.bytes - near) + sum(size for size, _ in (*slice_copies, *waiting))
+        inner = max(0, peak.bytes - on_chip) + sum(size for size, _ in (*slice_copies, *waiting))
         self.emit(
             Operation(
                 (*reads, *(zeros for _, zeros in begun)),
@@ -623,11 +645,11 @@ class Reading:
         several layers: pairs of bytes and a buffer.
 
         There are `habits.slices` copies of each slice for every layer after the first. A loop that
-        runs forward has none.
+        runs forward has no such copies.
 
         Args:
             eqn: the loop.
-            sliced: its slices of the stacked operands.
+            sliced: the loop's slices of the stacked operands.
             wanted: whether the body needs each slice.
         """
         if not eqn.params.get("reverse", False):
@@ -641,13 +663,19 @@ class Reading:
 
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
-        """Returns what an unrolled backward loop computes from its constants and slices alone, for
-        the backward pass of the layers in its body after the first: gathered weights, and values
-        that are computed again. XLA computes it for all layers of a body at first. Each buffer
-        stands with its bytes for all these layers. `carried` are the buffers of the carries."""
+        """Returns the arrays that a backward loop with several layers in its body (unrolled)
+        computes from constants and slices alone. These are gathered weights, and values that are
+        computed again. The first of the layers does not count.
+
+        XLA computes these arrays for all layers of a body before the backward pass of the first
+        layer. The result has a pair for each array: the array's bytes, summed over the other
+        layers, and its buffer. `carried` are the buffers of the carries.
+        """
         count = eqn.params.get("unroll", 1) - 1
         if not eqn.params.get("reverse", False) or not count:
             return []
+        # `late` are the buffers that depend on a carry. `early` has the other buffers, and whether
+        # an operation that depends on a carry reads them: only these wait for the backward pass.
         late, early = set(carried), {}
         for operation in operations:
             if late.isdisjoint(operation.reads):
@@ -659,16 +687,19 @@ class Reading:
 
     @staticmethod
     def _carries(body, constants, starts, needed_results):
-        """Yields each carry's start, its variable in the body, and whether it is needed."""
+        """Yields for each carry its start, its variable in the body, and whether the carry is
+        needed."""
         # The operands and the results of the body go on after the carries, so `strict` is False.
         return zip(starts, body.invars[len(constants) :], needed_results, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, is_needed: bool) -> Value:
-        """Returns a loop's carry, which starts as `value`; an empty value if it is not needed. The
-        carry is written over `value` if no later operation reads `value`."""
+        """Returns a loop's carry, which starts as `value`. If the carry is not needed, returns an
+        empty value. The carry is written over `value` if no later operation reads `value`."""
         if not is_needed:
             return Value(aval, {})
         root = value.root
+        # Zeros are in a buffer that others may share. Any other fused start is written straight
+        # into the carry's buffer.
         if root.is_zeros and self.habits.zeros:
             self.hold(value)
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
@@ -682,11 +713,12 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _slice(self, value: Value, var: Any, wanted: bool) -> Value:
-        """Returns the slice of a scan's stacked operand `value` in one trip: the body's variable
-        `var`.
+        """Returns the slice of a scan's stacked operand `value` that one trip takes as the body's
+        variable `var`.
 
         If the body needs the slice (`wanted`), the whole array is held before the loop. The slice
-        itself has no buffer: its readers read at most its own bytes of the array.
+        itself has no buffer: operations that read the slice read at most as many bytes of the array
+        as the slice has.
         """
         if wanted:
             self.hold(value)

@@ -1,6 +1,6 @@
 """Counts the calls of each part of a pipeline's step on a device, and the slots that it needs.
 
-In *lockstep* all stages run the same kinds of job (lanes) in a tick, also stages without a
+In *lockstep* all stages run the same kinds of job (lanes) in a tick, even a stage that has no
 microbatch for a job. Closed forms then count the ticks of each lane. In the other schedules each
 stage has a job of its own in a tick, and the counts are read from the schedule's table. A *slot* is
 a place in a buffer for one microbatch's arrays that wait for a later tick.
@@ -21,21 +21,21 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """The calls of each part in a step on one device, and the slots. A layout of one stage has the
-    calls of accumulated microbatches.
+    """How often a step calls each part of the model on one device, and how many slots it needs.
+    Without a pipeline the calls are those of gradient accumulation: one for each microbatch.
 
     Attributes:
         forward: ticks with a forward pass.
         backward: ticks with a backward pass.
         heads: calls of the head.
-        last: the number of ticks at the schedule's end that have the same lanes.
+        last: how many ticks at the end of the schedule run the same lanes as the very last tick.
         weights: ticks with gradients of the stages' weights.
-        slots: slots for a chunk's residuals, one of them for ticks without a job.
-        deferred: slots for the arrays that the input's gradient leaves for the weights' gradient.
-        arrivals: slots for arrays that came from other stages and wait.
+        slots: slots for a chunk's residuals. One of these slots is for ticks without a job.
+        deferred: slots for the arrays that the job I keeps for the job W, which runs later.
+        arrivals: slots for arrays that have come from other stages and wait for their job.
         hops: messages to other stages.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's transpose.
+        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
     """
 
     forward: int
@@ -60,7 +60,11 @@ def jobs(layout: Layout) -> Jobs:
         # sends one message for each distance between stages that the table uses.
         hops = table.ticks * len(pipeline.distances(table))
         return Jobs(
-            *(M * v, M * v, M, table.ticks, M * v),  # forward, backward, heads, last, weights
+            forward=M * v,
+            backward=M * v,
+            heads=M,
+            last=table.ticks,
+            weights=M * v,
             slots=table.slot_count,
             deferred=table.deferred_count,
             arrivals=table.arrival_count + 1,  # one for ticks in which nothing arrives
@@ -74,7 +78,10 @@ def jobs(layout: Layout) -> Jobs:
     if layout.schedule == "gpipe":
         ticks, last, weights, slots, deferred = M + P - 1, M + P - 1, M + P - 1, M + 1, 0
     # In 1F1B one chunk of a microbatch enters in each tick. B begins v P - 1 ticks after F, when
-    # the first microbatch is at the last place, and so ends v P - 1 ticks after F.
+    # the first microbatch reaches the last of the v P chunks, and so ends v P - 1 ticks after F:
+    # these `last` ticks run only B. The slots: the first stage keeps what F saved of chunk c for
+    # 2 (v - c) P - 1 ticks. It runs each of its chunks in one of v ticks, so it keeps at most
+    # v P + P - 1 at once.
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
@@ -83,10 +90,13 @@ def jobs(layout: Layout) -> Jobs:
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
     # Each tick of F sends an activation, and each tick of I a cotangent. The `last` ticks are one
-    # loop. XLA unrolls a loop of one tick, and drops its message, which no later tick reads. XLA
-    # also embeds a single microbatch only once.
-    hops, embeds = 2 * ticks - (last == 1), 1 if M == 1 else ticks
-    # In lockstep no message between stages waits, so `arrivals` is 0.
+    # loop. XLA unrolls a loop of one tick, and drops its message, which no later tick reads.
+    hops = 2 * ticks - (last == 1)
+    # In a pipeline the embedding runs before the first tick, and in each tick of F for the next
+    # one. XLA embeds a single microbatch only once.
+    embeds = ticks + 1 if layout.pipelined and M > 1 else M
+    # In lockstep no message between stages waits, so `arrivals` is 0. The fields are forward,
+    # backward, heads, last, weights, slots, deferred, arrivals, hops, embeds, leaves.
     return Jobs(ticks, ticks, M, last, weights, slots, deferred, 0, hops, embeds, ticks)
 
 
@@ -96,7 +106,7 @@ def in_lockstep(layout: Layout) -> bool:
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """Returns three numbers of ticks: those that last as long as F, as I, and as W.
+    """Returns how many ticks last as long as F, how many as long as I, and how many as long as W.
 
     Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
     `costs` has the costs of F, I and W, such as their seconds.
@@ -105,14 +115,15 @@ def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
 
 
 def table_of(layout: Layout) -> Schedule:
-    """Returns the table of the layout's schedule, cached by the sizes that it depends on."""
+    """Returns the table of the layout's schedule. Layouts with the same schedule and sizes get the
+    same cached table."""
     return _table(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
 
 
 @functools.lru_cache(maxsize=64)
 def _table(name: str, stage: int, microbatches: int, chunks: int) -> Schedule:
-    """Returns the table of the schedule `name` for these sizes; the rest of the layout does not
-    matter."""
+    """Returns the table of the schedule `name` for these sizes; it does not depend on the rest of
+    the layout."""
     layout = dataclasses.replace(
         Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name
     )

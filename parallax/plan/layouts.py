@@ -5,8 +5,8 @@ and the memory of a device.
         print(planned.seconds.total, planned.layout)
 
 The closed forms rank all layouts, each with the fastest algorithm along each of its axes. Then the
-steps of the layouts are traced, the fastest layout first, and the memory decides whether each fits.
-`plan` computes the plan of one layout, and `config.sizes` has a model's sizes by name.
+steps of the layouts are traced, the fastest layout first, and the traced memory tells whether a
+layout fits. `plan` computes the plan of one layout, and `config.sizes` has a model's sizes by name.
 """
 
 import itertools
@@ -56,28 +56,30 @@ def search(
     """Returns the plans of the fastest layouts of exactly `devices` devices that fit, at most
     `count`, the fastest first.
 
-    Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). If layouts
-    differ only in ZeRO's stage and in remat, only the fastest of those that fit is listed. A tensor
-    axis also splits the tokens if it can: the messages have the same number of bytes as without
-    this split, and a device keeps fewer bytes. A pipeline splits the batch into microbatches of
-    `choices.sequences` sequences each. A schedule that defers the weights' gradients recomputes
-    nothing. ZeRO splits over all replicas, or within groups of them (HSDP).
+    Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
+    differ only in ZeRO's stage and in remat, only the fastest that fits is listed. A tensor axis
+    also splits the tokens between matmuls (sequence parallelism), if the number of tokens is a
+    multiple of the tensor devices. With this split the messages have as many bytes as without it,
+    and a device keeps fewer bytes. A pipeline splits the batch into microbatches of
+    `choices.sequences` sequences each. With a schedule that defers the weights' gradients, nothing
+    is recomputed. ZeRO splits over all replicas, or within groups of replicas (HSDP).
 
     Args:
         config: the model's sizes.
         devices: the number of devices.
         hardware: one of the devices.
         batch: sequences in the global batch.
-        optimizer: one that acts element by element.
+        optimizer: an optimizer that acts element by element.
         choices: the precision, the sizes of microbatches and the schedules to choose from.
-        count: the largest number of layouts to return. Each of them, and each faster one that does
-            not fit, takes a second or more, since its step is traced.
-        attention_kernel: as `plan` takes it.
+        count: the largest number of layouts to return. Each returned layout takes a second or more,
+            since its step is traced. So does each faster layout that does not fit.
+        attention_kernel: whether attention runs in a kernel that keeps no scores; None stands for
+            the recipe's choice, as in `plan`.
 
     Raises:
-        ValueError: no layout has exactly `devices` devices; or none of these layouts fits, and the
-            message names the layout that needs the least memory; or a number is below 1, or a
-            precision or a schedule is unknown.
+        ValueError: no layout has exactly `devices` devices, or none of these layouts fits (then the
+            message names the layout that needs the least memory). The error is also raised if
+            `devices` or `batch` is below 1, or if a precision or a schedule is unknown.
     """
     known(config)
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
@@ -104,7 +106,7 @@ def search(
     possible = [layout for layout in candidates if bytes_of[layout] <= hardware.memory]
 
     def planned_of(layout: Layout) -> Plan:
-        """Returns the plan of one layout, with the search's other arguments."""
+        """Returns the plan of one layout. All other arguments of the plan are those of `search`."""
         return plan(
             config,
             layout,
@@ -138,12 +140,13 @@ def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
     """Returns the recommended plan: among the plans whose time is near the shortest, the plan that
     splits layers and matrices over the fewest devices.
 
-    A predicted time may be off by more than 5 %, and a replica of fewer devices has fewer messages
-    for which work must wait.
+    A predicted time may be wrong by more than 5 %. If a replica has fewer devices, there are fewer
+    messages for which work must wait.
 
     Args:
-        plans: the fastest first, as `search` returns them.
-        within: a time is near if it exceeds the shortest by at most this share.
+        plans: the plans, the fastest first, as `search` returns them.
+        within: a time counts as near if it exceeds the shortest time by at most this share of the
+            shortest time.
     """
     longest = (1 + within) * plans[0].seconds.total
     near = [planned for planned in plans if planned.seconds.total <= longest]
@@ -161,7 +164,7 @@ def _seconds(planned: Plan) -> float:
 
 
 def table(found: Sequence[Plan], count: int = 10) -> str:
-    """Returns the first `count` of these plans as text, one line for each."""
+    """Returns the first `count` of these plans as text, one line for each plan."""
     lines = [f"{'seconds':>9} {'of peak':>8} {'memory':>9} {'bubble':>7}  layout"]
     for planned in found[:count]:
         lines.append(
@@ -173,7 +176,7 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
 
 
 def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
-    """Yields the layouts that divide the model and the batch, and for which plan has closed
+    """Yields the layouts that divide the model and the batch evenly, and for which plan has closed
     forms."""
     for sizes in _sizes(config, devices, batch, choices.sequences):
         # Messages between stages can be split over the tensor axis (`split_sends`), unless tokens
@@ -193,14 +196,15 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
                 "remat": remat,
                 "precision": choices.precision,
             }
+            # `counts` says whether plan has closed forms for the layout.
             if Layout.admits(**fields) and counts(Layout(**fields)):
                 yield Layout(**fields)
 
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
-    """Yields fields of `Layout` that divide the model and the batch of `batch` sequences: the sizes
-    of the axes, and the numbers of microbatches and chunks. `sequences` are the sizes of a
-    microbatch to try."""
+    """Yields dicts of fields of `Layout`: the sizes of the axes, and the numbers of microbatches
+    and chunks. These numbers divide the model, and the batch of `batch` sequences, evenly.
+    `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
         # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward over
@@ -234,16 +238,17 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 
 def _groups(replicas: int, stage: int) -> list[int]:
-    """Returns the numbers of replicas over which ZeRO may split: all replicas, or, without a
-    pipeline, also the groups in `GROUPS` that divide them."""
+    """Returns the numbers of replicas over which ZeRO may split. One is the number of all replicas.
+    Without a pipeline, the list also has each smaller size in `GROUPS` that divides this number."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 
 
 def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> Number:
-    """Returns a lower bound of the bytes that a device needs: the bytes of the step's arguments and
-    of the arrays that the layers keep for the backward pass."""
-    # With an attention kernel the layers keep no scores.
+    """Returns a lower bound of the bytes that a device needs: the sum of the step's arguments
+    and of the arrays that the layers keep for the backward pass."""
+    # With an attention kernel the layers keep no scores. `hardware.short` is the bytes of a number
+    # of a 16-bit type.
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)

@@ -3,10 +3,10 @@ that fuses elementwise operations.
 
 A frame is a program or the body of a loop: a list of operations, each with the buffers that it
 reads and writes. A buffer lives from the operation that writes it to the last operation that reads
-it. An operation may read an operand element by element, or update a part of it. Its result is then
-written over the operand if nothing reads the operand later. The buffers that are written over each
-other share one *place*, named by the first of them. A *fixed* buffer is an argument, a result or a
-constant of the whole step. It does not count as a temporary.
+it. If an operation reads an operand element by element, or updates a part of the operand, its
+result is written over the operand, unless a later operation reads the operand. Buffers that are
+written over each other share one *place*, named by the first of these buffers. A *fixed* buffer is
+an argument, a result or a constant of the whole step, and does not count as a temporary.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 
 class Held(NamedTuple):
-    """A buffer at the fullest moment.
+    """A buffer that is in memory at the moment of the peak.
 
     Attributes:
-        bytes: its size on a device.
-        what: the operation that makes it, or the kind of buffer.
+        bytes: the buffer's size on a device.
+        what: the operation that makes the buffer, or the kind of buffer.
         line: the line of the caller's source.
     """
 
@@ -28,7 +28,8 @@ class Held(NamedTuple):
 
 
 class Buffer:
-    """An array in memory. It belongs to the frame whose operation writes it."""
+    """An array in memory. The array belongs to the frame (program or loop body) whose operation
+    writes it."""
 
     def __init__(
         self,
@@ -39,19 +40,23 @@ class Buffer:
         fixed: bool = False,
         carry: bool = False,
     ):
-        """Makes a buffer of `nbytes`, which the equation `eqn` computes, or which `what` describes.
+        """Makes a buffer of `nbytes` bytes. The equation `eqn` computes its array, or `what` says
+        in words what the buffer is.
 
         `fixed` marks an argument, a result or a constant, which does not count as a temporary.
-        `carry` marks a loop's carry, which may be written over the array that it starts from.
+        `carry` marks a loop's carry or stacked result; it may be written over the array with which
+        the loop begins.
         """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
-        # The buffer over which this buffer is written; itself if there is none.
+        # The buffer over which this buffer is written; this buffer itself if it is written over
+        # none.
         self.into: Buffer = self
 
     @property
     def place(self) -> "Buffer":
-        """The buffer whose memory this buffer uses: the first in the chain of buffers that are
-        written over each other; this buffer itself if it is written over none."""
+        """The buffer whose memory this buffer uses. This is the first buffer in the chain of
+        buffers that are written over each other, or this buffer itself if it is written over no
+        other buffer."""
         return self if self.into is self else self.into.place
 
 
@@ -59,12 +64,13 @@ class Operation(NamedTuple):
     """One operation that reads or writes memory, or a whole loop.
 
     Attributes:
-        reads: the buffers that it reads.
-        writes: the buffers that it makes.
-        over: pairs of a buffer that it makes, and a buffer over which the first may be written.
-        inner: for a loop or a branch, the peak bytes of its own temporaries, without the buffers
-            above; else 0.
-        held: the temporaries in that peak, each with its bytes.
+        reads: the buffers that the operation reads.
+        writes: the buffers that the operation makes.
+        over: pairs of buffers: a buffer that the operation makes, and an older buffer over which
+            the new one may be written.
+        inner: for a loop or a conditional, the peak bytes of the temporaries inside it, without the
+            buffers in `reads` and `writes`; 0 for any other operation.
+        held: the temporaries that `inner` counts, as pairs (bytes, buffer).
     """
 
     reads: tuple[Buffer, ...]
@@ -75,13 +81,13 @@ class Operation(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The temporaries of a frame at its fullest moment.
+    """The temporaries of a frame at the moment when they have the most bytes.
 
     Attributes:
-        bytes: the bytes of all of them.
-        held: each of them, with its bytes.
-        at: the index of the operation that runs then; the number of operations if the peak comes
-            after the last one.
+        bytes: the bytes of all these temporaries together.
+        held: the temporaries, as pairs (bytes, buffer).
+        at: the index of the operation that runs at this moment; the number of operations if the
+            peak comes after the last operation.
     """
 
     bytes: int
@@ -97,16 +103,20 @@ def peak(
     *,
     early: bool = False,
 ) -> Peak:
-    """Returns the temporaries of a frame at its fullest moment. Sets the `place` of its buffers.
+    """Returns the temporaries of a frame at the moment when they have the most bytes: these bytes,
+    the buffers, and the operation that runs at this moment. Also sets each buffer's `into`, the
+    buffer over which it is written; `Buffer.place` needs this.
 
     Args:
         operations: the operations, in the order in which they run.
         results: buffers that live to the end of the frame.
-        given: for a loop's body, the buffers of its carries, which belong to the frame around; the
-            body may write over them.
-        carried: for a loop's body, each carry's buffers at the end and at the beginning of a trip.
-        early: whether the results of loops have memory from the start of the frame, as in some of
-            XLA's backends. Otherwise they have it from the loop that makes them.
+        given: for a loop's body, the buffers of the loop's carries. They belong to the frame that
+            contains the loop, and the body may write over them.
+        carried: for a loop's body, a pair of buffers for each carry: the carry's buffer at the end
+            of an iteration, and its buffer at the beginning of the iteration.
+        early: whether the results of loops are in memory from the first operation of the frame on,
+            as in some of XLA's backends. If not, they are in memory only from the loop that makes
+            them on.
     """
     end = len(operations)
     # The index of the operation that last uses each buffer; `end` for a result. `last.get(x, -1)`
@@ -136,8 +146,8 @@ def peak(
                 and until.get(place, last.get(place, -1)) <= k
             ):
                 made.into = place
-                # If a loop's carry is a result of the step, the loop starts in the memory of that
-                # result. The array that the carry starts from is then no temporary either.
+                # If a loop writes a result of the step, it starts in the memory of that result.
+                # The array that it starts from is then no temporary either.
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the place of its old array if all operations that read the old array

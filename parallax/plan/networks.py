@@ -1,14 +1,15 @@
-"""Simulates the seconds of a collective on a network of many devices, from its table of messages.
-Messages that share a link share its bandwidth.
+"""Simulates how many seconds a collective takes on a network of many devices, from the table of
+messages of the collective. Messages that use the same link share the bandwidth of this link.
 
     network = networks.of(hardware.A100, devices=16_384)
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
 
-In a round every device sends its messages at once. The round takes the latency of the longest way,
-plus the time of the link that carries most bytes. In a `Link`, alpha is the latency in seconds, and
-beta the seconds per byte. A *route* is a table of messages, round by round; an algorithm that runs
-several routes side by side has a tuple of them (`Tables`). The devices of a mesh are numbered with
-the last axis fastest. `tests/test_networks.py` simulates the same, message by message.
+In a round every device sends its messages at once. The round takes the largest latency of any
+message, plus the time of the link that carries the most bytes. In a `Link`, alpha is the latency in
+seconds, and beta the seconds per byte. A *route* is a table of messages, round by round; an
+algorithm that runs several routes side by side has a tuple of routes (`Tables`). The devices of a
+mesh are numbered with the last axis fastest. `tests/test_networks.py` simulates the same, message
+by message.
 """
 
 import functools
@@ -22,7 +23,7 @@ from parallax import torus
 from parallax.collectives import halving, machines, ring, two_rings
 from parallax.collectives.cost import Link, Round
 from parallax.collectives.from_table import messages
-from parallax.collectives.route import Route, Tables
+from parallax.collectives.route import Tables
 from parallax.hardware import Hardware
 from parallax.validate import divisors
 
@@ -33,7 +34,7 @@ class Group(NamedTuple):
 
     Attributes:
         size: devices along the axis.
-        stride: devices on the axes that run faster, together.
+        stride: the product of the sizes of the axes after this one, which run faster.
     """
 
     size: int
@@ -52,8 +53,9 @@ class Network(Protocol):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each element of `sent` is a message that every device sends: the number of the receiver for
-        each device, [devices], and the bytes of one such message.
+        Each element of `sent` stands for one message from every device. It is a pair: an array
+        [devices] with the number of the receiver of each device's message, and the bytes of one
+        message.
         """
         ...
 
@@ -64,8 +66,9 @@ class Level(NamedTuple):
     Attributes:
         devices: devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
-        shared: the oversubscription: the rate of all devices of a smaller group together, divided
-            by the rate of the links that leave the group.
+        shared: the oversubscription. This is the total rate of the devices in a group of the level
+            below, divided by the total rate of the links by which messages leave that smaller
+            group.
     """
 
     devices: int
@@ -91,9 +94,10 @@ class Nested(NamedTuple):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each element of `sent` has the receiver of each device's message, [devices], and the bytes
-        of one message. A message uses the links of the smallest level whose group has both its
-        ends, and leaves the smaller groups by their shared links.
+        Each element of `sent` is a pair: an array [devices] with the receiver of each device's
+        message, and the bytes of one message. A message uses the links of the smallest level at
+        which its sender and its receiver are in one group. It also uses the links by which it
+        leaves each smaller group; `Level.shared` gives the rate of those links.
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -130,13 +134,13 @@ class Nested(NamedTuple):
 
 class Torus(NamedTuple):
     """A box of chips, one for each device. Each chip is linked to its two neighbours along every
-    dim, and along a dim that closes in a ring the last of a row to the first.
+    dim. Along a dim that closes in a ring, the last chip of a row is also linked to the first.
 
     Attributes:
         shape: chips along each dim; the last dim runs fastest.
         link: the link between neighbours, in one direction.
         rings: whether each dim closes in a ring; () if all do.
-        chips: the number of the chip of each device; () if device k is chip k.
+        chips: for each device, the index of its chip; () if device k is chip k.
     """
 
     shape: tuple[int, ...]
@@ -152,9 +156,9 @@ class Torus(NamedTuple):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each element of `sent` has the receiver of each device's message, [devices], and the bytes
-        of one message. A message goes along one dim after another, and in a ring it goes the
-        shorter way round.
+        Each element of `sent` is a pair: an array [devices] with the receiver of each device's
+        message, and the bytes of one message. A message goes along one dim after another, and in a
+        ring it goes the shorter way round.
         """
         chips = np.array(self.chips) if self.chips else np.arange(self.devices)
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
@@ -192,8 +196,8 @@ class Torus(NamedTuple):
 
 def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     """Returns the network of this number of devices. TPUs of one slice form a torus. All other
-    devices form domains with fast links inside, which a slower network without oversubscription
-    joins."""
+    devices form domains with fast links inside. A slower network without oversubscription joins the
+    domains."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
         # The torus of the hardware, if it has this number of chips; else one that is near to a
@@ -211,8 +215,8 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 
 @functools.lru_cache(maxsize=256)
 def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
-    """Returns the torus with the devices of a mesh whose axes have these `sizes`, each on the chip
-    where `mesh.make` lays it."""
+    """Returns the torus with its `chips` set: each device of a mesh whose axes have these `sizes`
+    is on the chip on which `mesh.make` puts it."""
     # Each chip is one device. The last coordinate is the core, which is dropped.
     places = torus.coordinates(network.shape, network.rings, 1, sizes)  # [*sizes, dims + core]
     of_devices = places[..., :-1].reshape(-1, len(network.shape))  # [devices, dims]
@@ -221,7 +225,8 @@ def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
 
 
 def _box(devices: int, dims: int) -> tuple[int, ...]:
-    """Returns a box of this number of chips whose sides are nearly equal, the shortest first."""
+    """Returns the sides of a box of `devices` chips in `dims` dims. The sides are nearly equal, and
+    the shortest comes first."""
     if dims == 1:
         return (devices,)
     # The divisor that is nearest, as a ratio, to the side of a cube or square: devices^(1/dims).
@@ -237,8 +242,8 @@ def seconds(
     Args:
         tables: the tables of messages for `group.size` devices, such as `ring.table(8)`.
         nbytes: bytes of the array that the collective takes on each device.
-        network: the network, which has size x stride devices or a multiple of that.
-        group: the number of devices in a group (size), and the distance of their numbers (stride).
+        network: the network. The number of its devices is a multiple of size x stride of the group.
+        group: how many devices a group has (size), and how far apart their numbers are (stride).
         kind: "all_reduce", "reduce_scatter" or "all_gather".
 
     Raises:
@@ -262,24 +267,26 @@ def seconds(
     # A reduce-scatter runs the table forward, an all-gather runs it back, an all-reduce does both.
     halves = {"all_reduce": (False, True), "reduce_scatter": (False,), "all_gather": (True,)}[kind]
     # `messages` gives rounds with the same messages as one entry: they run `times` times.
+    shape = routes[0].shape  # the box of devices, the same for all routes of an algorithm
     simulated, total = {}, 0.0  # equal rounds are simulated once
     for back in halves:
         for equal_rounds in messages(routes, [block] * len(routes), back=back):
             key = equal_rounds.messages
             if key not in simulated:
-                simulated[key] = _round(routes[0], equal_rounds, network, group)
+                simulated[key] = _round(shape, equal_rounds, network, group)
             total += equal_rounds.times * simulated[key]
     return total
 
 
-def _round(route: Route, one_round: Round, network: Network, group: Group) -> float:
+def _round(shape: Sequence[int], one_round: Round, network: Network, group: Group) -> float:
     """Returns the seconds of one round, in which every device sends each of the round's messages to
-    the device that is `message.step` further on in its own group."""
+    the device that is `message.step` further on in the same group. A group is a box of this
+    `shape`."""
     if not one_round.messages:
         return 0.0
     return network.round(
         [
-            (destinations(route.shape, message.step, network.devices, group), message.bytes)
+            (destinations(shape, message.step, network.devices, group), message.bytes)
             for message in one_round.messages
         ]
     )
@@ -288,9 +295,9 @@ def _round(route: Route, one_round: Round, network: Network, group: Group) -> fl
 def destinations(
     shape: Sequence[int], step: Sequence[int], devices: int, group: Group
 ) -> np.ndarray:
-    """Returns for each device, [devices], the number of the device that is `step` further on in its
-    own group. The group is a box of this `shape`, and `step` has a distance for each dim of the
-    box. A step beyond the end of a dim goes on at its start."""
+    """Returns an array [devices]: for each device, the number of the device that is `step` further
+    on in the same group. The group is a box of this `shape`, and `step` has a distance for each dim
+    of the box. A step beyond the end of a dim goes on at its start."""
     here = np.arange(devices)
     place = here // group.stride % group.size  # of each device in its group
     at = np.unravel_index(place, tuple(shape))  # its coordinates in the box
@@ -301,14 +308,14 @@ def destinations(
 @functools.lru_cache(maxsize=256)
 def _tables(name: str, size: int) -> Tables | None:
     """Returns the tables of the algorithm `name` of `makers` for this number of devices; None if
-    the algorithm does not fit it."""
+    the algorithm does not fit this number."""
     maker = dict(makers(size)).get(name)
     return maker() if maker else None
 
 
 def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
-    """Yields the name of each algorithm that `choose` tries along an axis of `size` devices, and a
-    function that makes its tables."""
+    """Yields a pair for each algorithm that `choose` tries along an axis of `size` devices: the
+    algorithm's name, and a function that makes its tables."""
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
     yield "halving", functools.partial(halving.table, size)
@@ -323,14 +330,15 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
 def choose(
     times: Sequence[tuple[str, int, int]], network: Network, group: Group
 ) -> dict[str, float]:
-    """Returns, for each algorithm that fits the axis, the seconds of some collectives along it, all
-    together. The keys are the names of the algorithms, the fastest first.
+    """Returns, for each algorithm that fits the axis, the total seconds of the collectives in
+    `times`, which run along the axis one after another. The keys are the names of the algorithms,
+    the fastest first.
 
     Args:
-        times: for each collective its kind, such as "all_reduce", the bytes of the array that it
-            takes, and the number of its calls.
+        times: for each collective a tuple of its kind (such as "all_reduce"), the bytes of the
+            array that it takes, and the number of its calls.
         network: the network of all devices.
-        group: the devices of the axis: their number, and the distance of their numbers.
+        group: how many devices the axis has, and how far apart their numbers are.
     """
     seconds_by_name = {}
     for name, _ in makers(group.size):
@@ -348,15 +356,16 @@ def along(
     hardware: Hardware,
     calls: Sequence[tuple[str, int, int]],
 ) -> dict[str, float]:
-    """Returns, for each algorithm that fits an axis of a mesh, the seconds of some collectives
-    along that axis, all together. The keys are the names of the algorithms, the fastest first.
+    """Returns, for each algorithm that fits an axis of a mesh, the total seconds of the
+    collectives `calls` along that axis. The keys are the names of the algorithms, the fastest
+    first.
 
     Args:
         axis: the name of the axis.
         sizes: the devices on each axis of the mesh; the last axis runs fastest.
-        hardware: one of the devices.
-        calls: for each collective its kind, such as "all_reduce", the bytes of the array that it
-            takes, and the number of its calls.
+        hardware: the description of one device, such as `hardware.TPU_V5E`.
+        calls: for each collective a tuple of its kind (such as "all_reduce"), the bytes of the
+            array that it takes, and the number of its calls.
     """
     names = list(sizes)
     stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
@@ -368,12 +377,12 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the cost of a collective by an algorithm of `makers`. The alpha of the cost is the
-    seconds for no bytes, and the beta the seconds for each byte of the array that the collective
-    takes.
+    """Returns the cost of the collective `kind` by the algorithm `name` of `makers`. The alpha of
+    the cost is the seconds for an array of no bytes, and the beta the seconds for each byte of the
+    array that the collective takes.
 
-    The time of a round is linear in the bytes, so two simulations give the time for all sizes. A
-    search asks for thousands of sizes.
+    The time of a round is linear in the bytes, so two simulations give the time for all sizes. This
+    matters because a search asks for thousands of sizes.
     """
     tables = _tables(name, group.size)
     assert tables is not None  # `choose` asks only for algorithms that fit

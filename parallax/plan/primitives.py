@@ -1,5 +1,5 @@
-"""Classifies an equation of a traced program by what it does on a device: arithmetic, messages, and
-whether its result needs memory of its own."""
+"""Classifies an equation of a traced program by what it does on a device: arithmetic or messages.
+Also tells whether the equation's result needs memory of its own."""
 
 import math
 from collections.abc import Mapping
@@ -52,15 +52,16 @@ COLLECTIVES = {  # with their names in compiled programs
 
 
 def nbytes(aval) -> int:
-    """Returns the bytes of an array of the abstract type `aval`; 0 for a type that is not that of
-    an array."""
+    """Returns the bytes of an array of the abstract type `aval`; 0 for a type that is no array
+    type."""
     itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return itemsize * math.prod(getattr(aval, "shape", ()))
 
 
 def operations(eqn: JaxprEqn) -> int:
     """Returns the floating-point operations of a matmul or a convolution: 2 for each pair of
-    numbers that it multiplies and adds. A Pallas kernel states its own number.
+    numbers that are multiplied and added to a sum. For a Pallas kernel, returns the number that the
+    kernel states.
     """
     if eqn.primitive.name == "pallas_call":
         return int(eqn.params["cost_estimate"].flops)
@@ -92,14 +93,14 @@ def is_product(eqn: JaxprEqn) -> bool:
 
 
 def only_multiplies(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a `dot_general` that sums over no dim. Compilers treat it as
-    an elementwise multiplication."""
+    """Returns whether an equation is a `dot_general` that sums over no dim. Compilers treat such an
+    equation as an elementwise multiplication."""
     return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
 
 
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes along which a collective moves data, without those of one device, in the
-    order of the mesh. `sizes` has the devices on each axis of the mesh."""
+    """Returns the axes along which a collective moves data, without axes of size 1, in the order of
+    the mesh. `sizes` has the number of devices on each axis of the mesh."""
     # Primitives call this parameter `axes` or `axis_name`.
     named = eqn.params.get("axes", eqn.params.get("axis_name"))
     named = named if isinstance(named, tuple) else (named,)

@@ -1,9 +1,10 @@
-"""The parts of a layer that are kept for its backward pass, and those that the backward pass
+"""Tells which arrays of a layer are kept for the backward pass, and which arrays the backward pass
 computes or gathers again, under a layout's `remat`.
 
 `remat` is "none", or it names the arrays that are computed again: "gathers" (gathered arrays),
-"attention", "products" (all arrays but the results of matmuls with weights), "block" (a whole
-layer) or "stage" (a whole stage of a pipeline).
+"attention", "block" (a whole layer) or "stage" (a whole stage of a pipeline). Only "products" names
+the arrays that are kept: the results of matmuls with weights. All other arrays are then computed
+again.
 """
 
 from typing import Literal, NamedTuple
@@ -15,15 +16,17 @@ class Recomputed(NamedTuple):
     """The arrays that a layer keeps, and the operations that its backward pass runs again.
 
     Attributes:
-        keeps: everything, only the results of matmuls with weights, or only the layer's input.
+        keeps: what a layer keeps. It is "everything", or only the results of the layer's matmuls
+            with weights ("products"), or only the layer's input ("inputs").
         keeps_gathered: whether arrays that were gathered over devices are kept whole.
-        keeps_scores: whether attention's weights (of queries and keys) are kept.
-        gathers: all-gathers over devices per layer that the backward pass runs again.
-        sums: sums over devices per layer that the backward pass runs again.
-        matmuls: whether it runs the matmuls with weights again.
-        scores: the share of attention's matmuls that it runs again: a half if attention's result is
-            kept and its scores are not.
-        passes: the share of the arrays between a layer's matmuls that it computes again.
+        keeps_scores: whether attention's scores (queries times keys, after the softmax) are kept.
+        gathers: how many all-gathers over devices the backward pass of a layer runs again.
+        sums: how many sums over devices the backward pass of a layer runs again.
+        matmuls: whether the backward pass runs the matmuls with weights again.
+        scores: the share of attention's matmuls that the backward pass runs again. It is a half if
+            attention's result is kept and the scores are not.
+        passes: of the arrays between a layer's matmuls, the share that the backward pass computes
+            again. To compute these arrays takes the time of passes over memory.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -41,9 +44,10 @@ class Recomputed(NamedTuple):
         """Returns the share of the matmuls with weights that the backward pass runs again, in a
         stage of `layers` layers; 0 if it runs none again.
 
-        The last matmul of each layer, or of the whole stage if that runs again, is left out: its
-        result is the input of the next layer or stage, which keeps it. `last` is the share of this
-        matmul among those of a layer.
+        The last matmul of each layer does not run again: its result is kept, as the input of the
+        next layer. If the whole stage runs again, this holds only for the last matmul of the stage,
+        whose result the next stage keeps. `last` is the share of a layer's weights that the last
+        matmul has.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 
@@ -61,8 +65,12 @@ def recomputed(layout: Layout) -> Recomputed:
     if whole_stage or keeps != "everything":
         scores, passes = 1.0, 1.0
     elif attention_again:
+        # Of attention's two matmuls the one for the scores runs again. Attention's arrays are taken
+        # as half of those between matmuls.
         scores, passes = 0.5, 0.5
-    else:  # with ZeRO-3 also for remat `attention`, which then keeps attention's arrays
+    # With ZeRO-3 also for remat `attention`: a layer is then wrapped in `remat.gathers`, which
+    # keeps all arrays but gathered ones, also those inside attention's own `jax.checkpoint`.
+    else:
         scores, passes = 0.0, 0.0
     # A layer gathers before attention and before the feed-forward, and sums after each of them. No
     # gradient needs the result of its second sum. `gathers` and `sums` do not count those of a
@@ -81,6 +89,6 @@ def recomputed(layout: Layout) -> Recomputed:
 
 
 def layers_in_body(layout: Layout) -> int:
-    """Returns the number of layers in the body of the loop over layers. ZeRO-3 has two, so that the
-    gathers of one layer overlap the computation of the other."""
+    """Returns the number of layers in the body of the loop over layers. With ZeRO-3 there are two,
+    so that the gathers of one layer overlap the computation of the other."""
     return 2 if layout.zero == 3 else 1

@@ -1,15 +1,16 @@
-"""Counts the bytes that a decoder's layer keeps for its backward pass, and those that the job of
-the input's gradient hands on to the job of the weights' gradients.
+"""Counts the bytes that a decoder's layer keeps for its backward pass. Also counts the bytes that a
+pipeline's job for the gradient of a layer's input hands on to the later job for the gradients of
+the layer's weights.
 
-The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these numbers,
-`search` drops layouts that cannot fit before it traces a step.
+The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these bytes,
+`search` drops layouts that cannot fit, before it traces any step.
 
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
 activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
 `layout.token_shards` the number of devices among which the residual stream is split by tokens.
 `short` is the bytes of a number in 16-bit precision, and `kernel` says whether attention runs in a
-kernel that keeps no scores. A `Layer` has the widths `queries`, `keys` and `hidden`, and in
-`column_parallel` the numbers for each token in the results of its column-parallel matmuls.
+kernel that keeps no scores. A `Layer` has the widths `queries`, `keys` and `hidden`, and
+`column_parallel` says how many numbers a token has in the results of its column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits.
@@ -37,13 +38,14 @@ class Sizes(NamedTuple):
     """The counts of numbers in a microbatch's arrays on a device, and the bytes of one number.
 
     Attributes:
-        whole: A.
-        split: A / t.
-        scores: S / t.
-        narrow: bytes of a number that the model computes.
-        stream: numbers of the residual stream: A, or A / t if it is split by tokens.
-        gathered: numbers that are kept of the input of a column-parallel layer: A, or those of the
-            stream if the backward pass gathers it again.
+        whole: A, the numbers of an activation.
+        split: A / t, the numbers of an activation that is split over the tensor devices.
+        scores: S / t, the numbers of attention's scores.
+        narrow: bytes of a number in the dtype in which the model computes.
+        stream: the numbers of the residual stream. There are A, or A / t if the stream is split by
+            tokens.
+        gathered: how many numbers are kept of a column-parallel layer's input. There are A numbers,
+            or `stream` numbers if the backward pass gathers the input again.
     """
 
     whole: int
@@ -56,8 +58,8 @@ class Sizes(NamedTuple):
 
 def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
     """Returns the sizes of the arrays of a microbatch on a device, and the bytes of one number. The
-    sizes are those of an activation, whole or split over the tensor devices, of attention's scores,
-    of the residual stream, and of the input of a column-parallel layer as it is kept."""
+    arrays are an activation (whole, and split over the tensor devices), attention's scores, the
+    residual stream, and what is kept of the input of a column-parallel layer."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     tile = min(TILE, T) ** 2  # ring attention makes the scores of one tile at a time
     scores = tile if layout.context > 1 else T * T
@@ -72,8 +74,8 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
 def everything(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps if the backward pass recomputes nothing, or only the
-    scores with remat `attention`.
+    """Returns the bytes that a layer keeps if the backward pass recomputes nothing or, with
+    remat `attention`, only the scores.
 
     The two norms and the column-parallel layers keep their inputs. Attention keeps q, k, v and its
     result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps its result in
@@ -101,10 +103,11 @@ def everything(
 def between_products(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes of the arrays that a layer computes between its matmuls: those that it
-    keeps, a float32 array in each norm, and those inside the activation.
+    """Returns the bytes of the arrays that a layer computes between its matmuls: the arrays that
+    the layer keeps, a float32 array in each norm, and the arrays inside GELU or SwiGLU.
 
-    Forward and backward pass go over these arrays, whether they are kept or computed again.
+    The forward and the backward pass read and write these arrays in memory, whether they are kept
+    or computed again.
     """
     size, layer = sizes(config, layout, batch, short), layer_of(config)
     inside = INSIDE_ACTIVATION[layer.inputs] * layer.hidden / config.width * size.split
@@ -115,8 +118,8 @@ def between_products(
 def layer(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps for its backward pass. With remat `stage` these are the
-    bytes that it keeps while the stage runs backward."""
+    """Returns the bytes that a layer keeps for its backward pass. With remat `stage`, the layer
+    keeps these bytes only while its stage runs backward."""
     size = sizes(config, layout, batch, short)
     keeps = recomputed(layout).keeps
     if keeps == "products":
@@ -133,9 +136,12 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
     """Returns the bytes that the job for a layer's input gradient hands on to the job for the
     gradients of its weights, if nothing is computed again.
 
-    These are the cotangents of the results of the layer's matmuls, and the gradients of its norms
-    and biases. In a GPT-2 the cotangents are 3 + 4 arrays of width D, split over the tensor
-    devices, and two whole arrays, those of the row-parallel matmuls.
+    The job hands on the cotangents of the results of the layer's matmuls, and the gradients of the
+    layer's norms and biases. In a GPT-2 the cotangents for q, k and v have 3 D numbers per token,
+    and the cotangent for the feed-forward has 4 D; these are split over the tensor devices. The
+    cotangents for the two row-parallel matmuls have D numbers per token each, and are not split. A
+    Llama has fewer norm weights and biases, so for a Llama the returned bytes are slightly too
+    many.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel
@@ -147,8 +153,8 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
 def at_least(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns a lower bound of the bytes that a step needs besides its arguments: those that the
-    layers keep for all microbatches in flight."""
+    """Returns a lower bound of the bytes that a step needs besides its arguments: the bytes that
+    the layers keep for all microbatches that wait for their backward pass."""
     # Each slot has the arrays that one chunk keeps for one microbatch.
     slots = jobs(layout).slots if layout.pipelined else 1
     if recomputed(layout).whole_stage:  # a slot has only the stage's input

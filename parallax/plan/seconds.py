@@ -1,8 +1,9 @@
-"""The time of a traced step: the seconds of its products (matmuls), its memory and its messages,
-and the slowest of the three.
+"""Computes the time of a traced step: the seconds of its matmuls (products), of its reads and
+writes of memory, and of its messages. Also tells which of the three takes longest.
 
 The `kind` of a message is its name in compiled programs, such as "all-reduce". Its `bytes` are the
-bytes of its result on a device. `n` is the number of devices along its axes together.
+bytes of its result on a device. `n` is the number of devices along all axes of the message
+together.
 """
 
 import math
@@ -21,11 +22,11 @@ class Seconds(NamedTuple):
     """Seconds of a step.
 
     Attributes:
-        products: of matrix products, at the share of the peak rate that large ones reach.
-        passes: of memory that is read and written.
-        messages: of messages between devices, one after another, by axes.
-        share: the share of the devices' peak rate: the seconds of products at that rate, over
-            `total`.
+        products: seconds of the matmuls, at the share of the peak rate that large matmuls reach.
+        passes: seconds in which memory is read and written.
+        messages: for each set of axes, seconds of the messages along these axes, one after another.
+        share: the share of the peak rate that the step reaches. It is the seconds that the matmuls
+            would take at the peak rate, divided by `total`.
     """
 
     products: float
@@ -40,12 +41,13 @@ class Seconds(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Seconds of the slowest kind: the time of the step if all else overlaps it."""
+        """Seconds of the slowest kind of work. This is the time of the step if all other work
+        overlaps with this kind."""
         return max(self.bounds.values())
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Seconds of each kind: products, memory and messages."""
+        """Seconds of each kind of work: products, memory and messages."""
         return {
             "products": self.products,
             "memory": self.passes,
@@ -57,7 +59,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     """Returns the time of a `Trace` on devices of `hardware`.
 
     Collectives of `jax.lax` along one axis take the time of the fastest algorithm on the simulated
-    network. The other collectives take the time of a formula.
+    network. The time of the other collectives comes from an alpha-beta formula (`_cost`).
     """
     # The seconds of products at the peak rate; large products reach `efficiency` of that rate.
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
@@ -86,8 +88,8 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """Returns the range of device numbers in a group along `axes`: the last minus the first, plus
-    1. The last axis of the mesh runs fastest. A fast domain must have at least this number of
+    """Returns the range of device numbers in a group along `axes`: the last number minus the first,
+    plus 1. The last axis of the mesh runs fastest. A fast domain must have at least this number of
     devices for the group to fit into it."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
@@ -95,8 +97,8 @@ def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
 
 
 # The collectives of `jax.lax` that reduce or gather. The program does not say which messages
-# they send. Along several axes at once they take the time of halving: of the algorithms that send
-# equally many bytes, it has the fewest rounds.
+# they send. Along several axes at once they take the time of `collectives.halving`, recursive
+# halving: of the algorithms that send equally many bytes, it has the fewest rounds.
 _LIKE: dict[str, Callable[..., Any]] = {
     "all-reduce": halving.all_reduce,
     "all-gather": halving.all_gather,
@@ -105,18 +107,20 @@ _LIKE: dict[str, Callable[..., Any]] = {
 
 
 def _taken(message: Any, mesh: Mapping[str, int]) -> int:
-    """Returns the bytes of the array that a collective takes, from those of its result."""
+    """Returns the bytes of the array that a collective takes. They follow from the bytes of its
+    result, in `message`."""
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     return {"all-gather": -(-size // n), "reduce-scatter": size * n}.get(message.kind, size)
 
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
-    n - 1 blocks of size / n bytes; the other collectives of `jax.lax` cost as much as halving.
+    n - 1 blocks of size / n bytes; each other collective of `jax.lax` costs as much as the same
+    collective of `collectives.halving`.
 
-    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, and received
-    bytes that are added to others. The messages of an all-to-all do not wait for each other, so the
-    longest chain of messages that wait, `chain`, is 1.
+    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, bytes
+    received and added to the device's own array, and `chain`, the longest chain of messages that
+    wait for each other. The messages of an all-to-all do not wait, so its `chain` is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":
@@ -128,6 +132,6 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
 
 
 def _rate(dtype: str, hardware: Hardware) -> float:
-    """Returns a device's peak operations per second in a type: its rate in 16 bits if the type has
-    at most 16 bits, else its rate in full precision."""
+    """Returns a device's peak operations per second in a type: `rate` if the type has at most 16
+    bits, and `full_rate` if it has more."""
     return hardware.rate if jnp.dtype(dtype).itemsize <= 2 else hardware.full_rate

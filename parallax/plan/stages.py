@@ -1,8 +1,8 @@
 """Counts the work of a pipeline's jobs F, I, W and of its head: the floating-point operations of
-the matmuls in their traces.
+the matmuls in the traces of these jobs.
 
 Legend: F a chunk's forward pass, I the cotangent of its input, W the gradients of its weights. A
-chunk is one of the parts of the model's layers that a stage has.
+stage has one or more chunks; each chunk is a group of the model's layers.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,13 @@ from parallax.schedule import Schedule
 
 
 class StageWork(NamedTuple):
-    """Operations in matmuls, for one microbatch on one device: 2 for each term of each sum.
+    """Operations in matmuls, for one microbatch on one device. Each term of each sum counts as 2
+    operations.
 
     Attributes:
         forward: operations of F for one chunk.
-        backward: operations of I for one chunk; with `save=inputs` they include those of the
-            forward pass that runs again.
+        backward: operations of I for one chunk; with `save=inputs` they include the operations of
+            the forward pass, which then runs again.
         weight: operations of W for one chunk.
         head: operations of the head and its gradient.
     """
@@ -43,8 +44,8 @@ class StageWork(NamedTuple):
     head: int
 
     def costs(self, chunks: int = 1) -> tuple[int, int, int]:
-        """Returns the operations of F, I and W in a stage of `chunks` chunks, which
-        `Schedule.makespan` takes as their times."""
+        """Returns the number of operations of F, of I and of W in a stage of `chunks` chunks.
+        `Schedule.makespan` takes these numbers as the times of the jobs."""
         return self.forward * chunks, self.backward * chunks, self.weight * chunks
 
 
@@ -61,15 +62,16 @@ def stage_work(
 ) -> Callable[..., StageWork]:
     """Returns a function `(params, batch, *, mesh, in_specs) -> StageWork` for a pipeline.
 
-    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. Its
-    `in_specs` is that of the `mesh.spmd` around the pipeline. I and W together have the operations
-    of the whole backward pass: no matmul is counted twice.
+    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. The
+    argument `in_specs` is that of the `mesh.spmd` around the pipeline. I and W together have the
+    operations of the whole backward pass: no matmul is counted twice.
 
     `pipeline.value_and_grad` takes the same arguments.
 
     Args:
         embed: `(params, microbatch) -> x`, the input of the first stage.
-        stage: `(params, x, microbatch, position) -> x`, one chunk of layers.
+        stage: `(params, x, microbatch, position) -> x`, one chunk of layers; `position` is the
+            index of the chunk among all chunks of the model.
         head: `(params, x, microbatch) -> loss`.
         schedule: the table of the pipeline's jobs.
         axis: the axis of the stages.
@@ -88,8 +90,8 @@ def stage_work(
         def traced(arrays, batch):
             """Adds the operations of F, I, W and the head to `counts`, and returns no array.
 
-            `in_halves` splits the backward pass into I and W, also if the schedule does not. `send`
-            says how stages send activations. It does not change the matmuls.
+            `in_halves` splits the backward pass into I and W, even if the schedule does not. `send`
+            says how stages send activations, which does not change the matmuls.
             """
             params = eqx.combine(arrays, static)
             jobs = Jobs(
@@ -111,8 +113,8 @@ def stage_work(
 
 
 def _products(jaxpr: Jaxpr) -> int:
-    """Returns the operations of a program's matmuls, in all trips of its loops. A loop of unknown
-    length counts as one trip. A conditional counts all its branches."""
+    """Returns the number of floating-point operations of a program's matmuls, in all trips of its
+    loops. A loop of unknown length counts as one trip. A conditional counts all its branches."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in primitives.PRODUCTS:

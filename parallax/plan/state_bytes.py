@@ -24,11 +24,11 @@ class Leaf(NamedTuple):
     """One array of the model, as a device has it.
 
     Attributes:
-        path: its path in the model, such as "blocks.mlp.up.weight".
+        path: the array's path in the model, such as "blocks.mlp.up.weight".
         elements: numbers on a device, before ZeRO splits them over replicas.
-        share: numbers on a device after that: 1/n of `elements`, or all of them if no dim divides
-            by n.
-        axes: the axes that split the array, without those over which ZeRO splits it.
+        share: numbers on a device after ZeRO has split the array. This is 1/n of `elements`, or all
+            of `elements` if no dim is a multiple of n.
+        axes: the mesh axes that split the array, without the axes over which ZeRO splits it.
     """
 
     path: str
@@ -49,8 +49,9 @@ class Leaf(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns the path and shape of each array of the whole model. Its layers are stacked: [L, ...]
-    or, if `chunks` is given as in a pipeline, [v, L / v, ...]."""
+    """Returns the path and shape of each array of the whole model. The arrays of the layers are
+    stacked. Their shapes are [L, ...] or, if `chunks` is given as in a pipeline, [v, L / v,
+    ...]."""
     model_class = family_of(config).model
     model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
@@ -62,15 +63,15 @@ def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ..
 
 
 def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
-    """Returns the model's arrays as a device of `layout` has them. The result is cached by the
-    sizes on which it depends."""
+    """Returns the model's arrays as a device of `layout` has them. Layouts with the same sizes get
+    the same cached result."""
     return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 
 @functools.lru_cache(maxsize=4096)
 def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> tuple[Leaf, ...]:
     """Returns the model's arrays on a device. `data` is the number of devices over which ZeRO
-    splits them, 1 without ZeRO."""
+    splits the arrays; it is 1 without ZeRO."""
     # Only the rules of this layout matter. ZeRO-1, 2 and 3 split a leaf in the same dim, so ZeRO-1
     # stands for all three. The number of microbatches must be a multiple of the stages.
     layout = Layout(
@@ -97,7 +98,7 @@ def _leaves(config: Config, data: int, stage: int, tensor: int, chunks: int) -> 
 
 def parameter_bytes(config: Config, layout: Layout, *, itemsize: int = 4) -> int:
     """Returns the bytes of the parameters on a device, `itemsize` bytes for each number. With
-    ZeRO-3 a device has only its shares of them."""
+    ZeRO-3 a device has only its shares of the parameters."""
     return itemsize * sum(
         leaf.share if layout.zero == 3 else leaf.elements for leaf in leaves(config, layout)
     )
@@ -110,8 +111,9 @@ def optimizer_bytes(
     *,
     itemsize: int = 4,
 ) -> int:
-    """Returns the bytes of the optimizer's state on a device, for parameters of `itemsize` bytes
-    each. The optimizer acts element by element. With ZeRO a device has the state of its shares."""
+    """Returns the bytes of the optimizer's state on a device, if a number of the parameters has
+    `itemsize` bytes. The optimizer must act element by element. With ZeRO a device has only the
+    state of its shares of the parameters."""
     bytes_per_parameter, rest = _state(optimizer, itemsize)
     return (
         bytes_per_parameter
@@ -123,8 +125,8 @@ def optimizer_bytes(
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
     """Returns the bytes of the optimizer's state for each parameter, and the bytes of its other
-    numbers, such as a step count. Both are read from the state for one array of 64 parameters, in
-    which arrays of 64 numbers have one number for each parameter."""
+    numbers, such as a step count. To tell the two apart, the function makes the state for one array
+    of 64 parameters. The arrays of 64 numbers in this state have one number for each parameter."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]

@@ -1,15 +1,17 @@
-"""Reads memory, messages, arithmetic and time of any step from its traced program. Nothing is
-compiled, and the devices need not exist.
+"""Reads the memory, messages, arithmetic and time of any step from the traced program of the step.
+Nothing is compiled, and the devices need not exist.
 
     mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Auto,))
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
 
 The program is walked once. The operations of products and the bytes of messages equal those of the
-compiled program. The memory is that of a compiler which fuses elementwise operations, and writes a
-result over an operand that is read for the last time (`liveness`). A `Value` is an array of the
-program, and a `Buffer` its memory; its `root` is the value before reshapes. A `Message` is one kind
-of collective: its kind, axes, bytes of its result, and source line. A `Reading` walks the program:
-`emit` adds an operation, `hold` gives a value its buffer, and its fields sum up what it has read.
+compiled program. The memory (`liveness`) is that of a compiler which fuses elementwise operations.
+Such a compiler writes a result over an operand that is read for the last time. A `Value` is an
+array of the program. The `root` of a value is the value before reshapes, and `root.reads` has the
+buffers from which the root is computed. A `Buffer` is the memory of a `Value`. A `Message` stands
+for all calls of one kind of collective with the same axes, result bytes and source line. A
+`Reading` walks the program: `emit` adds an operation, `hold` gives a value its buffer, and the
+fields sum up the operations and messages so far.
 """
 
 from collections import Counter
@@ -32,21 +34,22 @@ from parallax.plan.units import quantity
 
 
 class Trace(NamedTuple):
-    """The memory, messages and work of one device in one step. `str` of it is a report.
+    """The memory, messages and work of one device in one step. `str(trace)` is a report.
 
     Attributes:
         mesh: the size of each axis.
         operations: floating-point operations of products, by the type of their operands.
         lines: the same operations, by the line of the caller's source.
         read: bytes that operations read from memory, after fusion.
-        written: bytes that they write to it.
-        messages: the number of calls of each collective.
+        written: bytes that operations write to memory.
+        messages: the number of calls of each kind of collective.
         arguments: bytes of the step's arguments.
         donated: bytes of those arguments that the step may write over.
         results: bytes of the results that are not written over a donated argument.
-        temporaries: bytes of all other arrays at the fullest moment.
+        temporaries: bytes of all other arrays at the moment when they have the most bytes.
         at_peak: the temporaries at that moment, the largest first.
-        unbounded: the lines of loops whose number of trips is not known; one trip is counted.
+        unbounded: the lines of loops whose number of trips is not known; one trip of each is
+            counted.
         seconds: the time of a step; None without hardware.
     """
 
@@ -66,12 +69,13 @@ class Trace(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes on a device at the fullest moment."""
+        """Bytes on a device at the moment when it needs the most."""
         return self.arguments + self.results + self.temporaries
 
     @property
     def sent(self) -> dict[tuple[str, ...], int]:
-        """Bytes of the collectives' results, by axes."""
+        """Bytes of the collectives' results, by axes, counted as in `compiled.certificate`. The
+        bytes that really leave a device depend on the algorithm."""
         found: Counter[tuple[str, ...]] = Counter()
         for message, times in self.messages.items():
             found[message.axes] += times * message.bytes
@@ -96,16 +100,18 @@ def trace(
         step: any function under `mesh.spmd`, jitted or not. Arguments that `jax.jit` donates count
             as donated.
         shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. For an argument
-            that `mesh.spmd` splits, the bytes of a device's block count.
+            that `mesh.spmd` splits, only the bytes of one device's block are counted.
         mesh: the mesh of the step. Its devices need not exist.
-        hardware: one of the devices, such as `hardware.TPU_V5E`, for the time.
-        platform: the platform whose branch of `lax.platform_dependent` counts: "cpu", "tpu" or
-            "cuda". By default it is that of the hardware, or without hardware the default branch.
+        hardware: the kind of device, such as `hardware.TPU_V5E`. From it come the time of the step,
+            and the copies that the compiler makes.
+        platform: the platform ("cpu", "tpu" or "cuda") whose branch of `lax.platform_dependent`
+            counts. By default this is the platform of `hardware`. Without hardware, the default
+            branch counts.
 
     Raises:
         ValueError: the step is not mapped over `mesh`.
     """
-    plain = jax.tree.map(  # without shardings
+    plain = jax.tree.map(  # without shardings, which may have devices of another mesh
         _unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     )
     closed = eqx.filter_make_jaxpr(step)(*plain)[0]
@@ -129,9 +135,9 @@ def trace(
     buffer_of = {var: buffer for var, buffer in kept if buffer is not None}
     # Results with the donated buffers that they are written over, and the other results.
     pairs, left = _placed(results, [buffer for var, buffer in buffer_of.items() if var in donated])
-    # Some backends copy donated arguments before results overwrite them (`habits`). The copies live
-    # from here until all results are written: the first `emit` makes them, and the second, after
-    # the results, reads them.
+    # Some backends copy a donated argument before a result overwrites it, if another result reads
+    # it (`root.reads`). The copies live from here until all results are written: the first `emit`
+    # makes them, and the second, after the results, reads them.
     copied = compiler_copies.of_arguments(
         [(under, set(value.root.reads)) for value, under in pairs], habits
     )
@@ -144,6 +150,7 @@ def trace(
     outputs = [buffer for buffer in buffers if buffer is not None and buffer not in given]
     for buffer in outputs:
         buffer.fixed = True
+    # `early`: on some backends a loop's results have memory from the start of the program on.
     peak = liveness.peak(reading.frames[0].operations, outputs, early=habits.early)
     found = Trace(
         mesh=dict(mesh.shape),
@@ -163,7 +170,8 @@ def trace(
 
 
 def _unplaced(leaf: Any) -> Any:
-    """Returns an argument without its sharding, which may have devices of another mesh."""
+    """Returns an argument without its sharding, since the sharding may have devices of another
+    mesh."""
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -172,14 +180,15 @@ def _unplaced(leaf: Any) -> Any:
 
 
 def _argument(var: Any) -> Value:
-    """Returns the value of an argument, in a buffer that is no temporary."""
+    """Returns the value of an argument of the step. The value's buffer does not count as a
+    temporary."""
     buffer = Buffer(nbytes(var.aval), what=f"argument {var.aval.str_short()}", fixed=True)
     return Value(var.aval, {buffer: buffer.bytes}, buffer=buffer)
 
 
 def _donated(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the variables of the arrays that are donated to a jitted function of the program,
-    which may write over them."""
+    """Returns the variables of the arrays that are donated to a jitted function of the program.
+    Such a function may write over the arrays."""
     marked = [
         (eqn.invars, eqn.params["donated_invars"])
         for eqn in jaxpr.eqns
@@ -196,11 +205,11 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
 def _placed(
     results: Sequence[Value], free: Sequence[Buffer]
 ) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
-    """Returns the results that are written over a donated argument of their size, each with the
-    argument's buffer, and the results that are not.
+    """Returns two lists: pairs of a result that is written over a donated argument of the same size
+    and the argument's buffer; and the results that are written over no argument.
 
-    `free` has the donated buffers. Each result takes the first of them that has its size and is not
-    taken yet, as XLA does.
+    `free` has the donated buffers. As in XLA, each result takes the first donated buffer of the
+    result's size that is not taken yet.
     """
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
@@ -236,7 +245,7 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
 
 def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
     """Returns the buffers at the peak, the largest first. Buffers of the same operation on the same
-    line are added into one."""
+    line are added up into one `Held`."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn
@@ -249,7 +258,7 @@ def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
 
 
 def report(trace: Trace, *, rows: int = 8) -> str:
-    """Returns the trace as text, a line for each number, and at most `rows` for each list."""
+    """Returns the trace as text: a line for each number, and at most `rows` lines for each list."""
     devices = " x ".join(f"{name}={size}" for name, size in trace.mesh.items())
     of_memory = {
         "arguments": trace.arguments,
@@ -294,8 +303,9 @@ def report(trace: Trace, *, rows: int = 8) -> str:
 
 
 def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
-    """Returns the lines of the `rows` collectives that move most bytes. Collectives of the same
-    axes, kind and source line are one row: total bytes, calls, and bytes of the largest result."""
+    """Returns lines for the collectives that move the most bytes, at most `rows` lines. Collectives
+    with the same axes, kind and source line share a line, which has their total bytes, their calls,
+    and the bytes of the largest result."""
     kinds: dict[tuple[tuple[str, ...], str, str], list[int]] = {}
     for message, times in messages.items():
         total = kinds.setdefault((message.axes, message.kind, message.line), [0, 0, 0])
@@ -313,9 +323,9 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 
 def _of_time(found: Seconds) -> list[str]:
-    """Returns two lines on the time of a step: without overlap, and with full overlap, in which the
-    slowest of products, memory and messages decides. The second line also has the seconds of
-    messages by axes, in brackets."""
+    """Returns two lines on the time of a step. The first has the time without overlap. The second
+    has the time with full overlap, which is that of the slowest of products, memory and messages.
+    The second line also has the seconds of messages by axes, in brackets."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())

@@ -7,15 +7,17 @@ A *term* is one kind of collective, with its bytes and its calls in a step. A *l
 the model, and its *share* is the part of it that ZeRO leaves on a device. A *lane* is one kind of a
 pipeline's jobs: forward, backward or weights.
 
-In `_Step`, `size` has the calls of each part in a step (`Sizes`; `size.leaves` counts transposes of
-the embedding, `self.leaves` are arrays), and `again` the operations that the backward pass runs
-again (`Recomputed`). `stream` is the bytes of the residual stream on a device, and `parts` the
-number of devices among which its tokens are split. `compute` is the bytes of a number that the
-model computes, and `wide` the bytes of a number in a sum. `shards` are the axes over which ZeRO
-splits. `shares_sums(leaf)` says whether each microbatch scatters the leaf's gradients.
+In `_Step`, `size` says how often a step calls each part of the model (`Sizes`), and `again` has the
+operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
+but `size.leaves` counts calls of the embedding's backward pass. `stream` is the bytes of the
+residual stream on a device, and `parts` the number of devices among which its tokens are split.
+`compute` is the bytes of a number in the dtype in which the model computes, and `wide` the bytes of
+a number in the wider dtype of sums. `shards` are the axes over which ZeRO splits.
+`shares_sums(leaf)` says whether each microbatch scatters the leaf's gradients. `halving` is the
+recursive-halving algorithm.
 
 A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter from S bytes
-sends half of that, and so does an all-gather whose result has S bytes.
+sends half as many bytes, and so does an all-gather whose result has S bytes.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
 section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
@@ -39,7 +41,7 @@ from parallax.plan.families import Config, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
 
-BLOCK_TOKENS = 512  # tokens whose logits `cross_entropy.mean` computes at once
+BLOCK_TOKENS = 512  # of a block of `cross_entropy.mean`, for each device that splits the logits
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
 # For each collective of `jax.lax`: the function whose time it takes, and a function that returns
 # the bytes of its result, from the bytes that it takes and the number of devices.
@@ -58,13 +60,13 @@ class Term(NamedTuple):
     """One kind of collective in a step.
 
     Attributes:
-        what: a name for the data that it moves.
-        axes: the mesh axes along which it moves the data, without those of one device.
+        what: a name for the data that the collective moves.
+        axes: the mesh axes along which the collective moves the data, without axes of size 1.
         collective: the function that moves the data.
         nbytes: bytes of the array that the function takes on each device.
         times: calls per step.
         n: devices on all of these axes together.
-        itemsize: bytes of a number, since algorithms cut arrays at whole numbers.
+        itemsize: bytes of a number. Algorithms cut an array between numbers, never inside one.
     """
 
     what: str
@@ -78,9 +80,11 @@ class Term(NamedTuple):
     @property
     def cost(self) -> Cost:
         """The cost of one call. A collective of `jax.lax` counts as one message of the bytes of its
-        result, and takes the time of halving; `lax.pmax` takes the time of one hop."""
+        result. XLA's algorithm is not known, so the collective takes the time of
+        `collectives.halving` here. A `lax.pmax`, which is small, takes the time of one hop."""
         if self.collective is lax.pmax:
-            # hops, bytes over the busiest link, bytes sent, messages, bytes reduced
+            # hops, bytes over the busiest link, bytes sent, messages, bytes reduced, and the
+            # longest chain of messages that wait for each other
             return Cost(1, self.nbytes, self.nbytes, 1, self.nbytes, chain=1)
         if self.collective not in LAX:
             return cost.of(self.collective, self.nbytes, self.n, itemsize=self.itemsize)
@@ -98,21 +102,22 @@ class Term(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of one microbatch on a device, and the calls of each part on it in a step.
+    """The sizes of one microbatch on a device, and how often a step calls each part of the model.
 
     Attributes:
         sequences: sequences of the microbatch.
-        tokens: tokens of these sequences that a device of the context axis has.
+        tokens: how many tokens of these sequences one device has; the context axis splits them.
         layers: layers that one call of a stage runs.
         forward: calls of a stage forward.
         backward: calls of a stage backward.
         heads: calls of the head.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's transpose.
-        hops: activations that are sent to the next stage, and cotangents to the stage before.
-        last: the number of ticks at the step's end that have the same lanes.
-        weights: calls of a stage for the gradients of its weights: `backward`, or fewer if the
-            schedule has a lane for them.
+        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
+        hops: messages between stages (activations to the next stage, cotangents to the stage
+            before).
+        last: how many ticks at the step's end run the same lanes as the very last tick.
+        weights: calls of a stage for the gradients of its weights. There are as many as `backward`,
+            or fewer if the schedule has a lane of its own for these gradients.
     """
 
     sequences: int
@@ -132,10 +137,8 @@ def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
     `batch` sequences.
 
-    `jobs` counts the calls. Its `hops` are messages to other stages, and its `last` is the number
-    of ticks at the step's end that have the same lanes. If all stages run the same lanes in a tick,
-    idle stages run them too, on garbage. A lane then counts in each tick in which at least one
-    stage has a job for it.
+    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run these lanes
+    too, on garbage. A lane then counts in each tick in which at least one stage has a job for it.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -167,12 +170,12 @@ def terms(
 
     Args:
         config: the model's sizes.
-        layout: the devices on each axis, and what they split.
+        layout: the number of devices on each axis, and what each axis splits.
         batch: sequences in the global batch.
         axes: the collective algorithm of each axis, as in `Compute`.
-        short: bytes of a number that the model computes in `bfloat16` or `float16` (XLA's CPU
-            backend sends 4).
-        itemsize: bytes of a parameter, and of a number that is computed in full precision.
+        short: bytes of a number if the model computes in `bfloat16` or `float16` (XLA's CPU backend
+            sends 4).
+        itemsize: bytes of a parameter, and of a number if the model computes in full precision.
         size: the calls to count; by default those of the step, from `sizes`.
     """
     step = _Step(config, layout, size or sizes(config, layout, batch), axes, short, itemsize)
@@ -201,8 +204,9 @@ class _Step:
     """The terms of one step. Each method yields the terms of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Computes from the arguments of `terms` the axes with their algorithms, and the bytes that
-        the module's docstring defines. Sums have float32 numbers (4 bytes) or wider ones."""
+        """Takes the arguments of `terms`. Computes the axes with their algorithms, and the sizes
+        that the module's docstring defines, such as `stream` and `wide`. Sums have float32 numbers
+        (4 bytes) or wider ones."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -214,11 +218,11 @@ class _Step:
         self.stream = self.size.tokens * config.width // self.parts * self.compute
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
-        """Returns a `Term` along `axes`, in the mesh's order and without those of one device.
+        """Returns a `Term` along `axes`, in the mesh's order, without axes of size 1.
 
         `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
         each device, and `times` the calls in a step. `itemsize` is the bytes of a number, by
-        default of one that the model computes.
+        default that of the dtype in which the model computes.
         """
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
@@ -233,8 +237,8 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """Returns the axes in groups, one group for each call that moves an array. A call takes all
-        neighbouring axes with the same algorithm. Axes of one device are left out."""
+        """Returns the axes in groups. One call of a collective moves an array along all axes of a
+        group: neighbouring axes with the same algorithm. Axes of one device are left out."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
@@ -242,8 +246,8 @@ class _Step:
         ]
 
     def algorithm(self, group):
-        """Returns the collective algorithm of a group of axes; a ring, which sends nothing, for an
-        empty group."""
+        """Returns the collective algorithm of a group of axes. For an empty group this is a ring,
+        which then sends nothing."""
         return self.axes[group[0]].algorithm if group else ring
 
     def size_of(self, group) -> int:
@@ -252,7 +256,8 @@ class _Step:
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the terms of an all-reduce of `nbytes` on each device, `times` times in a step:
-        one for each group of axes with the same algorithm. `what` is a name for the data."""
+        one term for each group of axes with the same algorithm. `what` and `itemsize` are those of
+        `term`."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
@@ -260,8 +265,8 @@ class _Step:
         """Yields the terms of a reduce-scatter of `nbytes` on each device, `times` times in a step:
         one term for each group of the axes `over`, the first axis first.
 
-        A group of n devices leaves 1/n of the bytes for the next group. `what` is a name for the
-        data.
+        A group of n devices leaves 1/n of the bytes for the next group. `what` and `itemsize` are
+        those of `term`.
         """
         for group in self.groups(over):
             yield self.term(
@@ -270,11 +275,11 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of an all-gather of parts of `nbytes`, one on each device, `times` times
+        """Yields the terms of an all-gather that takes `nbytes` bytes on each device, `times` times
         in a step: one term for each group of the axes `over`, the last axis first.
 
-        A group of n devices hands n times its bytes to the next group. `what` is a name for the
-        data.
+        After a group of n devices, each device has n times as many bytes for the next group. `what`
+        and `itemsize` are those of `term`.
         """
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
@@ -301,24 +306,25 @@ class _Step:
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis: the
-        two halves of its all-reduces. `gathered` and `scattered` are names for the data, `gathers`
-        and `scatters` the numbers of calls in a step."""
+        two halves of its all-reduces. `gathered` and `scattered` are names for the data. `gathers`
+        and `scatters` are how often a step calls each half."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
 
     def around_context(self) -> Iterator[Term]:
-        """Yields the messages of ring attention. Keys and values go round the ring in each pass,
-        and in the backward pass their gradients follow them, in float32 or wider."""
+        """Yields the messages of ring attention. Keys and values go round the ring in each pass. In
+        the backward pass the gradients of keys and values go round too, in float32 or wider."""
         size, n = self.size, self.layout.context
         # The numbers of the keys on a device. The values have as many, and go in messages of their
         # own, so each hop counts as two messages.
         keys = size.tokens * layer_of(self.config).keys // self.layout.tensor
         passes_again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
-        # Attention's forward pass runs again if a sum of the layer or the whole stage does. It then
-        # shares its first message with the backward pass, so n - 2 are added. For n <= 3 there is
-        # no loop between the messages, and XLA shares them all.
+        # `again.sums` counts the sum of attention's result, so attention's forward pass runs again
+        # if it is above 0, or if the whole stage runs again. Of the n - 1 messages of this pass,
+        # the first equals the first of the backward pass, and XLA sends it once. The others are in
+        # a loop. For n = 3 the loop has one trip: XLA unrolls it, and sends that message once too.
         hops = (n - 1) * passes + passes_again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         gradients = 2 * (n - 1) * size.layers * size.backward
@@ -328,22 +334,22 @@ class _Step:
 
     def at_the_ends(self) -> Iterator[Term]:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
-        axes stage and tensor."""
+        axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums its rows over both axes, and the head the cotangent of its input. With
+        # The embedding sums its rows over tensor, and the head the cotangent of its input. With
         # `sequence` the head gathers its input, and the embedding's transpose its cotangent.
         ends = size.embeds + size.heads
         if self.layout.sequence:
             yield from self.halves(
                 "tokens at the ends", size.leaves + size.heads, "sums at the ends", ends
             )
-            yield from self.all_reduce("vocabulary over stages", ("stage",), self.stream, ends)
         else:
-            yield from self.all_reduce("vocabulary", both, self.stream, ends)
+            yield from self.all_reduce("vocabulary", ("tensor",), self.stream, ends)
         # The loss is computed for blocks of tokens. For each token it needs the largest logit and
         # two sums (hence `2 * maxima`): the sum of exponentials, and the target's logit, which only
         # one device has.
-        blocks = -(-size.tokens // BLOCK_TOKENS)  # rounded up
+        most = BLOCK_TOKENS * self.layout.stage * self.layout.tensor
+        blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks
         maxima = block_tokens * self.wide
@@ -352,12 +358,16 @@ class _Step:
 
     def between_stages(self) -> Iterator[Term]:
         """Yields the messages between stages: the pipeline's hops, the arrays at its two ends, and
-        the gradients of parameters that all stages share. With `sequence` a tensor device has, for
-        parameters that are not split over `tensor`, only the gradients from its own tokens. The
-        sums of these gradients over `tensor` are yielded too.
+        the gradients of parameters that all stages share.
+
+        With `sequence`, each device along `tensor` has only its own tokens. So for parameters
+        that are not split over `tensor`, a device has only its own part of the gradient, and the
+        parts are summed over `tensor`. The messages of these sums are yielded too.
 
         The vocabulary is split over the stages. So all stages need the last stage's output, for
-        the head, and the cotangent of the first stage's input, for the embedding.
+        the head, and the cotangent of the first stage's input, for the embedding. The first stage
+        needs the sum of all stages' embeddings, and the last stage needs the sum of all stages'
+        cotangents from the head.
         """
         # `size.hops` counts activations and cotangents. With `split_sends` each tensor device sends
         # one part of them, and the parts are gathered after the hop.
@@ -368,9 +378,10 @@ class _Step:
             yield from self.all_gather(
                 "parts of hops gathered", ("tensor",), part, size.forward + size.backward
             )
-        yield from self.all_reduce(
-            "ends of the pipeline", ("stage",), self.stream, size.leaves + size.heads
-        )
+        # Each of these sums and copies takes log2(P) rounds of hops (`pipeline.ends`).
+        rounds = (self.layout.stage - 1).bit_length()
+        calls = size.embeds + size.leaves + 2 * size.heads
+        yield self.term("ends of the pipeline", ("stage",), send_next, self.stream, rounds * calls)
         for leaf in self.leaves:
             # `leaf.axes` are the axes that split the leaf; along others the devices have copies.
             if "stage" not in leaf.axes:
@@ -379,25 +390,22 @@ class _Step:
                 yield from self.gradient("gradients of token parts", leaf, "tensor")
 
     def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
-        """Returns whether each microbatch scatters a leaf's gradients, so that a device sums only
-        its share of them; else the device sums whole gradients. `leaf.block` says whether the leaf
-        belongs to the layers."""
+        """Returns whether each microbatch scatters a leaf's gradients. If so, a device sums only
+        its share of the gradients over the microbatches; if not, it sums whole gradients.
+        `leaf.block` says whether the leaf belongs to the layers."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
-        """Yields the all-reduce of a leaf's gradient along `axis`. Only a share is reduced if
-        ZeRO-2, or for a layer's leaf ZeRO-3, has already scattered the gradient."""
+        """Yields the all-reduce of a leaf's gradient along `axis`. If ZeRO has already
+        scattered the gradient (`shares_sums`), only a share is reduced."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
     def over_replicas(self) -> Iterator[Term]:
         """Yields the messages of data parallelism and ZeRO: gradients are reduced or scattered, and
         parameters gathered."""
-        over, chunks, shares_parameters = (
-            axes_of(self.shards),
-            self.layout.chunks,
-            self.layout.zero == 3,
-        )
+        over, chunks = axes_of(self.shards), self.layout.chunks
+        shares_parameters = self.layout.zero == 3
         for leaf in self.leaves:
             whole, share = leaf.elements * self.wide, leaf.share * self.wide
             if not leaf.split:  # whole on each replica, also with ZeRO
@@ -407,14 +415,12 @@ class _Step:
             # once. The cases below differ: ZeRO-2 and ZeRO-3 scatter the gradients of each
             # microbatch, and ZeRO-3 gathers parameters in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
-            scatters, gathers, part = (
-                self._scatters(leaf) if self.shares_sums(leaf) else 1,
-                1,
-                whole,
-            )
+            scatters = self._scatters(leaf) if self.shares_sums(leaf) else 1
+            gathers, part = 1, whole
             if leaf.block:
-                # A call scatters the layers of one chunk. ZeRO-3 gathers and scatters each layer by
-                # itself, in the loop over the layers.
+                # Such a leaf has the layers of all chunks of the stage. With `shares_sums` a call
+                # scatters the layers of one chunk. ZeRO-3, which has `shares_sums` too, gathers and
+                # scatters each layer by itself, in the loop over the layers.
                 layers = self.size.layers if shares_parameters else 1
                 scatters *= layers
                 if self.shares_sums(leaf):
@@ -435,15 +441,17 @@ class _Step:
 
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass of a
-        stage gathers the leaf, also a pass that runs again. Each backward pass that reads the leaf
-        gathers it too; `IDLE` and `ADDED` are leaves that it does not read."""
+        stage gathers the leaf, and a forward pass that runs again gathers it again. Each backward
+        pass that reads the leaf gathers the leaf too. A backward pass never reads the last bias
+        (`IDLE`). It reads the other biases (`ADDED`) only if the layer does not keep everything."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         # The leaves that a backward pass does not read: more if a layer keeps everything.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
             # There is no loop over layers, so XLA gathers once for all forward passes, also for
-            # those of a stage that runs again.
+            # those of a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint`
+            # keeps the gathers of the backward passes apart from these.
             return 1 + in_backward
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
@@ -451,8 +459,9 @@ class _Step:
         """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3: once per
         microbatch, or in a pipeline in each tick of a lane that makes these gradients.
 
-        A lane that does not make them scatters zeros. XLA sends the zeros of a ring once for all
-        leaves of one shape, and drops those of `lax.psum_scatter`.
+        A lane that does not make gradients of the leaf scatters zeros. If a ring scatters them, XLA
+        sends these zeros only once in a step, for all leaves of the same shape. If
+        `lax.psum_scatter` does, XLA sends no zeros.
         """
         size = self.size
         if not self.layout.pipelined:
@@ -463,8 +472,9 @@ class _Step:
         )
         zeros = 0 if by_lax else 1
         # Both the embedding and the head make gradients of GPT-2's tied `wte`; each of the other
-        # leaves belongs to one of them, and the other scatters zeros. The zeros of `norm.bias` are
-        # those of `norm.weight`, which has the same shape.
+        # leaves belongs to one of the two, and the other of the two scatters zeros. A leaf of the
+        # ends that is not listed counts `size.heads`. One such leaf is `norm.bias`, whose zeros are
+        # sent together with those of `norm.weight`, which has the same shape.
         scatters_of_ends = {
             "wte": size.leaves + size.heads,
             "wpe": size.leaves + zeros,
@@ -474,11 +484,11 @@ class _Step:
 
     def over_all(self) -> Iterator[Term]:
         """Yields one all-reduce of squared norms for each set of axes that splits some gradients.
-        Then yields one over all of these axes, which tells all devices whether the update is
-        finite.
+        Then yields an all-reduce over all of these axes, which tells all devices whether the update
+        is finite.
 
-        All of them take the axes in alphabetical order, the order in which an array's type lists
-        them.
+        All these all-reduces take their axes in alphabetical order, the order in which an array's
+        type lists them.
         """
         axis_sets = {}  # a dict as an ordered set
         for leaf in self.leaves:

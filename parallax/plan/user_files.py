@@ -1,4 +1,4 @@
-"""Reads a step from a user's file, for the command line. The step is named
+"""Reads a step from a user's file, for the command line. The user names the step as
 `path/to/file.py:function`, and `function(mesh)` returns the step and the shapes of its
 arguments."""
 
@@ -22,7 +22,7 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
     function with the mesh `world`. Returns the step and the shapes of the step's arguments.
 
     Raises:
-        ValueError: there is no such file, or no such function in it, or the function does
+        ValueError: there is no such file, or the file has no such function, or the function does
             not return a pair (step, shapes).
     """
     path, _, name = program.rpartition(":")

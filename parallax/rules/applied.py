@@ -1,11 +1,12 @@
-"""Applies a rule to every leaf of a tree: finds the spec, the reason for it, and the errors in it.
+"""Applies a rule to every leaf of a tree: finds the spec, its reason, and the errors in the spec.
 
-A *refusal* is an error found in a rule or a spec: the program would not run, or it would train
-another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
+A *refusal* is an error found in a rule or a spec, with which the program would not run, or would
+train another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
 `fits` a spec that would be right, if one is known. The *placement* of a leaf is its spec and the
-rules that gave it; its *wrappers* are the `fsdp`s around the rule. `arrays` are the array leaves of
-a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle* if it
-places none. The *parts* of a rule are the rules inside `first` and `fsdp`.
+rules that gave it; the *wrappers* of a leaf are the `fsdp`s around its rule. `arrays` are the array
+leaves of a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle*
+if it places no leaf. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of
+an `fsdp` maps globs of paths to dims that the `fsdp` must not split.
 """
 
 import difflib
@@ -43,22 +44,23 @@ def specs(
 ) -> Specs:
     """Returns the tree of the specs that `rule` gives the arrays of `tree`.
 
-    The result has the structure of `tree`, with None for leaves that are no arrays. It serves as
-    the `in_specs` of the arrays of `tree`, once `eqx.filter` or `eqx.partition` has separated them
-    from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can come from
-    `eqx.filter_eval_shape`.
+    The result has the structure of `tree`, with None for leaves that are no arrays. The result
+    serves as the `in_specs` of the arrays of `tree`, once `eqx.filter` or `eqx.partition` has
+    separated the arrays from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can
+    come from `eqx.filter_eval_shape`.
 
-    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on its axes
-    and sizes are not found.
+    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on the mesh's
+    axes and sizes are not found.
 
     Raises:
-        ValueError: the first of the errors below; `audit` returns all of them. Errors of the rules
-            come first: two arrays have the same path; a rule or a `keep` pattern matches no leaf,
-            or a rule only leaves that earlier rules take; a leaf has no rule; the `size` of an
-            `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has more
-            entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
-            `experts` splits a dim over one of `batch_axes`, so each replica would train a different
-            model; the mesh lacks an axis, or the size of an axis does not divide the dim.
+        ValueError: the first of the errors below; `audit` returns all these errors. Errors of the
+            rules come first: two arrays have the same path; a rule or a `keep` pattern matches no
+            leaf; earlier rules match all leaves that a rule matches; a leaf has no rule; the `size`
+            of an `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has
+            more entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
+            `experts` (tokens of all replicas travel to experts) splits a dim over one of
+            `batch_axes`, so each replica would train a different model; the mesh lacks an axis, or
+            the size of an axis does not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
@@ -72,11 +74,11 @@ def specs(
 
 
 class Audit(NamedTuple):
-    """The specs that a rule gives the leaves of a tree, and the errors in them.
+    """The specs that a rule gives the leaves of a tree, and the errors in the rule and the specs.
 
     Attributes:
-        specs: the valid specs, by the path of their array.
-        refusals: the errors, in the order in which `specs` would raise them.
+        specs: a dict from the path of an array to its spec, for each array with a valid spec.
+        refusals: the errors, in the order in which the function `specs` would raise them.
     """
 
     specs: dict[str, PartitionSpec]
@@ -93,22 +95,25 @@ def audit(
     """Returns the valid specs that `rule` gives the arrays of `tree`, and all errors in the rules
     and in the other specs.
 
-    `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch.
-    Without a mesh, errors that depend on its axes and sizes are not found.
+    `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch,
+    or the name of one. Without a mesh, errors that depend on the mesh's axes and sizes are not
+    found.
     """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
     # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
     if mesh is not None:
         for wrapper in {
-            # By identity, so that an `fsdp` that is used twice gives one error, and needs no hash.
+            # The key is the identity, so that an `fsdp` that is used twice gives one error, and
+            # needs no hash.
             id(wrapper): wrapper
             for p in placements
             for wrapper in p.wrappers
         }.values():
             refusals += _size_refusals(wrapper, mesh)
-    # `stacked` are the axes that split stacked layers: the cures must not leave layers unsplit.
-    # Only all leaves together show that an axis splits layers.
+    # `stacked` are the axes that split the dim of layers in every leaf, such as the axis of a
+    # pipeline's stages. A spec without such an axis is not advised: each device would run all
+    # layers. Only all leaves together show that an axis splits layers.
     specs, stacked = {}, stacked_axes(placements)
     for placement in placements:
         refusals_of_leaf = refused(placement, batch_axes, mesh, stacked)
@@ -125,7 +130,7 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """Returns a text for each array, by its path: its spec, its rule, and what each `fsdp` changed.
+    """Returns a text for each array, by path: the spec, the rule, and what each `fsdp` changed.
 
     Raises:
         ValueError: there is an error in the rules, such as a rule that matches no leaf (see
@@ -148,12 +153,12 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     leaf, `keep` patterns that match no leaf, and leaves without a spec.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
-    # One innermost rule (part) after another instead of leaf by leaf, so that a rule that places no
-    # leaf is found. `taken` has the placements by the leaf's number in `arrays`. In a tree without
-    # arrays no rule counts as idle.
+    # The loop goes over the innermost rules (parts), not over the leaves, so that a rule that
+    # places no leaf is found. `taken` maps the index of a leaf in `arrays` to its placement. In a
+    # tree without arrays every rule would be idle, so none counts as idle.
     taken: dict[int, Placement] = {}
     refusals = [_same_path(path, arrays) for path in twice([path for path, _ in arrays])]
-    unplaced = set()  # the numbers of leaves for which a rule gave neither a spec nor None
+    unplaced = set()  # the indices of leaves for which a rule gave neither a spec nor None
     for part, wrappers in _parts(rule) if arrays else ():
         fresh = {}  # the placements by this rule
         for i, (path, leaf) in enumerate(arrays):
@@ -163,13 +168,15 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                     unplaced.add(i)
                     given = P()  # so that no later rule takes the leaf
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
-        # An empty `SpecsByPath` (a rule with a dict of specs) may place no leaf, and so may a last
-        # rule for the rest.
+        # `SpecsByPath` is a rule made from a dict of specs. For a model without the layers of
+        # `parallax.tensor`, `tensor.rule` returns an empty one. Such a rule may be idle, and so may
+        # a last rule for the rest.
         may_be_idle = part == SpecsByPath() or _keeps_the_rest(part, wrappers, taken)
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
-    # Each `fsdp` once, by identity: every glob in its `keep` must match a leaf.
+    # Every glob in the `keep` of an `fsdp` must match a leaf. Each `fsdp` is checked once, by
+    # identity.
     for wrapper in (
         {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values()
         if arrays
@@ -196,11 +203,13 @@ def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
     """Returns the placement of a leaf: the spec `given` by its rule, the spec after all `fsdp`s
-    around that rule, and what each of these did."""
+    around that rule, and what each `fsdp` did. `wrappers` are these `fsdp`s, the innermost
+    first."""
     spec, why = given, []
     for wrapper in wrappers:
-        # An axis that splits the experts may also be the axis of the `fsdp`. A second split over it
-        # would use the axis twice.
+        # An axis that splits the experts may also be the axis of the `fsdp`. A second split over
+        # this axis would use the axis twice. If any other rule gave the spec, this is an error,
+        # which `refused` returns.
         used_already = {name for entry in spec for name in entry_axes(entry)} & set(
             entry_axes(wrapper.axis_name)
         )
@@ -218,7 +227,7 @@ def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
     """Returns the refusal of a path that several arrays have."""
     shapes = " and ".join(str(leaf.shape) for name, leaf in arrays if name == path)
     what = (
-        f"{path}: each leaf needs a path of its own, and this one is that of leaves of shape "
+        f"{path}: each leaf needs a path of its own, but this is the path of leaves of shapes "
         f"{shapes}"
     )
     return Refusal("same-path", path, what, RENAME)
@@ -243,7 +252,8 @@ def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
 def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, tuple[fsdp, ...]]]:
     """Yields the innermost rules, those that are neither a `first` nor an `fsdp`, in order.
 
-    Each comes with the `fsdp`s around it, the innermost first. `wrappers` are those around `rule`.
+    Each rule comes with the `fsdp`s around it, the innermost first. `wrappers` are the `fsdp`s
+    around `rule` itself.
     """
     if isinstance(rule, first):
         for part in rule.rules:
@@ -258,13 +268,14 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
     """Returns whether `rule` is a `match("**", P())` that may be idle.
 
-    It may end any list of rules, and earlier rules may leave nothing for it. But it must place a
-    leaf if an `fsdp` around it has wrapped no leaf of an earlier rule: that `fsdp` would do
-    nothing.
+    Such a rule ends a list of rules as a default, and earlier rules may leave nothing for it.
+    `taken` has the placements by earlier rules, by the leaf's index. But if the rule is inside an
+    `fsdp`, and no earlier rule inside that `fsdp` places a leaf, `rule` must place one: otherwise
+    that `fsdp` would do nothing.
     """
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
-    ends_a_list = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
-    return ends_a_list and used.issuperset(map(id, wrappers))
+    is_default = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
+    return is_default and used.issuperset(map(id, wrappers))
 
 
 def _idle(
@@ -272,8 +283,8 @@ def _idle(
 ) -> Refusal:
     """Returns the refusal of a rule that places no leaf.
 
-    `name` is the rule in words, and `taken` are the placements by earlier rules, by the leaf's
-    number in `arrays`.
+    `name` is the rule in words. `taken` maps the index of a leaf in `arrays` to the placement that
+    an earlier rule gave the leaf.
     """
     # Only a `match` has a pattern that can be looked at.
     if not isinstance(rule, match):
@@ -302,8 +313,8 @@ def _idle(
 
 
 def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
-    """Yields the refusal of an `fsdp` whose axis the mesh lacks, or whose `size` is not that of the
-    axis."""
+    """Yields the refusal of an `fsdp` whose axis the mesh lacks, or whose `size` is not the size of
+    the axis."""
     missing = [axis for axis in entry_axes(rule.axis_name) if axis not in mesh.shape]
     if missing:
         yield Refusal(

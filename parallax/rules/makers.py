@@ -58,7 +58,7 @@ class experts(match):
 
 @dataclass(frozen=True, init=False)
 class first:
-    """The rule that returns the first spec that one of `rules` returns, asked in order."""
+    """The rule that asks `rules` in order, and returns the first spec that one of them gives."""
 
     rules: tuple[Rule, ...]
 
@@ -78,22 +78,22 @@ class fsdp:
     The split dim is the largest that no axis splits yet and that is a multiple of `size`; of
     equally large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
     `min_size` elements, counted before any split, and leaves without such a dim. `explain` says
-    which leaves these are. To keep some leaves whole, ask another rule first:
-    `first(match("**.bias", P()), fsdp("data", size=8))`.
+    which leaves keep it. To keep some leaves whole, ask another rule first: `first(match("**.bias",
+    P()), fsdp("data", size=8))`.
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps the dim of
     layers, over which a scan runs, whole. If that dim were split, each replica would run only some
     of the layers, and `zero.gathered` would raise an error.
 
-    `size` is the size of the mesh axis, or the product for a tuple of axes. It is given here so
-    that a rule needs no mesh; `specs` compares it with the mesh.
+    `size` is the size of the mesh axis, or the product for a tuple of axes. `size` is given here so
+    that a rule needs no mesh; `specs` compares `size` with the mesh.
 
     Raises:
         ValueError: `size` is below 1.
     """
 
     axis_name: str | tuple[str, ...]
-    # Given instead of read from a mesh, so that a rule can be made before the mesh.
+    # The size is given, and not read from a mesh, so that a rule can be made before the mesh.
     size: int = field(kw_only=True)
     min_size: int = field(default=2**10, kw_only=True)
     # A dict has no hash, and a frozen dataclass needs one to be part of a `jax.jit` key.
@@ -105,7 +105,7 @@ class fsdp:
         if self.size < 1:
             raise ValueError(
                 f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got "
-                f"{self.size}. Pass size=1."
+                f"{self.size}. Pass the number of devices along that axis."
             )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
@@ -119,8 +119,9 @@ class fsdp:
         return f"fsdp({self.axis_name!r}, size={self.size})"
 
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
-        """Returns `spec` with one more dim split, or as it was, and the reason in words."""
+        """Returns `spec`, with one more dim split if one fits, and the reason in words."""
         entries = padded(spec, leaf.ndim)  # one for each dim
+        # `keep` maps globs of paths to dims that stay unsplit.
         dims = [
             dim
             for pattern in self.keep
@@ -142,8 +143,8 @@ class fsdp:
                 f"adds no split: no free dim of shape {leaf.shape} is a multiple of "
                 f"{self.size}{note}",
             )
-        # A split of the largest dim leaves the largest blocks. Of equal dims `max` takes the first,
-        # so all processes choose alike.
+        # The largest dim is still large after the split, so that no shard is a thin slice. Of equal
+        # dims `max` takes the first, so all processes choose alike.
         dim = max(fit, key=lambda dim: leaf.shape[dim])
         entries[dim] = self.axis_name
         return spec_of(entries), f"splits dim {dim} of shape {leaf.shape}"

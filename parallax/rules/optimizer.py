@@ -1,8 +1,8 @@
-"""The specs of an optimizer's state, which is split like the parameters that it belongs to.
+"""The specs of an optimizer's state, whose arrays are split like their parameters.
 
-A moment is an array of the state whose path ends with the path of a parameter, to which it belongs;
-`parameter_index` finds the parameter. An entry of a spec says which mesh axes split one dim, and
-`padded(spec, ndim)` has an entry for each dim.
+A moment is an array of the state whose path ends with the path of a parameter. The moment belongs
+to that parameter, which `parameter_index` finds. An entry of a spec says which mesh axes split one
+dim, and `padded(spec, ndim)` has an entry for each dim.
 """
 
 import itertools
@@ -21,14 +21,16 @@ from parallax.trees import AnyMesh, by_path, dotted, entry_axes, is_inexact, par
 
 
 class GatheredOptState(eqx.Module):
-    """The state of an optimizer of `parallax.optimizers`, which updates whole matrices.
+    """The state of an optimizer of `parallax.optimizers` that updates whole matrices.
 
     Attributes:
-        groups: the state of each group of leaves; the leaves of a group have the same layers.
-        names: the axes along which matrices are whole; the layers are split over them instead.
+        groups: the state of each group of leaves; in the leaves of a group, the dims that count
+            layers have the same sizes.
+        names: the axes along which matrices are whole; the layers are split over these axes
+            instead.
         members: the paths of each group's leaves.
-        leads: for each group, the number of first dims that are layers, in its leaves and in every
-            array of its state.
+        leads: for each group, how many leading dims count layers, in the group's leaves and in
+            every array of the group's state.
     """
 
     groups: list[PyTree]
@@ -42,7 +44,7 @@ def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
     strange = [name for name in names if name not in mesh_axes]
     if strange:
         raise ValueError(
-            f"optimizers: the optimizer joins shares along {strange[0]!r}, and the mesh has "
+            f"optimizers: the optimizer gathers matrices along {strange[0]!r}, but the mesh has "
             f"{', '.join(map(repr, mesh_axes))}. Give optimizers.whole or optimizers.by_matrix "
             "names of the mesh's axes."
         )
@@ -58,24 +60,25 @@ def optimizer_specs(
 
     A moment has the spec of its parameter. Other arrays, such as counts, have `P()`.
 
-    A moment may have another shape than its parameter if it is that parameter reduced over some
-    dims, which are dropped or kept as 1. The factored moments of Adafactor are an example. Each
-    remaining dim stays split as in the parameter. Dims of equal sizes may leave open which of them
-    was reduced: a dim of the moment then stays split only if every possible choice splits it alike.
-    Any other shape raises `ValueError`, unless the parameter is whole: then its state is whole too.
+    A moment may also have the shape of its parameter reduced over some dims. A reduced dim is
+    dropped, or kept with size 1. The factored moments of Adafactor are an example. Each remaining
+    dim stays split as in the parameter. If several dims of the parameter have equal sizes, it may
+    be unclear which of these dims was reduced. A dim of the moment then stays split only if every
+    possible case splits it alike. Any other shape raises `ValueError`, unless the parameter is
+    whole: then the moment is whole too.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
     leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
-    optimizer of `parallax.optimizers` keeps its state in whole matrices along its axes; if `mesh`
-    is given, it must have these axes.
+    optimizer of `parallax.optimizers` keeps its state in matrices that are whole along the axes
+    given to it, and splits the layers over these axes; `mesh`, if given, must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
-    checks it.
+    checks this.
 
     Args:
         optimizer: the optimizer.
         tree: the model, or its shapes.
-        specs: the result of `specs(tree, rule)`.
+        specs: the specs of `tree`, the result of `rules.specs(tree, rule)`.
         mesh: the mesh, to check the names of axes.
     """
     arrays = eqx.filter(tree, is_inexact)
@@ -86,7 +89,7 @@ def optimizer_specs(
 
     def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
         """Returns the spec of one array of the state. `spec_of_leaf` gives the spec of a parameter
-        by its name, and `spec_without_leaf` is for an array that belongs to none."""
+        by its name, and `spec_without_leaf` is for an array that belongs to no parameter."""
         i = parameter_index(path, paths)
         # A count belongs to no leaf.
         if i is None:
@@ -95,27 +98,27 @@ def optimizer_specs(
         return _moment_spec(moment, leaves[name], spec_of_leaf(name), name)
 
     def specs_of_group(group, members, lead, names):
-        """Returns the specs of one group's state. `members` are the paths of its leaves, whose
-        first `lead` dims are layers, and whose matrices are whole along the axes `names`."""
+        """Returns the specs of one group's state. `members` are the paths of the group's leaves.
+        The first `lead` dims of these leaves count layers, and their matrices are whole along the
+        axes `names`."""
 
         # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):
             return _gathered_spec(padded(given[name], leaves[name].ndim), lead, names)
 
-        # A moment has the spec of its parameter. A count has one number for each layer
-        # (`by_layer`).
+        # An array that belongs to no leaf, such as a count, has one number for each layer. The
+        # array is split like the layers of the first member, which stands for all members of the
+        # group.
+        by_layer = P(*spec_of_leaf(members[0])[:lead])
+
         def spec_in_group(path, moment):
             return spec_of_moment(path, moment, spec_of_leaf, by_layer)
 
-        # An array that belongs to no leaf is equal for all layers, so the split of the layers of
-        # any member serves.
-        by_layer = P(*spec_of_leaf(members[0])[:lead])
         return jax.tree.map_with_path(spec_in_group, group)
 
     def specs_of_node(path, node):
-        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`. This has
-        the states of groups of leaves: `members` are the paths of a group's leaves, whose first
-        `lead` dims are layers, and `names` the axes along which their matrices are whole."""
+        """Returns the spec of an array of the state, or the specs of a `GatheredOptState`, which
+        has one state for each group of leaves."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
         # With a misspelt axis, each device would keep all layers, and no error would say so.
@@ -139,12 +142,12 @@ def _is_gathered(node: Any) -> bool:
 
 def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: Specs) -> None:
     """Raises `ValueError` if a leaf at one of `paths` has no spec. `given` has the specs by path,
-    and `specs` is the user's tree of them, for the message."""
+    and `specs` is the user's tree of specs, for the message."""
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(
-            f"optimizer_specs needs one PartitionSpec for each of the {len(paths)} arrays of the "
-            f"tree, in its structure, and {dotted(missing[0]) or 'the tree itself'} has none in "
+            f"optimizer_specs needs specs in the structure of the tree, one PartitionSpec for each "
+            f"of its {len(paths)} arrays; {dotted(missing[0]) or 'the tree itself'} has none in "
             f"{jax.tree.structure(specs)}; pass the result of rules.specs(tree, rule) for the "
             "same tree."
         )
@@ -153,12 +156,12 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
 def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
     """Returns the spec of a leaf whose matrices are whole along the axes `names`.
 
-    Its layers, the first `lead` dims, are split over these axes instead. A leaf without layers
-    (lead 0) is whole along them.
+    The leaf's layers, the first `lead` dims, are split over these axes instead. A leaf without
+    layers (lead 0) is whole along these axes.
 
     Args:
         entries: the entries of the parameter's spec, one for each dim.
-        lead: the number of first dims that are layers.
+        lead: how many leading dims count layers.
         names: the axes along which matrices are whole.
     """
 

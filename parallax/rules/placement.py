@@ -1,10 +1,11 @@
 """A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not.
 
-An entry of a spec says which mesh axes split one dim; `entry_axes` gives them as a tuple. The
+An entry of a spec says which mesh axes split one dim; `entry_axes` gives these axes as a tuple. The
 *wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
-axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. Of
-a placement `p`, `given` is the rule's own spec, `spec` the spec after the wrappers, and `by` the
-name of the rule and its wrappers. *Stacked* axes split the layers of all leaves.
+axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. In
+a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the wrappers, and
+`p.by` is the name of the rule and its wrappers. *Stacked* axes are mesh axes that split the dim of
+stacked layers, in every leaf that has one.
 """
 
 import math
@@ -25,9 +26,10 @@ class Refusal:
     Attributes:
         kind: the kind of error, such as "does-not-divide".
         where: the path of the leaf, or the rule.
-        what: the text of the error: what was needed, and what came.
+        what: the text of the error, which says what was needed and what was found instead.
         cure: the text that says what to do.
-        fits: a spec that the leaf could have: its own, without the axes that do not fit.
+        fits: a spec that the leaf could have, which is its own spec without the axes that do not
+            fit.
     """
 
     kind: str
@@ -82,15 +84,16 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Returns the errors in the spec of a leaf, each with a spec that would fit, if one is safe.
+    """Returns the errors in the spec of a leaf. The `fits` of an error is a spec to advise. It is
+    None for a "does-not-divide" error if an axis in `stacked` splits the leaf.
 
     Args:
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
-        mesh: the mesh; without it, errors that depend on its sizes are not found.
+        mesh: the mesh; without a mesh, errors that depend on its sizes are not found.
         stacked: the axes that seem to split layers (see `stacked_axes`). If such an axis splits the
-            leaf, the error for a dim that its axes do not divide advises no spec: in a spec without
-            the stacked axis, each device would run all layers.
+            leaf, a "does-not-divide" error advises no spec: the advised spec would lack the stacked
+            axis, and each device would run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
@@ -99,9 +102,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns an error with a spec that would fit. If a stacked axis splits the leaf, a
-        "does-not-divide" is returned without one."""
-        # The spec that fits would leave out the stacked axis, and each device would run all layers.
+        """Returns an error with a spec to advise, unless it is "does-not-divide" and an axis in
+        `stacked` splits the leaf."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -112,10 +114,14 @@ def refused(
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
     """Returns the axes that seem to split layers, as the axis of a pipeline's stages does.
 
-    Such an axis splits two leaves or more, always in the same dim, of the same size.
+    Such an axis splits two leaves or more. It splits the same dim in each leaf, and this dim has
+    the same size in all these leaves.
     """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
+        # `p.spec` is not used: an `fsdp` may split the same dim in many leaves, and that dim need
+        # not be the dim of layers. A spec may have more entries than dims, which only `refused`
+        # reports.
         for dim, entry in enumerate(p.given[: p.leaf.ndim]):
             for axis in entry_axes(entry):
                 dims_by_axis.setdefault(axis, []).append((dim, p.leaf.shape[dim]))
@@ -148,7 +154,7 @@ def _batch_refused(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> Iterator[Refusal]:
     """Yields an error for each dim that the rule itself splits over an axis of the batch, unless
-    the leaf is an expert's."""
+    the leaf belongs to experts."""
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.
@@ -171,9 +177,10 @@ def _batch_refused(
 def _sizes_refused(
     p: Placement, mesh: Mesh | AbstractMesh, stacked: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim that is split over an axis which the mesh lacks, or that the
-    number of devices along its axes does not divide. `stacked` are the axes that seem to split the
-    layers of all leaves."""
+    """Yields an error for each dim whose axes do not fit: the mesh lacks one of these axes, or the
+    size of the dim is not a multiple of the number of devices along these axes. `stacked` are the
+    axes that seem to split the layers of all leaves. The spec must have no more entries than the
+    leaf has dims."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -189,9 +196,9 @@ def _sizes_refused(
         if p.leaf.shape[dim] % size:
             fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
             others = (
-                f"split dim {' or '.join(map(str, fit))}, which is"
+                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}"
                 if fit
-                else "no other free dim is"
+                else f"no other free dim is a multiple of {size}"
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = (
@@ -220,11 +227,11 @@ def _fitting(
 ) -> PartitionSpec:
     """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
 
-    An axis does not fit if the mesh lacks it, or if an earlier dim has it. It does not fit either
-    if the size of the dim is not a multiple of the number of devices along this axis and the axes
-    that split the dim before it. Two kinds of axes never fit: axes of the batch, which would make
-    replicas differ, and the axes of the `fsdp`s around the rule, since these `fsdp`s add their axes
-    themselves.
+    An axis does not fit if the mesh lacks it, or if an earlier dim has it. A dim may have several
+    axes, which are added one by one. An axis also does not fit if the dim's size is no multiple of
+    the number of devices along this axis and the axes that were added before it. Two kinds of axes
+    never fit: axes of the batch, which would make replicas differ, and the axes of the `fsdp`s
+    around the rule, since these `fsdp`s add their axes themselves.
     """
     # The axes that no further dim may have.
     used = {
@@ -233,12 +240,13 @@ def _fitting(
     }
     entries = []
     # Not `strict`: a spec may have fewer entries than the leaf has dims. The other dims are whole.
-    # It may also have more entries, which is one of the errors.
+    # A spec may also have more entries than dims, which is one of the errors.
     for length, entry in zip(p.leaf.shape, p.given, strict=False):
         fitting = []
         for axis in entry_axes(entry):
-            # The number of devices along this axis and the axes that the dim has so far. It is 0 if
-            # the mesh lacks the axis. Without a mesh it is 1, so that every dim fits.
+            # The number of devices along this axis and the axes that the dim has so far. The number
+            # is 0 if the mesh lacks the axis. Without a mesh the number is 1, so that every dim
+            # fits.
             size = (
                 1
                 if mesh is None
@@ -253,8 +261,8 @@ def _fitting(
 
 
 def free(leaf: Any, entries: list, size: int) -> list[int]:
-    """Returns the dims that no axis splits yet and that are multiples of `size`; `entries` are
-    those of the leaf's spec, one for each dim."""
+    """Returns the dims that no axis splits yet and that are multiples of `size`; `entries` are the
+    entries of the leaf's spec, one for each dim."""
     return [
         dim
         for dim, length in enumerate(leaf.shape)
@@ -263,7 +271,8 @@ def free(leaf: Any, entries: list, size: int) -> list[int]:
 
 
 def padded(spec: PartitionSpec, ndim: int) -> list:
-    """Returns the entries of a spec, one for each dim: None for a dim that it does not mention."""
+    """Returns the entries of a spec, one for each dim: None for a dim that the spec does not
+    mention."""
     return [*spec, *[None] * (ndim - len(spec))]
 
 
@@ -278,6 +287,6 @@ def spec_of(entries: list) -> PartitionSpec:
 def name_of(rule: Callable[..., Any], wrappers: tuple[Any, ...] = ()) -> str:
     """Returns the name of a rule and of the wrappers around it, in words: `rule inside fsdp(...)`.
 
-    A rule that is a function has its `__qualname__`, and any other its `repr`.
+    The name of a function is its `__qualname__`, and the name of any other rule is its `repr`.
     """
     return " inside ".join([getattr(rule, "__qualname__", repr(rule)), *map(repr, wrappers)])

@@ -1,4 +1,4 @@
-"""The parts of a run that survives faults: many processes as one job, a lock on the folder,
+"""The parts of a run that survives faults: many processes as one job, a lock on the run's folder,
 checkpoints, a comparison of replicas, a watchdog, and metrics. Each module is imported at its first
 use, so that `job` and `lock` work before JAX is imported.
 """
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module of this package at its first use."""
+    """Returns the module `name` of this package, and imports it at its first use."""
     if name in __all__:
         return import_module(f"parallax.run.{name}")
     raise AttributeError(f"module 'parallax.run' has no attribute {name!r}")

@@ -1,5 +1,6 @@
-"""Work in stages that succeed on all processes or count as failed on all. After each stage every
-process learns whether all succeeded, and if not, whether all try again.
+"""Runs work in stages. A stage succeeds on all processes, or counts as failed on all of them. After
+each stage every process learns whether the stage succeeded, and if not, whether all processes try
+it again.
 
 Processes meet at barriers of JAX's coordination service, not in a collective. So stages may run in
 the background, no device waits, and a stage may take as long as it needs.
@@ -13,9 +14,10 @@ from collections.abc import Callable
 import jax
 
 LONG = 86_400.0  # seconds that one process may work while the others wait for it
-SOON = 30.0  # seconds to wait at the barriers after a stage, to which all processes come at once
+SOON = 30.0  # seconds to wait at the barriers after a stage; all processes come to these at once
 
-# Errors of the storage that may go away by themselves. A mistake in a program causes none of them.
+# Error numbers of storage and network faults that may go away by themselves. A mistake in a program
+# causes none of them.
 TRANSIENT = {
     *(
         errno.EIO,
@@ -61,30 +63,34 @@ Meet = Callable[..., None]
 
 
 class Stages:
-    """The stages of one piece of work, the same ones on every process.
+    """The stages of one piece of work. Every process goes through the same stages.
 
     Args:
         name: a name that no other work of the job has.
         meet: a barrier; in a job of one process, a function that does nothing.
 
     Attributes:
-        again: after a stage that failed, whether the errors of all processes are transient.
+        again: after a failed stage, whether all processes may try again. They may if every error of
+            the stage is `transient`.
     """
 
     def __init__(self, name: str, meet: Meet):
         self.again, self._name, self._meet = False, name, meet
-        self._number, self._over = 0, False  # the number of ended stages; whether one failed
+        # The number of ended stages; whether one failed and the other processes know it.
+        self._number, self._others_know = 0, False
 
     def end(self, error: BaseException | None = None) -> None:
         """Waits until all processes have ended this stage, and returns if all succeeded. If a
-        process did not succeed, `end` sets `again`, and raises an error on every process.
+        process did not succeed, `end` sets `again` (whether all processes try again), and raises an
+        error on every process.
 
-        A barrier carries no message, so a process answers by coming to a barrier or not. A process
-        with an error does not come to the barrier "well", so the others reach their deadline. If
-        its error is not transient, it does not come to the barrier "again" either.
+        A barrier carries no message, so a process answers by coming to a barrier, or by staying
+        away. A process with an error does not come to the barrier "well", so the other processes
+        wait there until their deadline. A process whose error is not transient does not come to the
+        barrier "again" either.
 
         Args:
-            error: the error of this process in the stage, or None; it is raised.
+            error: the error of this process in the stage, which `end` raises; or None.
 
         Raises:
             Elsewhere: this process succeeded, and another one failed.
@@ -95,20 +101,22 @@ class Stages:
             self._meet(
                 key=f"{self._name}, stage {self._number} ended", timeout_ms=round(LONG * 1000)
             )
-        except BaseException:
-            self._over = True
+        except BaseException:  # a process is gone: `again` stays False
+            self._others_know = True
             raise
         if error is None and self._met("well", SOON):
             return
-        # The others know of the failure now. `failed`, which the caller calls with the error, would
-        # otherwise end the stage with it, to tell them.
-        self._over = True
+        # The caller passes the error to `failed`, which need not tell the others again.
+        self._others_know = True
         # Longer than SOON: the processes that succeeded come here only after their wait at "well".
         self.again = (error is None or transient(error)) and self._met("again", 3 * SOON)
         raise Elsewhere("another process could not do its part") if error is None else error
 
     def first(self, work: Callable[[], object]) -> None:
-        """Runs a stage in which only the first process works. The errors are those of `end`."""
+        """Runs `work` on the first process as one stage, and waits for it on the other processes.
+        If `work` raises an error, the first process raises this error, and the others raise
+        `Elsewhere`.
+        """
         error = None
         if jax.process_index() == 0:
             try:
@@ -118,17 +126,18 @@ class Stages:
         self.end(error)
 
     def failed(self, error: BaseException) -> bool:
-        """Returns whether to try again after `error`, an error of this process's work or of `end`.
+        """Returns whether to try again after `error`, which this process's work or `end` raised.
         All processes get the same answer.
         """
-        if not self._over:  # no stage failed in `end`, so the work did: `end` tells the others
+        # No stage failed in `end`, so the work of this process did: `end` tells the others.
+        if not self._others_know:
             with contextlib.suppress(Exception):
                 self.end(error)
         return self.again
 
     def _met(self, what: str, seconds: float) -> bool:
         """Returns whether all processes came to the barrier `what` of this stage within `seconds`.
-        Other errors of the barrier are raised.
+        Raises the barrier's error if it is not a missed deadline.
         """
         try:
             self._meet(
@@ -147,14 +156,15 @@ def _is_late(error: BaseException) -> bool:
 
 
 def transient(error: BaseException | None) -> bool:
-    """Returns whether an error, or an error in its chain of causes, may go away by itself: an error
-    number of `TRANSIENT`, a barrier's deadline, or a file that TensorStore misses.
+    """Returns whether an error, or an error in its chain of causes, may go away by itself. Such an
+    error has an error number of `TRANSIENT`, says that a process came too late to a barrier, or
+    says that TensorStore, the library with which Orbax writes arrays, does not find a file.
     """
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it
         number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None
-        # Threads of Orbax may still write for a try that failed while its folder is removed. Then
-        # TensorStore misses a file that the next try has just written.
+        # After a try has failed, its folder is removed while threads of Orbax may still write. Then
+        # TensorStore may not find a file that the next try has just written.
         missing = isinstance(error, ValueError) and str(error).startswith("NOT_FOUND")
         if number in TRANSIENT or missing or _is_late(error):
             return True

@@ -1,10 +1,11 @@
 """Checkpoints that can be trusted: Orbax writes the arrays, and a manifest lists all files with
 their hashes.
 
-Orbax is sharded, asynchronous, atomic, and works in many processes on one shared folder, but does
-not notice a changed bit. Here a checkpoint counts only with its manifest, which is written last. A
-checkpoint that fails its check is refused with a message, and the newest good checkpoint is
-restored. A state that is not finite is neither stored nor restored:
+Orbax writes shards from many processes into one shared folder, in the background, and a checkpoint
+appears whole or not at all. But Orbax does not notice a changed bit. Here a checkpoint counts only
+with its manifest, which is written last. A checkpoint that fails its check is refused with a
+message, and the newest good checkpoint is restored. A state with nan or inf is neither stored nor
+restored. A folder has these files:
 
     folder/00000100/arrays/...       Orbax's files
     folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the
@@ -13,7 +14,7 @@ restored. A state that is not finite is neither stored nor restored:
     folder/newest.json               the newest step that was ever finished: if all checkpoints are
                                      gone, a run does not silently begin again
 
-The arrays are stored whole, by their path in the tree, so they can be restored to any mesh.
+Each array is stored whole, under its path in the state's tree, so it can be restored to any mesh.
 """
 
 import itertools
@@ -41,7 +42,7 @@ from parallax.trees import DiskForm
 
 NONE = -1  # in place of a step that the first process sends to the others: no checkpoint
 TOLD = 1000  # bytes of an error that one process sends to the others
-_made = itertools.count()  # numbers the `Checkpoints` that are made, alike on all processes
+_made = itertools.count()  # numbers the `Checkpoints` objects, in one order on all processes
 
 
 class Refused(ValueError):
@@ -55,9 +56,10 @@ class Restored(NamedTuple):
 
     Attributes:
         step: the number of the step.
-        state: the state, with the tree, shapes, dtypes and shardings of `like`.
-        note: the JSON values that were saved with it.
-        refused: the reason why each newer checkpoint was not restored, by step.
+        state: the state, with the tree, shapes, dtypes and shardings of `like`, the argument of
+            `Checkpoints.restore`.
+        note: the JSON values that were saved with the state.
+        refused: for the step of each newer checkpoint, the reason why it was not restored.
     """
 
     step: int
@@ -76,30 +78,30 @@ class Checkpoints:
             if checkpoints.due(step):
                 checkpoints.save(step, state)              # returns as soon as the state is copied
 
-    Needs `pip install -e ".[checkpoint]"`. Inside `with`, the run holds the lock on the folder, and
-    another run that wants to write there is refused with `lock.Held`. Reading needs no lock, and no
-    `with`.
+    The class needs `pip install -e ".[checkpoint]"`. Inside `with`, the run holds the lock on the
+    folder, and another run that wants to write there is refused with `lock.Held`. Reading needs no
+    lock, and no `with`.
 
     Args:
         folder: the folder of the checkpoints; it is made if it is missing.
-        settings: the settings that the run's numbers depend on (not its layout), as JSON values. A
-            checkpoint with other settings belongs to another run and is refused; the message names
-            the differences.
+        settings: the settings on which the results of the run depend, as JSON values, without the
+            layout. A checkpoint with other settings belongs to another run and is refused; the
+            message names the differences.
         lose_at_most: the most steps that must be computed again if the job is killed at any moment.
             Saves run in the background: one begins every `lose_at_most` / 2 steps, and must end
             before the next save begins.
-        keep: which of the finished checkpoints stay.
-        form: the form in which a state is stored, which all layouts share; None stores the state
-            unchanged. A pipeline needs the form of `decoder.stored`, which joins the blocks of its
-            chunks.
-        finite: a function from the path of an array to whether the array must be finite. By default
-            all arrays must be. Return False, for example, for a mask of -inf, or for an optimizer's
-            best value that begins at inf.
+        keep: says which finished checkpoints are not removed.
+        form: the form in which a state is stored. All layouts share this form. With None, the state
+            is stored unchanged. A pipeline needs the form of `decoder.stored`, which joins the
+            blocks of the pipeline's chunks.
+        finite: a function that takes the path of an array, and returns whether the array must be
+            finite. By default every array must be finite. Let the function return False, for
+            example, for a mask of -inf, or for an optimizer's best value that begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
-            an error of the disk or of the network). The first pause is 1 s, and each further one is
-            twice as long, while the run goes on; 8 tries take two minutes. With 2 tries or
-            more, each process keeps a copy of its blocks in the host's memory until the save is
-            finished.
+            an error of the disk or of the network). Between two tries there is a pause, first of
+            one second and then each time twice as long; 8 tries take two minutes. The run goes on
+            meanwhile. With 2 tries or more, each process keeps a copy of its blocks of the arrays
+            in the host's memory until the save is finished.
         say: prints a line on the first process, or on a process with an error.
 
     Raises:
@@ -121,7 +123,7 @@ class Checkpoints:
     ):
         """Checks the arguments, and makes the folder. `with` takes the lock on the folder."""
         if keep.newest < 1 or (keep.every is not None and keep.every < 1):
-            raise ValueError(f"Checkpoints needs numbers of 1 or more to keep; got {keep}.")
+            raise ValueError(f"Checkpoints: the numbers in `keep` must be 1 or more; got {keep}.")
         if tries < 1:
             raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
         if lose_at_most < 2:
@@ -135,7 +137,8 @@ class Checkpoints:
         self.lose_at_most, self.keep = lose_at_most, keep
         self.form, self.finite = form, finite
         self.refused: dict[int, ValueError] = {}  # why a step was refused, by step
-        self._saved = None if form is None else eqx.filter_jit(form.to_disk)  # state -> stored form
+        # From the state in memory to its stored form.
+        self._to_disk = None if form is None else eqx.filter_jit(form.to_disk)
         self._say = say if jax.process_index() == 0 else lambda line: None
         # A barrier of all processes; its keys have this name, and the number of the meeting.
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
@@ -143,8 +146,8 @@ class Checkpoints:
         manifest.hasher()  # raises now if xxhash is not installed
 
         def make_room(step):
-            """Moves a bad checkpoint of `step` aside. Reads `refused` when it is called, since the
-            dict changes.
+            """Moves a bad checkpoint of `step` aside. Looks up `self.refused` at each call, since
+            the dict changes.
             """
             retention.make_room(self.folder, step, self.settings, self.refused)
 
@@ -178,7 +181,8 @@ class Checkpoints:
         """Returns whether a save should begin after `step`, so that a kill never loses more than
         `lose_at_most` steps.
         """
-        # Half of it: a kill just before a save ends also loses the steps since the save before.
+        # Half of `lose_at_most`, because a save may still run when the job is killed. The steps
+        # since the previous save are then lost, too.
         return step % (self.lose_at_most // 2) == 0
 
     def save(
@@ -192,27 +196,30 @@ class Checkpoints:
         """Stores `state` as the checkpoint of `step`, in the background. The state may be donated
         as soon as the call returns.
 
-        The call first waits for the last save to end. An error in the background is raised by the
-        next `save`, `check` or `wait`.
+        The call first waits for the previous save to end. An error in the background is raised by
+        the next `save`, `check` or `wait`.
 
         Args:
-            state: the state. Its arrays (at least one of a size above zero), random keys and plain
-                numbers are stored. Other leaves, such as functions, are not stored; `restore` takes
-                them from its argument `like`.
-            note: JSON values that `restore` returns with the state, such as counts of the loop.
+            state: the state. Its arrays, random keys and plain numbers are stored; at least one
+                array must not be empty. Other leaves, such as functions, are not stored; `restore`
+                takes them from its argument `like`.
+            note: JSON values that `restore` returns with the state, such as counts that the
+                training loop keeps.
             evaluated: the loss of this state on held-out data, if it was measured. The newest
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
         Raises:
             ValueError: an array is not finite; or the folder holds a finished checkpoint of this
-                step or of a later one, and it was not refused.
+                step or of a later one, and that checkpoint was not refused.
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """
         self.wait()
-        # By path; in the form that all layouts share, if the run has a `form`.
-        arrays, numbers = stored.stored(state if self._saved is None else self._saved(state))
-        # The devices search for nan and inf while Orbax begins to write; `not_finite()` waits.
+        # Two dicts by path, of the state in its stored form (see the argument `form`).
+        in_stored_form = state if self._to_disk is None else self._to_disk(state)
+        arrays, numbers = stored.stored(in_stored_form)
+        # `_lost` starts the search for nan and inf, which runs on the devices while Orbax begins to
+        # write. It returns a function that waits for the search.
         not_finite = self._lost(arrays)
         # A copy of the note: the writer's thread reads it later, when the caller may have changed
         # it.
@@ -220,6 +227,7 @@ class Checkpoints:
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
         record = Record(step, self.settings, noted, numbers, described, loss)
+        # As Orbax stores the arrays: random keys as integers.
         plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         empty = stored.empty(plain)  # arrays of size zero, which Orbax does not store
         self._writer.write(
@@ -237,14 +245,15 @@ class Checkpoints:
         self._writer.check()
 
     def wait(self) -> None:
-        """Waits until the last save is finished, with its manifest. Raises the error of the save,
-        as `check` does.
+        """Waits until the last save is finished and its manifest is written. Raises the error of
+        the save, as `check` does.
         """
         self._writer.wait()
 
     def _sealed(self, step: int) -> None:
-        """Forgets that the checkpoint of `step` was refused, since there is a new one, and removes
-        old checkpoints. The writer calls this method after it has finished a checkpoint.
+        """Forgets that an earlier checkpoint of `step` was refused, since a new one replaces it,
+        and removes old checkpoints. The writer calls this method after it has finished a
+        checkpoint.
         """
         self.refused.pop(step, None)
         retention.prune(self.folder, self.settings, self.refused, self.keep)
@@ -258,8 +267,8 @@ class Checkpoints:
     # Restoring
 
     def steps(self) -> list[int]:
-        """Returns the steps of the finished checkpoints, oldest first: those with a manifest, which
-        is not read.
+        """Returns the steps of the finished checkpoints, oldest first. A checkpoint is finished if
+        it has a manifest; the manifest is not read here.
         """
         return retention.finished(self.folder)
 
@@ -274,8 +283,9 @@ class Checkpoints:
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
                 `jax.ShapeDtypeStruct`s.
-            before: if there is a checkpoint of an earlier step than this one, pass over this step
-                and later ones. They are removed while the run goes on from the earlier step.
+            before: a step. The checkpoints of this step and of later ones are passed over, if there
+                is a checkpoint of an earlier step. When the run continues from the earlier
+                checkpoint, the run's saves remove the later ones.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
@@ -300,6 +310,7 @@ class Checkpoints:
             step = self._of_first(self._newest_good() if jax.process_index() == 0 else NONE)
             if step == NONE:
                 return None
+            # `files`: the size and the hash of each file, by name.
             record, files = records.read(self._path(step))
             try:
                 if why := self._wrong(step, files):
@@ -327,18 +338,19 @@ class Checkpoints:
 
     def _come(self) -> None:
         """Waits at a barrier, for up to a day, until all processes have come here. A collective
-        after the barrier is then short, and does not meet a deadline.
+        after the barrier is then short, and does not run into a timeout.
         """
         self._meet(
             key=f"{self._name}, meeting {next(self._meetings)}", timeout_ms=round(LONG * 1000)
         )
 
     def _wrong(self, step: int, files: dict[str, list]) -> ValueError | None:
-        """Returns the first fault in the files of a checkpoint, or None, alike on all processes.
-        Each process hashes its share of the files.
+        """Returns an error for the first fault in the files of a checkpoint, or None if they are
+        good. Each process hashes its share of the files, and all get the same result. `files` has
+        the size and the hash of each file, by name.
         """
-        # Sorted by size, so that the shares have about equally many bytes. `fault` is a text, to be
-        # sent: the kind of error and its message, or "".
+        # Sorted by size, so that the shares have about equally many bytes. `fault` is a text, so
+        # that it can be sent: the kind of error and its message, or "".
         by_size, fault = sorted(files, key=lambda name: (-files[name][0], name)), ""
         try:
             share = by_size[jax.process_index() :: jax.process_count()]
@@ -366,10 +378,12 @@ class Checkpoints:
 
     def _newest_good(self) -> int:
         """Returns the newest step that is not refused and whose files have the right names and
-        sizes; refuses the newer checkpoints. Returns `NONE` if the folder never held a finished
-        checkpoint. Raises `Refused` if the folder held finished checkpoints, and none is good.
+        sizes. Refuses the checkpoints that are newer than this step and not good. Returns `NONE` if
+        the folder never held a finished checkpoint. Raises `Refused` if the folder held finished
+        checkpoints, and none is good.
         """
-        # Each step with a folder or named in `newest.json`; why that file cannot be read, or "".
+        # Each step that has a folder, finished or not, or that `newest.json` names; and why that
+        # file cannot be read, or "".
         steps, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
@@ -391,6 +405,7 @@ class Checkpoints:
                 else:
                     return step
             reasons += f"\n  step {step}: {self.refused[step]}"
+        # `self.steps()` are the finished checkpoints only, those with a manifest.
         if not os.path.lexists(self.folder / NEWEST) and not self.steps():
             return NONE
         raise Refused(
@@ -399,14 +414,16 @@ class Checkpoints:
         )
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
-        """Returns the state of a checkpoint, with the tree and the shardings of `like`.
+        """Returns the state of a checkpoint, with the tree and the shardings of `like`. `record` is
+        the record in the checkpoint's manifest.
 
         Raises:
             ValueError: the record has other arrays than `like`.
-            manifest.Damaged: an array that must be finite is not.
+            manifest.Damaged: an array that must be finite has nan or inf.
         """
-        like = stored.shapes(like)
-        # `like` in the stored form, as shapes.
+        like = stored.shapes(like)  # shapes with the shardings of `like`
+        # `like` in the stored form, as shapes. `form` has two functions: from the state in memory
+        # to the state on disk (`to_disk`), and back (`from_disk`).
         wanted = like if self.form is None else stored.converted(self.form.to_disk, like)
         arrays, numbers = stored.stored(wanted)
         stored.check_same(
@@ -417,9 +434,8 @@ class Checkpoints:
         )
         if others := records.differences(record.numbers, numbers):
             self._say(
-                f"step {step} has other plain numbers than this program, and they are used: "
-                f"{others}. A number that belongs to "
-                "the code should be a static field."
+                f"the plain numbers of step {step} differ from this program's, and the stored ones "
+                f"are used: {others}. A number that belongs to the code should be a static field."
             )
         # The shapes as Orbax stores the arrays: random keys are integers.
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}
@@ -430,6 +446,7 @@ class Checkpoints:
             self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
         )
         # The search for nan and inf communicates, and some processes read longer than others.
+        # `_lost` starts the search, and returns a function that waits for the names.
         self._come()
         if lost := self._lost(found)():
             raise manifest.Damaged(

@@ -11,10 +11,10 @@ something is broken: a memory, an arithmetic unit, a link, or a program. No othe
 difference, since JAX reads one copy and assumes that the others are equal.
 
 Each device computes a checksum of two 32-bit words for each of its blocks. One gather sends the
-words of all devices to all devices. Every device then compares the words of copies: copies are the
-blocks of devices along the mesh axes that do not split the leaf. The check is a separate program,
-so a step without a check costs nothing and compiles as before. The check reads the state once, and
-sends 8 bytes per leaf.
+words of all devices to all devices. Every device then compares the words of copies: two blocks of a
+leaf are copies if the devices that hold them differ only along mesh axes that do not split the
+leaf. The check is a separate program, so a step after which no check is made costs nothing extra,
+and the step's program stays the same. The check reads the state once, and sends 8 bytes per leaf.
 
 An array cannot be compared if each device has a different block of the array; `uncompared` names
 such arrays. With ZeRO, arrays of the optimizer's state are of this kind, and in stage 3 parameters
@@ -50,10 +50,12 @@ class Differs(NamedTuple):
         leaf: the dotted path of the leaf.
         device: the id of the device.
         process: the process that the device belongs to.
-        alike: the number of devices with the same bits as this one, itself included.
+        alike: the number of devices that hold the same bits as this device, including this device.
         copies: the number of devices that should all hold the same bits.
-        outvoted: whether other bits are on more devices than any other version, and so probably
-            right. If not, it is not known which version is right, and all devices are named.
+        outvoted: whether the most common version of the bits is on more devices than any other
+            version. If so, the most common version is probably right, and this copy is wrong. If
+            not, two versions are equally common: it is not known which is right, and all devices
+            are named.
     """
 
     leaf: str
@@ -69,18 +71,18 @@ class Differs(NamedTuple):
             f"device {self.device} (process {self.process}) holds other bits of "
             f"{self.leaf} than {self.copies - self.alike}"
         )
-        # Without a majority the message says that it is not known which bits are right.
+        # If two versions are equally common, it is not known which one is right.
         doubt = (
             ""
             if self.outvoted
-            else ", and two versions are equally common: which is right is not known"
+            else ". Two versions are equally common, so it is not known which one is right"
         )
         return f"{where} of the {self.copies} devices that should hold the same{doubt}"
 
 
 class CopiesDiffer(RuntimeError):
-    """Copies that should be the same differ. The message is one line, with the step, the leaf and
-    the device.
+    """Raised if copies that should be the same differ. The message is one line, with the step, the
+    leaf and the device.
 
     Attributes:
         step: the step after which the copies were compared.
@@ -100,14 +102,14 @@ def check(step: int, tree: PyTree) -> None:
 
 
 def differing(tree: PyTree) -> list[Differs]:
-    """Returns the copies of the arrays of `tree` that differ from those on other devices; an empty
-    list if no copies differ.
+    """Returns a list of the copies of arrays of `tree` that differ from the copies on other
+    devices. The list is empty if no copies differ.
 
-    The sharding of an array says which blocks should be equal: the blocks of devices along the mesh
-    axes that the spec does not name. All processes must call the function, and get the same list.
-    The copies that most devices hold are taken to be right. The rarest copy comes first in the
-    list. If a step has carried the fault to other devices, as between tensor shards, the fault most
-    likely began at the rarest copy.
+    The sharding of an array says which blocks should be equal: along each mesh axis that the spec
+    does not name, all devices should hold the same block. All processes must call the function, and
+    get the same list. If copies differ, the bits that most devices hold are taken to be right. The
+    list begins with the copy whose bits the fewest devices hold. If a step has carried the fault to
+    other devices, as between tensor shards, the fault most likely began at that copy.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
     difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
@@ -115,7 +117,7 @@ def differing(tree: PyTree) -> list[Differs]:
 
     Raises:
         ValueError: there are no arrays; an array is not on a mesh, or is on another mesh than the
-            first array; or `tree` is being traced: inside a program call `compared`.
+            first array; or `tree` is being traced (inside a program, call `compared`).
     """
     placed = _placed(tree)
     same, words = jax.block_until_ready(
@@ -127,7 +129,8 @@ def differing(tree: PyTree) -> list[Differs]:
 
 def uncompared(tree: PyTree) -> list[str]:
     """Returns the paths of the arrays (or of the shapes with shardings) that have only one copy,
-    and so cannot be compared. The errors are those of `differing`.
+    and so cannot be compared. Raises `ValueError` if there are no arrays, or if they are not all on
+    one mesh.
     """
     placed = _placed(tree)
 
@@ -143,7 +146,8 @@ def uncompared(tree: PyTree) -> list[str]:
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
     """Returns the program that `differing` runs for these arrays, or for shapes with shardings, so
-    that you can read the program. The errors are those of `differing`.
+    that you can read the program. Raises `ValueError` if there are no arrays, or if they are not
+    all on one mesh.
     """
     placed = _placed(tree)
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
@@ -152,20 +156,20 @@ def lower(tree: PyTree) -> jax.stages.Lowered:
 def compared(
     tree: PyTree, specs: Specs, axis: AxisLike
 ) -> tuple[Bool[Array, ""], UInt32[Array, "*devices leaves words"]]:
-    """Returns whether the copies of each array of `tree` along `axis` are the same, and the words
-    of all copies. Call it inside `mesh.spmd`.
+    """Returns two results: whether the copies of every array of `tree` are the same along `axis`,
+    and the checksums of all copies. A checksum has two words. Call the function inside `mesh.spmd`.
 
     The call costs one gather of 8 bytes per leaf. Both results are the same on all devices of
     `axis`.
 
     Args:
-        tree: local blocks.
+        tree: this device's blocks of the arrays.
         specs: the spec of each array, in a tree like `tree`.
-        axis: all axes along which to compare, as names or with a collective algorithm; for a whole
-            mesh, `mesh.axis_names`.
+        axis: all axes along which to compare: names, or names with a collective algorithm, such as
+            `ring("data")`. For a whole mesh, pass the `axis_names` of the mesh.
 
     Raises:
-        ValueError: there are no arrays, or the specs are not those of the arrays of `tree`.
+        ValueError: there are no arrays, or the number of specs is not the number of arrays.
     """
     axis = Axis.of(axis)
     names = axes(axis.names)
@@ -195,8 +199,8 @@ def compared(
 
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
-    """Returns whether all words equal those of the first device along the dims `along`, which are
-    the mesh axes along which the leaves are copies.
+    """Returns whether the checksums are equal along the dims `along` of `words`. These dims are the
+    mesh axes along which the devices hold copies of the leaves.
     """
     first = words
     for dim in along:
@@ -208,14 +212,15 @@ def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...])
 
 
 def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Returns two words of 32 bits: a checksum of the bits of `x`, of any dtype, and of the places
-    of its numbers.
+    """Returns a checksum, two words of 32 bits, of the bits and the places of the numbers of `x`.
+    The array `x` may have any dtype.
 
     Each number is mixed with its place by a one-to-one function (the last steps of MurmurHash3, by
-    Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so one number that
-    changes always changes it. In the second word the places weigh the numbers, as in Fletcher's
-    checksum. So changes that cancel in the first sum hardly ever cancel in the second. Integer sums
-    do not depend on the order.
+    Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so this word always
+    changes if one number changes. The second word is a sum in which each mixed number has a weight
+    that depends on its place, as in Fletcher's checksum. So changes that cancel in the first sum
+    hardly ever cancel in the second. Sums of integers do not depend on the order in which they are
+    added.
 
     The function reads `x` once on each device, with a few integer operations and no extra memory.
     """
@@ -227,7 +232,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     ]
     # The place of each number in row-major order, modulo 2^32.
     place = sum(index_times_stride, jnp.zeros(bits.shape, jnp.uint32))
-    # 2^32 over the golden ratio: the products of neighbouring places differ in many bits.
+    # The factor is 2^32 over the golden ratio: its products with neighbouring places differ in many
+    # bits.
     mixed = _mixed(bits ^ place * np.uint32(0x9E3779B9))
     # Odd weights have inverses modulo 2^32, so each change of a number also changes this sum.
     weighed = mixed * (place * np.uint32(2) + np.uint32(1))
@@ -235,7 +241,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     # One reduction for both words: two reductions would each store an array as large as `x` on a
     # CPU, and take three times as long.
     def both(sums, terms):
-        """Returns both sums with one more term each."""
+        """Returns the two words of the checksum, the plain and the weighted sum, each with one more
+        number added."""
         return (sums[0] + terms[0], sums[1] + terms[1])
 
     return jnp.stack(
@@ -244,8 +251,9 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns numbers whose bits each depend on all bits of `x`; different numbers stay
-    different. These are the last steps of MurmurHash3, with its constants.
+    """Returns each number of `x` with its bits mixed: each new bit depends on all bits of the
+    number. Different numbers stay different. These are the last steps of MurmurHash3, with its
+    constants.
     """
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
@@ -258,8 +266,8 @@ def _plain(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns the bits of each number in a word of 32 bits. The words of a number of more bits, or
-    of a complex number, stand in a new last dim.
+    """Returns the bits of each number in a word of 32 bits. A complex number, or a number of more
+    than 32 bits, has several words, in new last dims.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
@@ -276,7 +284,7 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-# Around the map
+# The arrays to compare, the program that compares them, and the copies that differ
 
 
 class _Placed(NamedTuple):
@@ -289,7 +297,9 @@ class _Placed(NamedTuple):
 
 
 def _placed(tree: PyTree) -> _Placed:
-    """Returns the arrays of a tree, checked to be on one mesh."""
+    """Returns the arrays of a tree, with their paths, specs and mesh. Raises `ValueError` if there
+    are no arrays, or if they are not all on one mesh.
+    """
     named_leaves = jax.tree.leaves_with_path(tree)
     arrays = [
         (mesh.dotted(path), leaf)
@@ -308,13 +318,13 @@ def _placed(tree: PyTree) -> _Placed:
             raise ValueError(
                 f"fingerprint compares arrays of one mesh; {path} is on {leaf_mesh}, and "
                 f"{paths[0]} on {first_mesh}. Call it on "
-                "the arrays of each mesh alone, or place all on one mesh: mesh.place."
+                "the arrays of each mesh separately, or place all on one mesh: mesh.place."
             )
     return _Placed(leaves, paths, specs, first_mesh)
 
 
 def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
-    """Returns the spec and the mesh of an array. Refuses one that is traced or on no mesh."""
+    """Returns the spec and the mesh of an array. Refuses a traced array, and one on no mesh."""
     if isinstance(leaf, Tracer):
         raise ValueError(
             f"fingerprint needs arrays with values, and {path or 'the array'} is being "
@@ -333,7 +343,7 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
 
 def _places(device_mesh: Mesh) -> tuple:
     """Returns the axes, the shape and the devices' ids of a mesh, to compare the mesh with another
-    one. Unlike `==` of meshes, this leaves out the types of the axes, Auto or Explicit.
+    one. Unlike `==` of meshes, such a comparison ignores the types of the axes, Auto or Explicit.
     """
     return (
         device_mesh.axis_names,
@@ -351,7 +361,9 @@ def _split(spec: PartitionSpec) -> set[str]:
 def _program(
     leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
 ) -> tuple[Array, Array]:
-    """Returns whether all copies are equal, and the words [*mesh, leaves, words] of all devices."""
+    """Returns whether all copies are equal, and the checksums of all devices, in an array of shape
+    [*mesh, leaves, words]. `over` is the mesh.
+    """
 
     def local(*blocks):
         """Returns the results of `compared` for this device's blocks."""
@@ -361,12 +373,14 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """Returns the copies that differ, the rarest first. `words` are the checksums of all devices,
-    [*mesh, leaves, words].
+    """Returns the copies of leaves that differ from other copies. First come the copies whose bits
+    the fewest devices hold. `words` has the checksums of all devices, and the shape [*mesh, leaves,
+    words].
     """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
-        # The dims of the mesh along which the devices have other blocks of the leaf.
+        # The dims of the mesh along which the devices have different blocks of the leaf. Along the
+        # other dims they should have equal copies.
         splits = [dim for dim, name in enumerate(placed.mesh.axis_names) if name in _split(spec)]
         for places in _groups(placed.mesh, splits):
             differences += _strays(
@@ -379,8 +393,9 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
 
 
 def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int, ...]]]:
-    """Returns the places of the devices in the mesh, as index tuples, in groups that should hold
-    equal blocks: the devices of a group have the same index along each of the dims `splits`.
+    """Returns the places of the devices in the mesh, in groups whose devices should hold equal
+    blocks. A place is a tuple of indices. The places of a group have the same index along each of
+    the dims `splits`.
     """
     groups = defaultdict(list)
     for place in np.ndindex(*device_mesh.devices.shape):
@@ -391,10 +406,11 @@ def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int
 def _strays(
     path: str, words_of: dict[tuple[int, ...], tuple[int, ...]], device_mesh: Mesh
 ) -> list[Differs]:
-    """Returns the devices of one group whose words differ from the most common ones. If two
-    versions are equally common, it returns all devices of the group.
+    """Returns the devices of one group whose words differ from the most common words. If two
+    versions of the words are equally common, it returns all devices of the group.
 
-    `path` is the leaf. `words_of` has the words of each device by its place in the mesh.
+    `path` is the path of the leaf. `words_of` has the words of each device by its place in the
+    mesh.
     """
     counts = Counter(words_of.values())
     if len(counts) == 1:

@@ -41,7 +41,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
     """Prints `message` and ends the process at once, without exit handlers, which could wait for
     other processes.
 
-    The message is one write, so that the lines of several processes do not mix.
+    One system call writes the message, so that the lines of several processes do not mix.
     """
     # Each call fails alone: if nobody reads stdout any more, the message still goes to stderr.
     for write in (sys.stdout.flush, sys.stderr.flush):
@@ -54,7 +54,7 @@ def end(message: str, code: int = FAILED) -> NoReturn:
 
 def interrupted(number: signal.Signals, count: int) -> NoReturn:
     """Ends the process at once, without a save. This is a handler for `signals.listening`, which
-    passes the signal and the count of signals so far.
+    calls it with the signal and the number of signals so far.
     """
     end(
         f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",

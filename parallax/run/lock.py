@@ -1,17 +1,18 @@
 """An exclusive lock on a folder, so that the folder belongs to one run. The lock ends with the
-process that holds it. JAX is not imported here, so that a second run is refused within a second.
+process that holds it. JAX, which is slow to import, is not imported here, so that another run is
+refused at once.
 
     claim = lock.take("out/run")       # raises `Held`, with the host and process of the other run
     ...
-    claim.release()                    # also at the end of the process, of any kind
+    claim.release()                    # the end of the process releases the lock, too
 
-The lock is `filelock.FileLock` on FOLDER/.lock, the kernel's `flock`. The kernel releases it when
-the process is gone, also after kill -9. The file may then be left behind, and the next run takes
-the file over. Readers need no lock.
+The lock is a `filelock.FileLock` on FOLDER/.lock, which uses the kernel's `flock`. The kernel
+releases the lock when the process is gone, also after kill -9. The file may then stay behind, and
+the next run takes the file over. Readers need no lock.
 
-On network file systems: NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or `nolock`),
-CephFS, GPFS, SMB and Lustre mounted with `flock` hold the lock for all machines. A machine that
-dies keeps the lock until the server notices (NFSv4: a lease of some 90 s). Lustre with
+Of the network file systems, NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or
+`nolock`), CephFS, GPFS, SMB and Lustre mounted with `flock` hold the lock for all machines. A
+machine that dies keeps the lock until the server notices (with NFSv4, after some 90 s). Lustre with
 `localflock`, and BeeGFS by default, hold the lock only for the processes of one machine. On a file
 system without locks, a line is printed, and nothing keeps a second run out.
 """
@@ -37,12 +38,19 @@ WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, er
 
 
 class Held(OSError):
-    """Another run holds the folder; the message names its host and its process."""
+    """Raised if another run holds the folder. The message names the host and the process of that
+    run.
+    """
 
 
 class Lock:
-    """The lock on `folder`, as `take` returns it. As a context manager, it releases the lock at the
-    end of the block.
+    """The lock on `folder`, which `take` returns. If a `with` statement uses the object, the lock
+    is released at the end of the block.
+
+    Args:
+        folder: the folder.
+        file_lock: the `filelock.FileLock` on the lock's file.
+        created: the folders that `take` made.
     """
 
     def __init__(self, folder: Path, file_lock: Any, created: list[Path]):
@@ -76,7 +84,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
 
     Raises:
         Held: another run has the lock.
-        OSError: the folder cannot be made, or not be written to.
+        OSError: the folder cannot be made or written to.
         ImportError: filelock is not installed.
     """
     try:
@@ -125,8 +133,9 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
 
 
 def _make(folder: Path, created: list[Path]) -> None:
-    """Makes the folder and its parents, if they are missing. Adds each folder that it made to
-    `created`, the outermost first: `Lock.release` removes those that are then empty.
+    """Makes the folder and its parents, if they are missing. Adds each folder that it makes to
+    `created`, the outermost first. `Lock.release` removes the folders of `created` that are then
+    empty.
     """
     for path in (*reversed(folder.parents), folder):
         if not os.path.isdir(path):
@@ -136,15 +145,15 @@ def _make(folder: Path, created: list[Path]) -> None:
 
 
 def _remove(created: list[Path]) -> None:
-    """Removes each of the folders that is empty, the innermost first."""
+    """Removes the folders of `created` that are empty, the innermost first."""
     for path in reversed(created):
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
 def _sign(path: Path, descriptor: int) -> None:
-    """Writes into the lock's open file which host and process hold the lock. If that fails, it
-    removes the file, because the old record in it would name another run.
+    """Writes into the lock's open file which host and process hold the lock. If the write fails,
+    the file is removed, because an old record in the file would name another run.
     """
     record = {
         "host": socket.gethostname(),
@@ -161,12 +170,14 @@ def _sign(path: Path, descriptor: int) -> None:
 
 
 def _holder(folder: Path) -> str:
-    """Returns the words for the process that holds the folder. Reads the lock's file until that
-    process has written its record there, for at most `TOLD` seconds.
+    """Returns a text, for an error, that names the process that holds the folder. Reads the lock's
+    file until it has a whole record, for at most `TOLD` seconds.
     """
     end = time.monotonic() + TOLD
     while time.monotonic() < end:
-        time.sleep(0.02)  # a new holder needs this long to replace the record of the last one
+        # In this time a process that has just taken the lock replaces the record of the last
+        # holder.
+        time.sleep(0.02)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(_files.read(folder / FILE))
             return f"process {record['process']} on {record['host']}, since {record['since']},"

@@ -1,5 +1,5 @@
 """Parts of a training loop that survives faults: `Skipped` counts the steps that were not finite,
-`Clock` measures the seconds, and a sink such as `jsonl` writes the metrics.
+`Clock` measures the time, and a sink such as `jsonl` writes the metrics.
 
 The parts do not depend on each other; use the ones that your loop needs.
 """
@@ -27,15 +27,18 @@ class OverBudget(RuntimeError):
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts the steps that `step.make` skipped because they were not finite, against a budget.
+    """Counts the steps that `step.make` skipped because their numbers were not finite, and raises
+    an error if there are more than `budget`.
 
-    With a loss scale, a step that overflows shows that the scale was too large, and `step.make`
-    lowers the scale. Only an overflow at the smallest scale counts.
+    With a loss scale, an overflow shows that the scale was too large, so `step.make` lowers the
+    scale. A step with an overflow counts only if the scale was already the smallest one.
+    `step.make` also skips a step whose loss is above a limit. Such steps should not be counted
+    here, so call `Skipped.count` only for steps for which `run.spikes.Spikes.count` returned False.
 
     Args:
         budget: the number of steps that may be skipped in a run.
-        steps: the steps that were skipped so far, oldest first; a resumed run passes those that it
-            stored in the checkpoint's note.
+        steps: the steps that were skipped so far, oldest first; a resumed run passes the list that
+            it stored in the checkpoint's note.
     """
 
     budget: int
@@ -45,13 +48,14 @@ class Skipped:
     _scale: float = dataclasses.field(default=math.inf, init=False)
 
     def count(self, number: int, info: Info, scale: precision.Scale | None = None) -> bool:
-        """Returns whether step `number` was skipped. Raises `OverBudget` if more steps than the
-        budget were skipped; steps that only lowered the loss scale do not count. The state is still
-        good to save.
+        """Returns whether step `number` was skipped. Raises `OverBudget` if more steps were skipped
+        than the budget allows; steps that only lowered the loss scale do not count. After this
+        error the state is still good, and can be saved.
 
         Args:
             number: the number of the step.
-            info: the information that the step returned.
+            info: the `Info` that the step returned: whether it was skipped, the loss, and the
+                gradient norm.
             scale: the loss scale of the state that the step returned, or None.
         """
         # The scale that this step used; the scale that it returned is for the next step.
@@ -64,14 +68,12 @@ class Skipped:
         loss, norm = float(info.loss), float(info.gradient_norm)
         self.steps.append(number)
         if len(self.steps) > self.budget:
-            update_not_finite = (
-                " The update that they give is not finite." if math.isfinite(loss + norm) else ""
-            )
+            update_not_finite = " The update is not finite." if math.isfinite(loss + norm) else ""
             raise OverBudget(
                 f"step {number}: the loss is {loss} and the gradient norm {norm}."
                 f"{update_not_finite} "
                 f"{len(self.steps)} steps were not finite "
-                f"({', '.join(map(str, self.steps[-5:]))} last), and the budget is "
+                f"(the last ones: {', '.join(map(str, self.steps[-5:]))}), and the budget is "
                 f"{self.budget}. Lower the learning rate, clip "
                 "the gradients, or look at these batches."
             )
@@ -82,22 +84,22 @@ class Skipped:
 
 
 class Clock:
-    """Measures the seconds of a run by name, and its goodput: productive seconds over all seconds
-    since the run first began.
+    """Measures the seconds of a run by name, and the goodput of the run. The goodput is the number
+    of productive seconds divided by all seconds since the run first began.
 
         with clock("steps"):
             ...
 
     Put `clock.note()` into each checkpoint, and pass that note to `Clock` when the run is resumed.
-    The steps after the checkpoint, which were lost, and the time until the restart then count as
-    not productive.
+    The time of the steps that were lost after the checkpoint, and the time until the restart, then
+    count as not productive.
 
     Args:
         note: the note of the checkpoint, as `note` returned it; `None` for a new run.
         productive: the names whose seconds are productive.
 
     Attributes:
-        seconds: the seconds so far, by name, with those of the run that this one resumes.
+        seconds: the seconds so far, by name, including the seconds of the run that was resumed.
     """
 
     def __init__(
@@ -121,10 +123,11 @@ class Clock:
         return {"began": self.began, "seconds": dict(self.seconds)}
 
     def goodput(self) -> float:
-        """Returns productive seconds over all seconds since the run first began, from 0 to 1.
+        """Returns the productive seconds divided by all seconds since the run first began, from 0
+        to 1.
 
-        If the system's clock was set back, the sum of the counted seconds is larger, and is taken
-        as all seconds.
+        If the system's clock was set back, the run may have counted more seconds than the clock
+        shows. The sum of the counted seconds is then used in place of all seconds.
         """
         counted = sum(self.seconds.values())
         return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(
@@ -173,16 +176,16 @@ def jsonl(
     """Returns a sink that appends one line `{"step": ..., ...}` per call to a file. When a call
     returns, the operating system has the line.
 
-    If the storage fails for a while, lines wait in memory, and are written with the first line that
-    can be written again. An error that will not go away by itself is raised at once.
+    If the storage fails for a while, lines wait in memory, and are written together with the next
+    line that can be written. An error that will not go away by itself is raised at once.
 
     Args:
         path: the file.
         after: lines of an earlier session are kept up to this step; later lines are removed,
             because their steps are computed again.
-        say: prints a message if an earlier session left incomplete lines, which are removed, or if
-            lines wait.
-        patience: the seconds that lines may wait; a call that fails later than that raises
+        say: prints a message if lines wait, or if an earlier session left incomplete lines, which
+            are removed.
+        patience: the seconds that lines may wait; a call that fails after that time raises
             `OSError`.
     """
     path = Path(path)
@@ -201,8 +204,8 @@ def jsonl(
     failed_since = math.inf  # the time of the first failure since the last success
 
     def sink(step, values):
-        """Writes the line of `step`, and the lines that wait. If the storage fails, they all wait,
-        or after `patience` seconds an error is raised.
+        """Writes the line of `step`, and the lines that wait. If the storage fails, all these lines
+        wait. After `patience` seconds of failures an error is raised.
         """
         nonlocal failed_since
         waiting.append(json.dumps({"step": step, **values}) + "\n")
@@ -210,11 +213,12 @@ def jsonl(
             _append(path, "".join(waiting))
         except OSError as error:
             failed = f"{path}: the numbers of step {step} were not written; {error.strerror}."
-            if math.isinf(failed_since):
-                say(f"{failed} They wait; the run goes on meanwhile.")
-            failed_since = min(failed_since, time.monotonic())
+            is_first, failed_since = math.isinf(failed_since), min(failed_since, time.monotonic())
+            # `transient`: the error may go away by itself.
             if not transient(error) or time.monotonic() >= failed_since + patience:
                 raise OSError(failed) from error
+            if is_first:
+                say(f"{failed} They wait; the run goes on meanwhile.")
             return
         waiting.clear()
         failed_since = math.inf
@@ -223,8 +227,8 @@ def jsonl(
 
 
 def _append(path: Path, text: str) -> None:
-    """Adds `text` to the end of a file. If the write fails, it tries to remove the part that was
-    written.
+    """Adds `text` to the end of a file. If the write fails, `_append` tries to remove the part of
+    the text that was written, and raises the error.
     """
     size = path.stat().st_size if path.exists() else 0
     try:

@@ -1,9 +1,10 @@
 """The other processes of a job, seen through the key-value store of JAX's coordination service.
 
-Each process writes an *entry* into the store twice a second: its last phase, and a count of its
-entries. A process that raises an error writes the error too, and the others end. If a process waits
-too long, `Peers.culprit` reads the entries twice, and names the process that most likely holds up
-the others. If a process is gone, JAX's own heartbeats end the job.
+Each process writes an *entry* into the store twice a second. An entry has the phase of the process,
+which says what the process is doing (such as "in step 3"), and the number of entries that it has
+written. A process that raises an error writes the error too, and the other processes then end. If a
+process waits too long, `Peers.culprit` reads the entries twice, and names the process that most
+likely holds up the others. If a process is gone, JAX's own heartbeats end the job.
 """
 
 import atexit
@@ -22,8 +23,9 @@ from parallax.run import job as jobs
 from parallax.run import signals
 
 BEAT = 0.5  # seconds between two entries of a process
-# Seconds that `culprit` waits between two readings. Launchers send SIGKILL to the other processes a
-# second after SIGTERM, so the process that failed first has the last word.
+# Seconds that `culprit` waits between two readings. When one process has failed, launchers kill the
+# others within about a second. They are then killed while they wait, and the last message is the
+# message of the process that failed first.
 GRACE = 1.5
 SILENT = 5.0  # seconds without an entry, after which rank 0 names a process
 RANKS, RAISED = "parallax/ranks/", "parallax/raised/"
@@ -39,16 +41,16 @@ NAMES = (
 
 
 class Peers:
-    """Tells the other processes of a job about this process, and asks about the others. Make it
-    when JAX has connected the processes.
+    """Tells the other processes of a job about this process, and asks about the others. Make the
+    object after JAX has connected the processes.
 
     Args:
         job: this process.
         client: `collectives.types.coordination_client()`.
         limit: the seconds within which rank 0 must write its first entry.
 
-    Two jobs that were given one port may share JAX's service. So a rank whose variables `NAMES`
-    differ from those of rank 0 ends, and prints why.
+    Two jobs that were given one port may share JAX's service. So a rank ends, and prints why, if
+    its environment variables `NAMES` differ from those of rank 0.
     """
 
     def __init__(self, job: jobs.Job, client: Any, limit: float):
@@ -83,8 +85,8 @@ class Peers:
         atexit.register(self.close)  # for a program that ends without `processes.run`
 
     def does(self, doing: str, *, waits: bool) -> None:
-        """Sets the phase of this process, as in `doing="in step 3"`. `waits` says that the phase
-        cannot end without the other processes.
+        """Sets the phase of this process to `doing`, such as "in step 3". `waits` says that the
+        phase cannot end without the other processes.
         """
         self._entry |= {"doing": doing, "waits": waits}
 
@@ -94,19 +96,20 @@ class Peers:
         self._write_entry()
 
     def close(self) -> None:
-        """Stops the thread: if the thread returned from JAX while Python ends, the process would
-        abort.
+        """Stops the thread. If a call of JAX in the thread returned while Python ends, the process
+        would abort.
         """
         self._closed.set()
         self._thread.join(GRACE)
 
     def tell(self, why: str) -> None:
-        """Tells the others that this process ends because of an error, as in `why="raised
-        ValueError"`; they then end too.
+        """Tells the other processes that this process ends because of an error, so that they end
+        too. `why` is the error in words, such as "raised ValueError".
 
-        Rank 0 waits `GRACE` seconds, so that they can read it: JAX's service ends with rank 0.
+        Rank 0 waits `GRACE` seconds, so that the others can read the error: JAX's service ends with
+        rank 0.
         """
-        self._closed.set()
+        self._closed.set()  # so that the thread does not read this error and end the process
         key = f"{RAISED}{self.job.rank}"
         words = f"{self.job.who} {why}"
         _within(GRACE, lambda: self._client.key_value_set(key, words))
@@ -115,15 +118,15 @@ class Peers:
 
     def culprit(self) -> str:
         """Returns a message that names the process that most likely holds up the others, or an
-        empty text.
+        empty text if all processes wait.
 
-        The call takes `GRACE` seconds, and at most twice as long. If the store, which is in rank 0,
+        The call takes between `GRACE` and 2 * `GRACE` seconds. If the store, which is in rank 0,
         does not answer in that time, rank 0 is named.
         """
 
         def compare() -> str:
-            """Reads the entries twice, and returns an error that a process told, or else a guess
-            from the two readings.
+            """Reads the entries twice. Returns the error of a process that has written one into the
+            store. If there is none, returns a guess from the two readings.
             """
             before = self._read(RANKS)
             time.sleep(GRACE)
@@ -141,7 +144,8 @@ class Peers:
         self._client.key_value_set(f"{RANKS}{self.job.rank}", text, allow_overwrite=True)
 
     def _read(self, folder: str) -> dict[str, Any]:
-        """Returns the entries in a folder of the store: records in `RANKS`, texts in `RAISED`."""
+        """Returns the entries in a folder of the store, by key. The entries of the folder `RANKS`
+        are records, and those of the folder `RAISED` are texts."""
         entries = self._client.key_value_dir_get(folder)
         return {key: json.loads(text) if folder == RANKS else text for key, text in entries}
 
@@ -160,7 +164,7 @@ class Peers:
                 entries = self._read(RANKS) if self.job.rank == 0 else {}
             except jax.errors.JaxRuntimeError:
                 return  # JAX ends the process, or has shut its service down
-            # A process that tells an error of its own has set `_closed` before.
+            # If `_closed` is set, this process ends already, by itself or for its own error.
             if raised and not self._closed.is_set():
                 time.sleep(BEAT)  # the process that raised prints its traceback first
                 jobs.end(f"{self.job.who}: {raised[0]}. The job ends.\n")
@@ -174,8 +178,9 @@ class Peers:
 
 
 def job_name() -> str:
-    """Returns a text that is the same in all processes of a job: a hash of the variables `NAMES`,
-    which does not show a token.
+    """Returns a text that is the same in all processes of a job: a hash of the environment
+    variables `NAMES`, by which launchers name a job. The variables are hashed because one may hold
+    a secret.
     """
     values = "\0".join(os.environ.get(name, "") for name in NAMES)
     return hashlib.sha256(values.encode()).hexdigest()
@@ -194,7 +199,8 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
     The first choice is a process that has left. The second is a process whose count is the same in
     the two readings, `before` and `after`. The third is a process in a phase that does not wait for
-    others. `rank` is this process, which is left out. The readings have the entries by key.
+    others. `rank` is the rank of this process, which is left out. Each reading is a dict of entries
+    by key.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():
@@ -210,7 +216,7 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns the result of `call`; `None` if the call takes longer than `seconds`, or JAX's
+    """Returns the result of `call`; `None` if the call takes longer than `seconds`, or if JAX's
     service cannot be reached. The service does not answer while rank 0 is stopped.
     """
     results = []

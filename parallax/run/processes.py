@@ -35,7 +35,7 @@ from parallax.run.peers import Peers
 Result = TypeVar("Result")
 NUMBER, RANK = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"  # variables for launchers unknown to JAX
 ALONE = "coordinator_address should be defined"  # JAX's error if it finds no launcher
-SPARE = 60  # seconds by which JAX's own limit of the start is later than this module's
+SPARE = 60  # JAX's own time limit for the start is this many seconds longer than this module's
 
 
 def initialize(
@@ -49,8 +49,8 @@ def initialize(
     heartbeat_timeout: int = 60,
     say: Callable[[str], Any] = print,
 ) -> Job:
-    """Connects the processes of a job, and returns the `Job`. Call it once, before any device is
-    used.
+    """Connects the processes of a job, and returns the `Job`. Call this function once, before any
+    device is used.
 
     `jax.distributed.initialize` detects the launchers Slurm, Open MPI, Kubernetes and Cloud TPU.
     For other launchers pass `coordinator`, `processes` and `rank`, or set JAX_COORDINATOR_ADDRESS,
@@ -58,18 +58,19 @@ def initialize(
     A process that no launcher started is a job of one process, and connects to nothing.
 
     Args:
-        coordinator: `host:port` at which JAX's coordination service of rank 0 listens. With
-            `localhost`, other machines cannot reach the service.
+        coordinator: the address `host:port` at which JAX's coordination service of rank 0 listens.
+            With `localhost`, other machines cannot reach the service.
         processes: the number of processes of the job.
         rank: the rank of this process, from 0.
         cpu_devices: the number of virtual CPU devices of the whole job; each process makes its
-            share. Other platforms ignore it.
+            share. Platforms other than the CPU ignore this number.
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
-            Open MPI the default is one accelerator per process, by its local rank.
+            Open MPI the default is one accelerator per process, the one whose number is the rank of
+            the process on its machine.
         initialization_timeout: the seconds within which all processes must connect; a process that
-            still waits then prints a message and ends. They count from the start of the process,
-            because the other processes also wait for slow imports; but this call has at least half
-            of them.
+            still waits then prints a message and ends. The seconds count from the start of the
+            process, because the other processes also wait for slow imports; but this call gets at
+            least half of the seconds.
         heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
         say: prints the number of processes, on rank 0.
 
@@ -77,7 +78,7 @@ def initialize(
         ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
             variables are incomplete, or the number of processes does not divide `cpu_devices`.
     """
-    # `_told` adds the values of the JAX_... variables.
+    # `_told` checks the arguments, and replaces missing ones by the JAX_... variables.
     coordinator, processes, rank = _told(coordinator, processes, rank)
     connected = True
     try:
@@ -101,7 +102,8 @@ def initialize(
     job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
     if cpu_devices is not None:
         if cpu_devices % job.processes:
-            jax.distributed.shutdown()  # all processes raise: none waits for the others
+            # A meeting of all processes. None waits long, since all have the same `cpu_devices`.
+            jax.distributed.shutdown()
             divisible = max(job.processes, cpu_devices // job.processes * job.processes)
             raise ValueError(
                 f"initialize: cpu_devices={cpu_devices} must be a multiple of the {job.processes} "
@@ -120,8 +122,8 @@ def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
     """Returns the coordinator, the number of processes and the rank: the arguments, or else the
-    values of the JAX_... variables. Refuses a number of processes or a rank without the other two,
-    and a coordinator without a port.
+    values of the JAX_... variables. Refuses a number of processes or a rank if one of the three is
+    missing, and a coordinator without a port.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -147,9 +149,7 @@ def _is_local(coordinator: str | None) -> bool:
 
 
 def _age() -> float:
-    """Returns the seconds since this process began, imports included; 0 if the system does not say
-    (it has no /proc).
-    """
+    """Returns the seconds since this process began, with imports; 0 on a system without /proc."""
     try:
         # Field 22 of the file is the start in clock ticks after boot; fields 1 and 2 are cut off.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -185,15 +185,15 @@ def _start_limit(seconds: float) -> Iterator[None]:
 
 
 def run(main: Callable[[], Any], job: Job) -> None:
-    """Calls `main`, and ends this process: with code 0 if `main` returns, with another code if it
-    raises.
+    """Calls `main`, and then ends this process. The exit code is 0 if `main` returns, and another
+    number if `main` raises an error.
 
     After an error, the process prints the traceback and ends. It does not wait for exit handlers,
     barriers or threads, because these might wait for a process that is gone. The other processes
     read within two seconds that this process raised an error, and end. If a process fails because
-    another one is gone, it waits `peers.GRACE` seconds, and names the other one. `SystemExit` ends
-    the process with its code and message. `lock.Held` (another run holds the folder) prints one
-    line.
+    another one is gone, it waits `peers.GRACE` seconds, and its message names the other process.
+    `SystemExit` ends the process with its code and message. For `lock.Held` (another run holds the
+    folder), the message is one line.
     """
     several = jax.distributed.is_initialized()
     # A signal asks a job of several processes to stop together; a single process ends at once.
@@ -213,7 +213,7 @@ def run(main: Callable[[], Any], job: Job) -> None:
         # With code 0 or None the process ends as if `main` had returned.
     except BaseException as error:
         text = traceback.format_exc()
-        if job.peers and of_peers(error):
+        if job.peers and of_peers(error):  # another process may have caused the error
             # While this process asks for the culprit, the launcher's SIGTERM must end it; JAX's
             # preemption service would only note the signal.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -234,11 +234,12 @@ def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
 
 
 def _shut_down(job: Job) -> None:
-    """Waits until all processes of the job have come here, and disconnects this one."""
+    """Waits until all processes of the job have come here, and disconnects this process."""
     if job.peers:
         job.peers.leave()  # so that the others do not report this process as silent
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+    # Until here the thread of `peers` still ends this process if another one raises an error.
     if job.peers:
         job.peers.close()
 
@@ -256,23 +257,24 @@ def of_peers(error: BaseException) -> bool:
 def all_or_none(
     prepare: Callable[[], Result], job: Job, *, refused: Callable[[], Any] = lambda: None
 ) -> Result:
-    """Returns `prepare()` on all ranks, or ends all ranks if `prepare` fails on any rank. Use it
-    for checks before the work, such as checks of flags, or of files that one machine may lack.
-    Every rank must call it. If ranks raise a `ValueError`, an `OSError` or an `ImportError`, the
-    lowest of these ranks prints its error in one line. All ranks then end with code 2. Other errors
-    are raised.
+    """Returns `prepare()` on all ranks, or ends all ranks if `prepare` fails on any rank. Use this
+    function for checks before the work, such as checks of flags, or of files that one machine may
+    lack. Every rank must call it. If ranks raise a `ValueError`, an `OSError` or an `ImportError`,
+    the lowest of these ranks prints its error in one line. All ranks then end with code 2. Other
+    errors are raised.
 
     Args:
         prepare: the checks.
         job: the job that `initialize` returned.
-        refused: called on every rank before it ends, to undo what was done for the job, such as a
-            lock on its folder.
+        refused: called on every rank before the rank ends, to undo earlier work, such as to release
+            the lock on a folder.
     """
     result, error = None, None
     try:
         result = prepare()
     except (ValueError, OSError, ImportError) as failure:
         error = failure
+    # The ranks with an error, the same array on all ranks.
     ranks = np.flatnonzero(multihost_utils.process_allgather(np.asarray(error is not None)))
     if not ranks.size:  # no rank has an error
         return cast(Result, result)
@@ -285,14 +287,14 @@ def all_or_none(
 
 
 class StopRequest:
-    """A function of the step that says whether a signal has asked the job to end. All processes get
-    the same answer.
+    """A function that takes the number of the step, and returns whether a signal has asked the job
+    to end. All processes get the same answer.
 
     Args:
         several: whether the job has several processes.
 
     Attributes:
-        by: the name of the signal.
+        by: the name of the signal; SIGTERM if this process has heard no other signal.
     """
 
     def __init__(self, several: bool):
@@ -311,8 +313,8 @@ class StopRequest:
         )
 
     def hear(self, number: signal.Signals, count: int) -> None:
-        """Handles a signal, for `signals.listening`: asks the run to save and to end. A Ctrl-C
-        after another signal ends the process at once.
+        """Handles a signal, for `signals.listening`: asks the run to save and to end. `count` is
+        the number of signals so far. A Ctrl-C after another signal ends the process at once.
         """
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)
@@ -332,8 +334,8 @@ class StopRequest:
 
 @contextlib.contextmanager
 def preemption() -> Iterator[StopRequest]:
-    """Yields a function of the step that returns whether SIGTERM, Ctrl-C or SIGHUP has come to any
-    process. The function returns true at the same step on all processes.
+    """Yields a function that takes the number of the step, and returns whether SIGTERM, Ctrl-C or
+    SIGHUP has come to any process. The function returns true at the same step on all processes.
 
         with processes.preemption() as preempted:
             for i in range(start, steps):

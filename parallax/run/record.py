@@ -1,12 +1,12 @@
-"""`Record`, the contents of a checkpoint's manifest. A malformed manifest is refused when it is
-read, with an error that names it, and the checkpoint is passed over.
+"""`Record`, the contents of a checkpoint's manifest. If a malformed manifest is read, an error
+names the file, and the checkpoint is passed over.
 
 contents.json    the record alone, written first: it says to which run the folder belongs
 manifest.json    the record and, as `files`, the size and hash of every other file,
                  contents.json too; written last
 
-Both files also have the number of their format. `manifest.need(condition, place, what, value)`
-raises `Damaged`, with the other arguments in its message, if the condition is false.
+Both files also hold the number of their format, `format`. `manifest.need(condition, place, what,
+value)` raises `Damaged`, with the other arguments in its message, if the condition is false.
 """
 
 import contextlib
@@ -34,10 +34,11 @@ class Record:
     Args:
         step: the step of the checkpoint.
         settings: the settings of the run.
-        note: the JSON values that the loop stored for itself.
-        numbers: the plain numbers of the state, by path; a complex number is a list of two.
+        note: the JSON values that the training loop stored for itself.
+        numbers: the plain numbers of the state, by path; a complex number is a list of its two
+            parts.
         arrays: the `[dtype, shape]` of each array of the state, by path.
-        evaluated: a finite loss that was measured of this state, or None.
+        evaluated: the finite loss that was measured for this state, or None.
     """
 
     step: int
@@ -49,7 +50,9 @@ class Record:
 
     @property
     def text(self) -> str:
-        """The record as text, to compare it: unlike in Python, `1`, `1.0` and `true` differ."""
+        """The record as text, for comparisons. The texts `1`, `1.0` and `true` differ, while the
+        Python values are equal.
+        """
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
@@ -74,16 +77,16 @@ def seal(folder: Path, record: Record) -> None:
 
 
 def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
-    """Returns whether `folder` is the checkpoint of `step` of the run with these settings, finished
-    or not.
+    """Returns whether `folder` is a checkpoint, finished or not, of `step` of the run with these
+    settings.
 
-    A record in the folder must say so. A link, the folder of another run, and a folder of other
-    files do not belong to this run. An empty folder counts as this run's, since nothing is lost if
-    it is removed.
+    A record in the folder must have this step and these settings. A link, the folder of another
+    run, and a folder of other files do not belong to this run. An empty folder counts as this
+    run's, since nothing is lost if it is removed.
     """
     if folder.is_symlink():
         return False
-    for name in (CONTENTS, MANIFEST):  # if the first cannot be read, the second may be whole
+    for name in (CONTENTS, MANIFEST):  # if one cannot be read, the other may be whole
         with contextlib.suppress(ValueError, RecursionError, OSError):
             entries = manifest.read(folder / name)
             entries.pop("files", None)
@@ -119,16 +122,16 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """Returns a bound on the bytes of a checkpoint's files: twice 16 bytes for each number of its
-    arrays, and 1 GiB. A manifest that lists more is refused, so that no absurdly large file is
-    hashed.
+    """Returns a generous bound on the bytes of a checkpoint's files. The bound has 1 GiB, and for
+    each number of the arrays twice the bytes of the widest number. A manifest that lists more bytes
+    is refused, so that no absurdly large file is hashed.
     """
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
 
 def _typed(entries: dict[str, Any], path: Path) -> Record:
-    """Returns the entries that were read at `path` as a record. Raises `manifest.Damaged` if the
-    entries are not a valid record; the message names the first wrong entry.
+    """Converts the JSON entries that were read from `path` to a `Record`. Raises `manifest.Damaged`
+    if the entries are not a valid record; the message names the first wrong entry.
     """
     manifest.check_format(entries, path, FORMAT)
     entries.pop("format")
@@ -156,15 +159,16 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
 
 
 def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Checks that a folder is the finished checkpoint of `step` of the run with these settings.
-    Names and sizes are checked, and hashes are not.
+    """Checks that a folder is the finished checkpoint of `step` of the run with these settings. The
+    names and sizes of the files are checked, but not their hashes.
 
     Raises:
         manifest.Damaged: the checkpoint was not finished, or a file is missing or was changed.
         ValueError: the checkpoint is of another run, or has another format.
     """
     if not folder.exists():
-        raise manifest.Damaged(f"{folder}: needed a folder, found none. It was removed.")
+        raise manifest.Damaged(f"{folder}: needed a folder, found none. The folder was removed.")
+    # A link to a missing file is not this case: `read` says what is wrong with it.
     if not os.path.lexists(folder / MANIFEST):
         raise manifest.Damaged(
             f"{folder / MANIFEST}: found no file. The checkpoint was not finished, or has "
@@ -178,15 +182,15 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         )
     if differing := differences(record.settings, settings):
         raise ValueError(
-            f"{folder}: it is of another run, which had {differing}. Use these settings, or choose "
-            f"another folder."
+            f"{folder}: it is of another run, which had {differing}. Use the settings of that run, "
+            f"or choose another folder."
         )
     check_form(folder, record, files)
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Returns the differences between the settings of another run and of this run as text, such as
-    `width=64 (here 128)`; an empty text if they agree.
+    `width=64 (here 128)`; an empty text if the settings agree.
     """
     absent = object()
 
@@ -203,20 +207,20 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
     """Raises `manifest.Damaged` if the files in a folder differ in name or size from `files`, the
-    list in its manifest. Raises it too if `record`, from the manifest, differs from the record in
-    `contents.json`. Hashes are not checked.
+    files that the manifest lists. Raises this error too if `record`, which is from the manifest,
+    differs from the record in `contents.json`. Hashes are not checked.
     """
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
         raise manifest.Damaged(
             f"{folder / MANIFEST}: needed the record in {CONTENTS}, which was written with "
-            f"the arrays; got another one. It is damaged."
+            f"the arrays; got another record. The manifest is damaged."
         )
 
 
 def newest(path: Path) -> int:
-    """Returns the step stored at `path`. Raises `manifest.Damaged` if there is none."""
+    """Returns the step stored at `path`. Raises `manifest.Damaged` if no step is stored there."""
     step = manifest.read(path).get("step")
     manifest.need(is_step(step), f"{path}: step", "a step, from 0 on", step)
     return step  # pyright: ignore[reportReturnType]

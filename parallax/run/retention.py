@@ -1,8 +1,8 @@
 """Decides which checkpoints in a folder stay, and removes the others. Only checkpoints of this run
-are removed, whatever else is in the folder.
+are removed; everything else in the folder stays.
 
 A checkpoint is *finished* if it has a manifest. A checkpoint is *refused* if this run has found
-that it cannot be restored; `refused` has the error of each such step.
+that it cannot be restored; `refused` has, by step, the error of each such checkpoint.
 """
 
 import itertools
@@ -21,12 +21,12 @@ NEWEST, OLD = "newest.json", ".replaced"
 
 
 class Retention(NamedTuple):
-    """Which finished checkpoints stay.
+    """Says which finished checkpoints stay.
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: checkpoints of steps that are multiples of this number stay for good; with None all
-            other checkpoints are removed.
+        every: good checkpoints whose step is a multiple of this number also stay, for ever. With
+            None, no checkpoint stays for this reason.
     """
 
     newest: int = 3
@@ -46,13 +46,13 @@ def path_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """Returns the step in the name of a checkpoint's folder; None for other names."""
-    # `0000000100` has ten digits, but `path_of` writes step 100 with eight, and so is not its path.
+    # `0000000100` is not the name of step 100, since `path_of` writes that step with eight digits.
     named = re.fullmatch("[0-9]{8,10}", path.name) is not None and records.is_step(int(path.name))
     return int(path.name) if named and path == path_of(path.parent, int(path.name)) else None
 
 
 def finished(folder: Path) -> list[int]:
-    """Returns the steps of the finished checkpoints, oldest first: those with a manifest, which is
+    """Returns the steps of the finished checkpoints, oldest first. Manifests are looked for, but
     not read.
     """
     steps = ((path, step_of(path)) for path in folder.iterdir())
@@ -113,7 +113,8 @@ def make_room(
     path = path_of(folder, step)
     if path.is_symlink() or path.exists():
         aside = Path(f"{path}{OLD}")
-        # An older checkpoint of this step and run there makes way; any other folder stays.
+        # If `aside` is an older checkpoint of this step and run, it is removed. Any other folder of
+        # this name stays.
         if aside.is_dir() and records.is_of(aside, step, settings):
             remove(aside)
         # The first name that is free: 00000100.replaced, 00000100.replaced.2, ...
@@ -130,7 +131,7 @@ def prune(
     retention: Retention,
 ) -> None:
     """Removes the checkpoints of this run that are not to be kept: finished ones that `retention`
-    does not keep, unfinished ones, and replaced ones.
+    does not keep, unfinished ones, and ones that a newer checkpoint of the same step has replaced.
 
     The newest checkpoint whose loss was measured also stays. A damaged checkpoint that was refused
     stays until there is a newer good one. A checkpoint that was refused for another reason stays
@@ -143,26 +144,26 @@ def prune(
         step = step_of(path.with_name(path.name.removesuffix(OLD)))
         if step is not None and path.is_dir() and records.is_of(path, step, settings):
             ours[path] = step
+    complete = finished(folder)
     good = (
-        step
-        for step in reversed(finished(folder))
-        if step not in refused and path_of(folder, step) in ours
+        step for step in reversed(complete) if step not in refused and path_of(folder, step) in ours
     )
     newest = list(itertools.islice(good, retention.newest))  # the newest first
     if not newest:
         return
 
     def stays(step):
-        """Returns whether the checkpoint of `step` stays. Does not look at a measured loss."""
+        """Returns whether the checkpoint of `step` would stay if no loss had been measured."""
         if step in refused:
             return step > newest[0] or not isinstance(refused[step], manifest.Damaged)
         if step in newest:
             return True
-        return retention.every is not None and step % retention.every == 0
+        return retention.every is not None and step % retention.every == 0 and step in complete
 
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
+    # The checkpoint that stays for its measured loss may be one of these.
     older = {step for step in to_remove.values() if step not in refused}
     for path in to_remove.keys() - _measured(folder, newest, older):
         remove(path)
@@ -173,8 +174,8 @@ def prune(
 
 def remove(path: Path) -> None:
     """Removes a checkpoint: first its manifest, and last `contents.json`, which says to which run
-    it belongs. If the removal is interrupted, an unfinished checkpoint of this run is left, which
-    `prune` can remove.
+    the checkpoint belongs. If the removal is interrupted, an unfinished checkpoint of this run is
+    left, which `prune` can remove.
     """
     if not (path / MANIFEST).is_dir():  # a folder of this name is removed below
         (path / MANIFEST).unlink(missing_ok=True)
@@ -187,10 +188,14 @@ def remove(path: Path) -> None:
 
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
-    """Returns the folders that stay for their loss: the newest checkpoint whose loss was measured,
-    among the steps `newest` (newest first), or else among the steps `others`; and each newer
-    checkpoint of another format, whose loss may have been measured. A damaged checkpoint does not
-    count. Raises `OSError` if a manifest cannot be read now; the writer then tries again.
+    """Returns the folders that stay because of a measured loss. One of them is the folder of the
+    newest checkpoint whose loss was measured. The search begins with the steps `newest` (newest
+    first), and goes on with the steps `others`. The function also returns the folders of newer
+    checkpoints of another format, since a loss may have been measured for these too. Damaged
+    checkpoints are left out.
+
+    Raises `OSError` if a manifest cannot be read now. This function runs at the end of a save;
+    after the error `writer.Writer` tries that end again.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

@@ -1,7 +1,7 @@
 """Handles signals that end a run, also while the main thread is inside a compiled program.
 
 Python calls a signal's handler in the main thread, between two Python instructions. So Python calls
-no handler while that thread compiles or waits for devices. But the C part of Python's handler
+no handler while the main thread compiles or waits for devices. But the C part of Python's handler
 writes the signal's number to a pipe at once (`signal.set_wakeup_fd`), and a thread here reads the
 pipe. JAX is not imported here.
 """
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 TO_END = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-END = b"\0"  # in the pipe: the thread ends; no signal has this number
+END = b"\0"  # a byte in the pipe that ends the thread; no signal has the number 0
 Hear = Callable[[signal.Signals, int], None]
 
 
@@ -24,7 +24,7 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     `with` block; `count` is the number of such signals so far.
 
     A signal that was ignored before, as by nohup, stays ignored. Only the main thread can listen;
-    in other threads nothing changes.
+    in another thread this function does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -32,9 +32,9 @@ def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     read_end, write_end = os.pipe()
     # Python's handler must not wait, even if the pipe is full.
     os.set_blocking(write_end, False)
-    # None: a handler of C, which Python could not restore.
+    # `getsignal` returns None for a handler of a C library, which Python could not restore.
     heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    # Handlers that do nothing: without a handler of Python, no byte is written to the pipe.
+    # The handlers do nothing, but without a handler in Python no byte is written to the pipe.
     before = {number: signal.signal(number, lambda *_: None) for number in heard}
     wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
@@ -72,7 +72,7 @@ def say(line: str) -> None:
 
 def leave_terminal() -> None:
     """Discards all further output to the terminal. After SIGHUP the terminal is gone, and `print`
-    would raise an error in the middle of the save.
+    would raise an error in the middle of a save.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):

@@ -4,7 +4,8 @@ after some such steps the run goes back to an older checkpoint.
     spikes = Spikes(2.0, 3, note=note.get("spikes"))
     ...
     state, info = train(state, batch(i + spikes.past), None, spikes.limit)
-    spike = spikes.count(i, float(info.loss))      # raises `Spiked`: restore an older checkpoint
+    spike = spikes.count(i, float(info.loss))      # may raise `Spiked`
+    # After `except Spiked as error`, when an older checkpoint is restored:
     spikes = spikes.back(error.step, restored.step, restored.note.get("spikes"))
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 WINDOW = 64  # steps over which the median is taken, and spikes are counted
-LEAST = 16  # losses before there is a limit
+LEAST = 16  # the fewest losses for which there is a limit
 
 
 class Spiked(RuntimeError):
@@ -38,13 +39,13 @@ class Spiked(RuntimeError):
 
 
 class Spikes:
-    """Counts the spikes among the losses of a run. All processes pass the same losses to it, so all
-    get the same answers.
+    """Counts the spikes among the losses of a run. Every process passes the same losses, so every
+    process gets the same answers.
 
     Args:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
             that were no spikes.
-        budget: the number of spikes in 64 steps at which `count` raises.
+        budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
         note: the note of the checkpoint, as `note` returned it; `None` for a new run.
 
     Attributes:
@@ -67,11 +68,11 @@ class Spikes:
         return float(np.float32(self.factor * median)) if median > 0 else math.inf
 
     def count(self, number: int, loss: float) -> bool:
-        """Returns whether the loss of step `number` was a spike: above `limit`. A loss that is no
-        spike, and finite, joins the losses of the median.
+        """Returns whether the loss of step `number` was a spike: above `limit`. A finite loss that
+        is no spike is added to the losses of which the median is taken.
 
         Raises:
-            Spiked: it was a spike, and `budget` of the last 64 steps were spikes.
+            Spiked: the loss was a spike, and `budget` or more of the last 64 steps were spikes.
         """
         if not loss > self.limit:  # nan is no spike: `metrics.Skipped` counts it
             self._losses = [*self._losses, loss][-WINDOW:] if math.isfinite(loss) else self._losses
@@ -83,9 +84,9 @@ class Spikes:
                 f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, "
                 f"{self.factor:g} times its running median; there were "
                 f"spikes at {len(self._at)} of the last {WINDOW} steps "
-                f"({', '.join(map(str, self._at[-5:]))} last).",
-                number,
-                self._at[0],
+                f"(the last ones: {', '.join(map(str, self._at[-5:]))}).",
+                step=number,
+                first=self._at[0],
             )
         return True
 
@@ -97,7 +98,7 @@ class Spikes:
         """Returns the guard for a run that went back from `step` to the checkpoint of step `first`.
 
         The guard has the losses of the checkpoint's `note`. It skips the batches of the steps after
-        `first`, up to and with `step`.
+        `first`, up to and including `step`.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

@@ -1,8 +1,8 @@
 """Converts a state to arrays by name, in a form that all layouts share, and back to any shardings.
 
 The name of an array is its path in the tree. A layout may change the form of a state: a pipeline
-splits its blocks into chunks. The caller gives two functions: `to_disk` undoes this change before
-the state is stored, and `from_disk` makes the change again after the state is read.
+splits the blocks of the model into chunks. The caller gives two functions: `to_disk` undoes this
+change before the state is stored, and `from_disk` makes the change again after the state is read.
 """
 
 import math
@@ -24,7 +24,7 @@ KEYS = {
     "key<fry>": "threefry2x32",
     "key<rbg>": "rbg",
     "key<urbg>": "unsafe_rbg",
-}  # random keys' dtypes and generators
+}  # the generator of random keys, by the dtype of the keys
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -32,7 +32,7 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     of its two parts.
 
     Raises:
-        ValueError: two leaves have one path, or a plain number is not finite.
+        ValueError: two leaves have the same path, or a plain number is not finite.
     """
     # `dotted` gives "" if the tree is a single leaf; `is_array` is true of shapes, too.
     named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
@@ -83,7 +83,7 @@ def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
     shardings = lowered.compile().output_shardings
 
     def shape(out, sharding):
-        """Returns the shape and dtype of a result, with this sharding."""
+        """Returns the shape and dtype of an array that `convert` returns, with its sharding."""
         return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=sharding)
 
     # When `lower` traced `convert`, that added the leaves that are no arrays to `statics`.
@@ -103,8 +103,8 @@ def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
     """Returns three things: the arrays of `tree`; `f` as a function from these arrays to arrays,
-    which `jax.jit` can trace; and a list. Each trace of the function adds to the list a tree of the
-    other leaves of the result, which are not arrays.
+    which `jax.jit` can trace; and a list. When the function is traced, the leaves of its result
+    that are no arrays are added to the list, as one tree.
     """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
@@ -127,8 +127,8 @@ def check_same(
     """
 
     def kinds(numbers):
-        """Returns plain numbers as a record describes arrays, `[type, shape]`, by name. A complex
-        number is stored as a list of its two parts.
+        """Returns, by name, `[type, shape]` of each plain number, as a record describes an array. A
+        complex number is stored as a list of its two parts.
         """
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
@@ -136,7 +136,7 @@ def check_same(
         }
 
     def words(entry):
-        """Returns the type and the shape of a leaf, or "nothing"."""
+        """Returns the type and the shape of a leaf in words, or "nothing" if there is no leaf."""
         return "nothing" if entry is None else f"{entry[0]}{entry[1]}"
 
     stored_leaves = record.arrays | kinds(record.numbers)
@@ -152,19 +152,20 @@ def check_same(
         raise ValueError(
             f"{folder}: the arrays are not those of the state to restore. "
             f"{'; '.join(wrong[:3])}{more}. "
-            "Restore with the model and the optimizer that were saved, and the to_disk that "
-            "they were saved by."
+            "Restore with the model and the optimizer that were saved, and with the same "
+            "`form` as in the save."
         )
 
 
 def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
-    """Returns the tree `like`, with the stored arrays and plain numbers of the same paths in place
-    of its own. Other leaves stay.
+    """Returns the tree `like`, with stored values in place of its arrays and plain numbers.
+    `arrays` and `numbers` have the stored values by path. Other leaves of `like` stay.
     """
 
     def leaf(path, leaf):
-        """Returns the stored number or array with this path, in the type of the leaf of `like`. A
-        complex number was stored as a list of its parts, and random keys as integers.
+        """Returns the stored number or array with this path, in the type of `leaf`, the leaf of
+        `like` at this path. A complex number was stored as a list of its parts, and random keys as
+        integers.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:
@@ -186,7 +187,7 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
     """Starts to search the arrays for nan and inf on the devices. Returns a function that waits for
     the search, and returns the names of the arrays with a nan or an inf.
 
-    The arrays may be donated in between. All processes get the same names.
+    The arrays may be donated before that function is called. All processes get the same names.
     """
     numbers = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -238,7 +239,7 @@ def plain(leaf: Any) -> Any:
 
 def empty(arrays: dict[str, Any]) -> dict[str, Any]:
     """Returns the arrays of size zero among `arrays`; Orbax does not store these. In place of a
-    `jax.ShapeDtypeStruct` of size zero, it returns a new array.
+    `jax.ShapeDtypeStruct` of size zero, the function returns a new array.
     """
 
     def array(leaf):
@@ -271,10 +272,11 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
-    """Returns this process's blocks of an array, by device, copied to the host. Devices with copies
-    of one block share one copy.
+    """Returns this process's blocks of an array, by device, copied to the host. Devices that hold
+    the same block share one copy of it.
     """
-    # The index as text, since slices are no keys of a dict. Copies of a block have one index.
+    # The index is taken as text, since slices cannot be keys of a dict. Copies of a block have the
+    # same index.
     shards = [(shard.device, str(shard.index), shard.data) for shard in leaf.addressable_shards]
     distinct = {index: data for _, index, data in shards}
     for data in distinct.values():  # starts all copies before the first is waited for
@@ -286,7 +288,8 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
 def _of_blocks(
     blocks: dict[Any, np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """Returns a global array of `shape` from this process's blocks, by device.
+    """Returns a global array of `shape`, made from the blocks of this process. `blocks` has these
+    blocks by device.
 
     On accelerators the blocks stay in the host's memory, if the devices can read that memory: the
     devices' own memory is full of the run's state.

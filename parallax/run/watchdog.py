@@ -1,8 +1,9 @@
-"""Ends a job if a step takes too long, and names the rank that held it up.
+"""Ends a job if a step takes too long, and names the rank that held up the job.
 
 A collective waits forever for a rank that sleeps or is stuck on a dead disk. Heartbeats do not
-detect this, because the process is still alive. So each rank notes its *phase*, the name of the
-part of the step that it is in. The message has the phase, and so says what the rank was doing.
+detect such a rank, because its process is still alive. So each rank notes its *phase*, the name of
+the part of the step that the rank is doing. The message that the watchdog prints names the phase,
+and so says what the rank was doing.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ YEAR = 3.2e7  # seconds; `faulthandler` takes no `inf`
 
 
 class Watchdog:
-    """Ends the job when a step takes too long, and names the rank that held it up, with its last
-    phase.
+    """Ends the job when a step takes too long, and names the rank that held up the job, and the
+    last phase of that rank.
 
         with Watchdog(job, seconds=60) as watch:
             for i in range(steps):
@@ -30,20 +31,20 @@ class Watchdog:
                 watch.phase("train", waits=True)
                 ...
 
-    The time runs from the moment when the watchdog is made. Make the watchdog first, so that the
-    argument `first` limits the whole start.
+    The time runs from the moment when the watchdog is made. Make the watchdog before any other
+    work, so that the argument `first` limits the whole start.
 
-    Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end it
-    without the others. A rank that waits is probably held up by another rank, so it prints its
-    message `peers.GRACE` seconds later. So the rank at fault prints first, with the stacks of its
-    threads, and ends the job. If that rank cannot print, because it is stopped, is gone or holds
-    Python's lock, the others name it by `Peers.culprit`.
+    Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end such
+    a phase without the other ranks. A rank that waits is probably held up by another rank, so it
+    prints its message `peers.GRACE` seconds later. So the rank at fault prints first, with the
+    stacks of its threads, and ends the job. If that rank cannot print, because it is stopped, is
+    gone or holds Python's lock, the other ranks name it, by `Peers.culprit`.
 
     Args:
         job: the job that `processes.initialize` returned.
         seconds: the longest time that a step may take.
-        first: the longest time until the second step begins, in which the step is compiled; ten
-            times `seconds` by default.
+        first: the longest time until the second step begins; this time includes compiling the first
+            step. The default is ten times `seconds`.
 
     Raises:
         ValueError: `seconds` is not above 0.
@@ -70,19 +71,23 @@ class Watchdog:
         return self
 
     def __exit__(self, *_):
-        """Ends the thread, and cancels the last resort of `_arm`."""
+        """Ends the thread, and cancels the timer that `_arm` set."""
         self._left.set()  # ends the thread
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int, phase: str = "begin") -> None:
-        """Notes that step `number` begins now."""
+        """Notes that step `number` begins now, in this phase. The time of the step is counted from
+        now on.
+        """
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()
         self.phase(phase)
 
     def phase(self, name: str, *, waits: bool = False) -> None:
-        """Sets the phase of this rank. `waits`: the phase cannot end without the other ranks."""
+        """Sets the phase of this rank. `waits` says that the phase cannot end without the other
+        ranks.
+        """
         self._phase, self._waits, self._phase_began = name, waits, time.monotonic()
         if self.job.peers:
             self.job.peers.does(f"{self._where}, phase {name!r}", waits=waits)
@@ -96,20 +101,22 @@ class Watchdog:
 
     @property
     def _where(self) -> str:
-        """The current step, in words for a message."""
+        """The current step, in words for a message, such as "in step 3"."""
         return "before the first step" if self._number is None else f"in step {self._number}"
 
     def _arm(self) -> None:
-        """Sets the last resort, a thread of C, which ends the process if no thread of Python runs
-        because something holds Python's lock.
+        """Sets a timer in C code that ends the process `LAST_RESORT` seconds after the step's
+        limit. It does so even while one thread holds Python's lock, and no other thread of Python
+        can run.
         """
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2
         )
 
     def _watch(self) -> None:
-        """Waits, in a thread, until a step takes too long; then prints the rank at fault and ends
-        the process. If the step ends during the search for the rank, the thread goes on waiting.
+        """Waits, in a thread, until a step takes too long; then prints which rank is at fault and
+        ends the process. If the step ends during the search for the rank, the thread goes on
+        waiting.
         """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:
@@ -117,8 +124,8 @@ class Watchdog:
                 if self._left.wait(min(seconds_left, 0.5)):
                     return
             waits, began, phase = self._waits, self._step_began, self._phase
-            # A rank that waits is probably held up: it first asks for the culprit, as that rank
-            # then prints before it.
+            # A rank that waits is probably held up by another rank. It searches for that rank, and
+            # the search takes `GRACE` seconds, so the other rank prints its message first.
             culprit = self._culprit() if waits else ""
             if self._step_began == began:  # still the same step: it is really late
                 break
@@ -132,8 +139,9 @@ class Watchdog:
             f"{now - began:.1f} s of the {self._limit:g} s allowed, "
             f"{now - self._phase_began:.1f} s of them in phase {phase!r}. The job ends."
         )
-        # Rank 0, if it has left the work, waits at its exit until JAX misses this rank. If this is
-        # rank 0, JAX's service ends with it, and the others need not be told.
+        # A rank above 0 tells the others: a rank 0 that has left the work would otherwise wait at
+        # its exit until JAX misses this rank. A rank 0 at fault tells them too, so that they name
+        # it. A rank 0 that waits tells nobody: JAX's service ends with it, and so do the others.
         if self.job.peers and (self.job.rank or not waits):
             did = "waited too long for the other ranks" if waits else "held up the job"
             self.job.peers.tell(f"{did} {self._where}, in phase {phase!r}")
@@ -145,5 +153,5 @@ class Watchdog:
         """
         if self.job.peers:
             return self.job.peers.culprit()
-        time.sleep(GRACE)
+        time.sleep(GRACE)  # as long as a search takes: the step may still end in that time
         return ""

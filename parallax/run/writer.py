@@ -1,5 +1,6 @@
-"""Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then all files are
-hashed, the manifest is written, which *seals* the checkpoint, and old checkpoints are removed.
+"""Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then the
+checkpoint is *sealed*: all files are hashed, and the manifest is written. At the end old
+checkpoints are removed.
 
 If the storage fails for a while, the save is tried again, after longer and longer pauses. All
 processes go through the same `Stages`, and agree on how each stage ended. `Stages.first(work)` is a
@@ -34,10 +35,10 @@ class Writer:
     Args:
         folder: the folder of the checkpoints.
         name: a name that no other writer of the job has, and that is the same on all processes.
-        make_room: called on the first process with a step before its checkpoint is written;
-            moves a bad checkpoint of this step aside.
-        sealed: called on the first process, in the writer's thread, with a step whose checkpoint is
-            finished.
+        make_room: called on the first process, with the number of a step, before the checkpoint of
+            this step is written; it moves a bad checkpoint of the same step aside.
+        sealed: called on the first process, in the writer's thread, with the number of a step whose
+            checkpoint is finished.
         tries: the number of times that a save is tried.
         say: prints a line about an error of this process.
 
@@ -72,13 +73,15 @@ class Writer:
         """Begins to write a checkpoint. The arrays may be donated as soon as the call returns. No
         other checkpoint may be in progress.
 
-        `lost` waits for the search for nan and inf, and returns the names of the arrays that have
-        any. `write` calls `lost` after Orbax has begun to write, so that the search and the writing
-        run at once. If it returns names, the files are removed again.
+        `lost` waits for the search for nan and inf, and returns the names of the arrays that have a
+        nan or an inf. `write` calls `lost` after Orbax has begun to write, so that the search and
+        the writing run at the same time. If `lost` returns names, `write` removes the files that
+        Orbax has begun to write.
 
         Raises:
             ValueError: an array is not finite.
-            retention.Later: `make_room` raises it.
+            retention.Later: `make_room` found a finished checkpoint of this step or of a later one
+                in the folder.
             OSError: the storage failed, and will not recover by itself.
         """
         # A second try needs copies, since the arrays may be donated by then.
@@ -126,12 +129,12 @@ class Writer:
         self.check()
 
     def _begin(self, record: Record, arrays: dict[str, Any]) -> None:
-        """Makes the folder, and passes the arrays to Orbax, whose `save` copies them and then
-        writes in the background.
+        """Makes the folder, and passes the arrays to Orbax's checkpointer, `self.arrays`, whose
+        `save` copies them and then writes in the background.
         """
 
         def make():
-            """Makes room and the folder, on the first process."""
+            """Moves a bad folder of this step away, and makes the new one, on the first process."""
             self._make_room(record.step)
             records.begin(self._path(record.step), record)
 
@@ -172,14 +175,15 @@ class Writer:
     ) -> None:
         """Finishes a save, in the writer's thread: waits for Orbax, and seals the checkpoint.
 
-        If the storage fails, the method tries again after a pause, up to `tries` times in all;
-        arrays that are written are not written again. The last error is kept for `check`.
+        If the storage fails, the method tries again after a pause, up to `tries` times in all. It
+        does not write the arrays again if an earlier try has written them. The last error is kept
+        for `check`.
 
         Args:
-            name: the name of this save, which its barriers begin with.
+            name: the name of this save, with which the keys of its barriers begin.
             record: the contents of the manifest.
-            copies: a function that returns the arrays from copies, since the caller may have
-                donated them.
+            copies: a function that makes the arrays again from copies, since the caller may have
+                donated the arrays.
             first_failure: the error of `_begin`, in the caller's thread, or None.
         """
         written = False
@@ -213,14 +217,18 @@ class Writer:
             time.sleep(pause)
 
     def _seal(self, record: Record) -> None:
-        """Writes the manifest of a checkpoint and the newest step, on the first process."""
+        """Writes the manifest of a checkpoint, stores its step as the newest one, and calls
+        `sealed`, a function of the caller that removes old checkpoints. This is the work of a stage
+        (`Stages.first`), on the first process only.
+        """
         records.seal(self._path(record.step), record)
         manifest.write(self._folder / NEWEST, {"step": record.step})
         self._sealed(record.step)
 
     def _checkpointer(self) -> Any:
-        """Returns a new asynchronous checkpointer of Orbax, whose barriers are this writer's. It is
-        made again after each failure, since the old one cannot write any more."""
+        """Returns a new asynchronous checkpointer of Orbax, which uses the barriers of this writer.
+        A new one is needed after each failure, since the old one cannot write any more.
+        """
         checkpoint = orbax()
         # Weights hardly compress, and compression takes more CPU time than the rest of a save.
         handler = checkpoint.PyTreeCheckpointHandler(use_compression=False)
@@ -232,8 +240,9 @@ class Writer:
         )
 
         def meet(key: str, timeout_ms: int) -> None:
-            """Ends a stage of the save, in place of a barrier of Orbax: if a process has failed,
-            all processes learn it. `key` and `timeout_ms` are not used: the stage has its own.
+            """Replaces a barrier of Orbax: ends a stage of the save, so that all processes learn if
+            one of them has failed. `key` and `timeout_ms` are not used: the stage has keys and time
+            limits of its own.
             """
             self._stages.end()
 
@@ -248,11 +257,11 @@ class Writer:
 
     def _failed(self, step: int, error: BaseException) -> OSError:
         """Returns an error that says which checkpoint was not saved, and which finished one is the
-        newest. Its cause is `error`.
+        newest. The cause of the returned error is `error`.
         """
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")
-        failure.__cause__ = error  # `processes.run` asks whether a peer is the cause
+        failure.__cause__ = error  # `processes.run` looks for an error of another process there
         return failure
 
     def _path(self, step: int) -> Path:

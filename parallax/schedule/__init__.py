@@ -1,5 +1,5 @@
-"""Pipeline schedules as checked tables: their makers (GPipe, 1F1B, zero bubble), the table itself,
-and CSV files of it."""
+"""Pipeline schedules as checked tables: functions that make a table (GPipe, 1F1B, zero bubble), the
+table itself, and CSV files of tables."""
 
 from parallax.schedule.files import from_csv, to_csv
 from parallax.schedule.jobs import LANES, Cost, Job

@@ -1,13 +1,15 @@
-"""A schedule as a CSV file: one row per tick, one column per stage, and each job by its place in
-the model: `5F3` is F of microbatch 3 at place 5.
+"""Writes and reads a schedule as a CSV file, with one row per tick and one column per stage. A job
+is written with its place in the model: `5F3` is F of microbatch 3 at place 5.
 
-`5B3` is both gradients of microbatch 3 at place 5. If these are separate jobs, `5I3` is the input's
-gradient and `5W3` the weights' gradient. In lockstep a stage may have several jobs in a tick:
-`1F4 1B2`. Files of `torch.distributed.pipelining` can be read too: one row per rank and one cell
-per job, without a header.
+F is the forward pass. `5B3` is both gradients of microbatch 3 at place 5. If the two gradients are
+separate jobs, `5I3` is the input's gradient and `5W3` the weights' gradient. In lockstep (see the
+module `table`) a stage may have several jobs in a tick: `1F4 1B2`. Files of
+`torch.distributed.pipelining` can be read too: they have one row per rank (a stage) and one cell
+per job, and no header.
 
 A place is the position of a chunk of layers in the model; a placement, [chunks, stages], gives each
-chunk's place.
+chunk's place. A `Job` is (lane, microbatch, place); its lane is "forward" for F, "backward" for I
+and "weight" for W. B stands for two jobs, one in the lane "backward" and one in the lane "weight".
 """
 
 import csv
@@ -26,14 +28,14 @@ from parallax.schedule.table import CannotRun, Schedule
 
 LANES_OF = {"F": ("forward",), "I": ("backward",), "W": ("weight",), "B": ("backward", "weight")}
 JOB = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
-# Torch's files also list messages, which are skipped: a `Schedule` derives its own.
+# Torch's files also list sends and receives, which are skipped: a `Schedule` derives its own.
 MOVES = re.compile(r"[0-9]*(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 OVERLAPPED = re.compile(r"\(|\)OVERLAP_F_B|;")  # around and between jobs: `(0F3;3B1)OVERLAP_F_B`
 
 
 def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Writes the tables to `path`: one row per tick, one column per stage, and cells such as `5F3`
-    or `1F4 1B2`."""
+    """Writes the schedule's tables to the file `path`: one row per tick, one column per stage, and
+    cells such as `5F3` or `1F4 1B2`; an empty cell has no job."""
     letters = "FB" if schedule.weight is None else "FIW"  # of `schedule.lanes`, in their order
 
     def cell(tick, stage):
@@ -61,17 +63,21 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     only the order of each rank's jobs: each job gets the first tick in which it can run.
 
     Raises:
-        ValueError: the file is not a table, or its table cannot run; the message names the line.
+        ValueError: the file is not a table, or its table cannot run; the message names the line,
+            or, in a file of torch's form, the row and the cell of a word that is no job.
     """
     try:
-        # Spreadsheets write a byte-order mark.
+        # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is
+        # read as an empty header.
         text = _files.read(path, "a table of text").decode("utf-8-sig")
         header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
             f"{path}: needed a table of text, as to_csv writes it, found something else ({error})."
         ) from error
-    # The line of a tick is its number plus 2: tick 0 is on line 2, below the header.
+    # The line of a tick is its number plus 2: tick 0 is on line 2, below the header. Files in
+    # torch's form have no line for a tick. There no job is too early, since the ticks follow from
+    # the order of the jobs; a `CannotRun` comes only from a microbatch's number that is too large.
     try:
         return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
     except CannotRun as error:
@@ -87,7 +93,7 @@ def _columns(stages: int) -> list[str]:
 
 def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
     """Returns the schedule of a file in the form of `to_csv`, one row per tick; raises `ValueError`
-    if it is not of this form."""
+    if the file is not of this form."""
     columns = _columns(max(len(header) - 1, 1))
     if [name.strip() for name in header] != columns:
         raise ValueError(
@@ -123,37 +129,41 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
 
 
 def _is_of_torch(header: list[str]) -> bool:
-    """Returns whether the first word of a file is a job or a message, not a column's name."""
+    """Returns whether a file is in torch's form: the first word of `header` is then a job, or
+    torch's word for a send or a receive, and not a column's name."""
     words = OVERLAPPED.sub(" ", " ".join(header)).split()
     return bool(words) and bool(JOB.fullmatch(words[0]) or MOVES.fullmatch(words[0]))
 
 
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
+    Each job gets the first tick in which it can run.
 
-    A whole backward job, B, is read as I and then W. If two jobs overlap, the job that is listed
-    first runs first.
+    A whole backward job, B, is read as I and then W. If a cell has two jobs that torch overlaps,
+    the job that is listed first runs first.
     """
     orders = []  # the jobs of each rank
     for rank, row in enumerate(rows):
         cells = enumerate(row)
         jobs = [_jobs(OVERLAPPED.split(cell), f"row {rank + 1}, cell {k + 1}") for k, cell in cells]
+        # Torch numbers the forwards of some ranks from 1, and `_from_0` renumbers them from 0.
         orders.append(_from_0([job for of_cell in jobs for job in of_cell]))
     return from_orders(orders, _placement(orders))
 
 
 def _from_0(order: list[Job]) -> list[Job]:
-    """Returns a rank's jobs; if its forwards are numbered from 1, they are numbered from 0 instead.
+    """Returns a rank's jobs. If the file numbers the rank's forwards from 1, the forwards are
+    renumbered from 0.
 
-    `Schedule1F1B` of torch 2.13 numbers the forwards of its last rank from 1, and their backwards
-    from 0.
+    `Schedule1F1B` of torch 2.13 numbers the forwards of its last rank from 1, and the backwards of
+    that rank from 0.
     """
     # The microbatches of each lane at each place.
     numbers: dict[tuple[str, int], list[int]] = {}
     for job in order:
         numbers.setdefault((job.lane, job.place), []).append(job.microbatch)
-    # The lanes and places to renumber: their forwards are the backwards' numbers plus 1. A file
-    # from which only forward 0 is missing is not of this kind, and is refused later.
+    # The lanes and places to renumber: the numbers of their forwards are those of the backwards
+    # plus 1. A file from which only forward 0 is missing is not of this kind, and is refused later.
     from_1 = set()
     for (lane, place), forward in numbers.items():
         backward = sorted(numbers.get(("backward", place), ()))
@@ -165,7 +175,8 @@ def _from_0(order: list[Job]) -> list[Job]:
 
 
 def _jobs(words: Sequence[str], where: str) -> list[Job]:
-    """Returns the jobs of words such as `5F3`, and skips torch's messages.
+    """Returns the jobs of words such as `5F3`, and skips torch's words for sends and receives. The
+    word `5B3` gives two jobs: "backward" and "weight".
 
     `where` names the cell in errors.
     """
@@ -173,19 +184,19 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
     for word in filter(None, map(str.strip, words)):
         match = JOB.fullmatch(word)  # place, letter, microbatch
         if match:
-            # Two jobs for B.
             jobs += [Job(lane, int(match[3]), int(match[1])) for lane in LANES_OF[match[2]]]
         elif not MOVES.fullmatch(word):
             raise ValueError(
-                f"{where}: {_short([word])} is no job. Write one as 5F3: place, F, I, W or B, "
-                "microbatch."
+                f"{where}: {_short([word])} is no job. Write a job as 5F3: the place, one of F, I, "
+                "W and B, and the microbatch."
             )
     return jobs
 
 
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement: each stage's chunks have the places that occur among its jobs, in
-    ascending order. Raises `ValueError` if this is no placement."""
+    """Returns the placement that the jobs of all stages, one sequence per stage, imply: a stage's
+    chunks have the places that occur among its jobs, in ascending order. Raises `ValueError` if
+    this is no placement."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:
@@ -198,13 +209,14 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
             raise ValueError(
                 f"Each place of the model, from 0 on, needs one stage; stage {stage} has place "
                 f"{place}, and the next place without a stage is {expected}. Number the places "
-                "without a gap, each on one stage."
+                "without a gap, and put each on exactly one stage."
             )
     # `places` is [stages, chunks].
     return np.array(places).T
 
 
 def _short(cells: list[str]) -> str:
-    """Returns the text of cells for an error, escaped for a terminal, and cut if it is long."""
+    """Returns cells of the CSV file as one text, for an error: escaped for a terminal, and cut if
+    it is long."""
     text = repr(",".join(cells))
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text)} characters)"

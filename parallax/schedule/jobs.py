@@ -1,8 +1,9 @@
-"""The jobs of a schedule: which jobs each of them needs, and the time at which each starts if
-stages run them in a given order.
+"""The jobs of a schedule: which jobs a job needs, and the time at which each job starts if the
+stages run their jobs in a given order.
 
 A job runs one chunk of layers for one microbatch. Its lane is its kind: "forward" (F), "backward"
-(B) or "weight" (W). A chunk's place is its position in the model.
+(B) or "weight" (W). A chunk's place is its position in the model. A stage runs the chunks of one or
+more places.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +43,8 @@ def needs(job: Job, last: int) -> Iterator[Job]:
 def start_times(
     orders: Sequence[Sequence[Job]],
     homes: Mapping[int, int],
-    costs: Mapping[str, Cost],
-    hop: Cost = 0,
+    costs: Mapping[str, float | int],
+    hop: float | int = 0,
 ) -> dict[Job, float]:
     """Returns the time at which each job starts if each stage runs its jobs in the given order,
     each as early as possible.
@@ -51,19 +52,19 @@ def start_times(
     Args:
         orders: the jobs of each stage.
         homes: the stage of each place of the model.
-        costs: the time of a job, by lane.
+        costs: for each lane, the time of one job, which is one chunk of one microbatch.
         hop: the time of a message to another stage, in the unit of `costs`.
 
     Raises:
-        ValueError: a job waits for a job that never runs or that comes after it, or occurs twice.
+        ValueError: a stage has a job twice; or a job waits for a job that never runs, or for a job
+            that the order of a stage puts too late.
     """
     last = max(homes)
     starts: dict[Job, float] = {}
     stops: dict[Job, float] = {}  # the time at which each job ends
     # By stage: the time from which it is free, and the number of its jobs that have begun.
     free, begun = [0.0] * len(orders), [0] * len(orders)
-    # Each round starts the jobs whose inputs exist. A round that starts none is the end, or a
-    # deadlock if jobs are left.
+    # Each round starts the jobs whose inputs exist, until a round starts none.
     started_before = -1  # below 0, so that there is a first round
     while started_before < len(starts):
         started_before = len(starts)
@@ -82,13 +83,13 @@ def start_times(
                 stops[job] = starts[job] + costs[job.lane]
                 free[stage] = stops[job]
                 begun[stage] += 1
-    # A deadlock: the first job left on a stage waits for a job that never ends.
+    # If a job is left, this is a deadlock: the job waits for a job that never ends.
     for stage, order in enumerate(orders):
         for job in order[begun[stage] :]:
             missing = next(cause for cause in needs(job, last) if cause not in stops)
             raise ValueError(
-                f"stage {stage} waits for ever before {job}: it needs {missing}, on stage "
-                f"{homes[missing.place]}, which has run in no earlier tick. Change the order of "
-                "one of the two stages."
+                f"stage {stage} waits for ever before {job}: this job needs {missing}, which stage "
+                f"{homes[missing.place]} does not run in an earlier tick. Change the order of one "
+                "of the two stages."
             )
     return starts

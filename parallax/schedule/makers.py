@@ -10,7 +10,7 @@ stage, and the bubble is the idle time of a stage.
     >>> table.makespan(**costs), table.bubble(**costs), table.in_flight.tolist()
     (57.0, 9.0, [7.0, 5.0, 3.0, 1.0])
 
-A schedule of your own is a `Schedule` of your own tables, or a CSV file (`from_csv`).
+To make a schedule of your own, pass your tables to `Schedule`, or read a CSV file with `from_csv`.
 """
 
 import numpy as np
@@ -26,8 +26,8 @@ Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Returns the schedule of all forwards, then all backwards from the last microbatch to the
-    first: the bubble is (P-1)(F+B).
+    """Returns the schedule that runs all forwards, and then all backwards from the last microbatch
+    to the first: the bubble is (P-1)(F+B).
 
     Every stage holds M microbatches. `jax.grad` of a scan over forward ticks runs in this order
     (arXiv 1811.06965).
@@ -47,13 +47,13 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     and memory does not depend on M.
 
     Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
-    more chunks, microbatches go around the ring in groups of P. The bubble is then v times smaller
-    than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If M is a
-    multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which
+    more chunks, microbatches pass all stages v times, in groups of P. The bubble is then v times
+    smaller than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If M is
+    a multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which
     adds (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
-        ValueError: as for `gpipe`.
+        ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
     return _schedule(P, v, _forwards(P, M, v), _backwards(P, M, v))
@@ -63,12 +63,12 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     """Returns 1F1B with separate I and W: the bubble is (P-1)(F+I)/v, since no stage is idle while
     W runs.
 
-    Weight gradients need no exchange, so stage s runs W s ticks after I. Then W runs on all stages
-    in the same M v ticks. The delay costs memory: stage s holds residuals of up to
-    P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
+    Weight gradients need no exchange, so stage s delays each W by s ticks after its I. With this
+    delay all stages run W in the same M v ticks. The delay costs memory: stage s holds residuals of
+    up to P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
 
     Raises:
-        ValueError: as for `gpipe`.
+        ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
     # Stage s runs I s ticks before stage 0 does, so with a delay of s all stages run W together.
@@ -77,17 +77,19 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """Returns P, M and v (by default 1) of `sizes` in this order; raises `ValueError` if the table
-    would be too large."""
+    """Returns P, M and v from `sizes`, which has them in this order; v is 1 if `sizes` has only P
+    and M. Raises `ValueError` if a size is no whole number of at least 1, or if the table would be
+    too large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
-    # Checked before any array is made: a table of 10^9 cells would fill the memory. The schedules
-    # here have about (M + 2 P) v ticks, or less than twice as many.
+    # Checked before any array is made: a table of 10^9 cells would fill the memory. The number
+    # of ticks is an estimate: 1F1B has about (M + 2 P) v ticks, and GPipe 2 (M + P - 1). So a table
+    # may have up to twice as many cells as `MOST`.
     if (M + 2 * P) * v * P > MOST:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
             f"A schedule of {listed} has a table of more than {MOST:,} cells. Use fewer "
-            "microbatches, and add up the rest outside: "
+            "microbatches in the pipeline, and accumulate the gradients of several pipeline runs: "
             "grads.accumulated(pipeline.value_and_grad(...), microbatches=...)."
         )
     return P, M, v
@@ -111,22 +113,24 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
 def _forwards(P: int, M: int, v: int) -> Jobs:
     """Returns the ticks and the jobs of the forwards: each group of P microbatches passes chunk 0
     of all stages, then chunk 1 right after it, and so on."""
+    # All microbatches m, chunks c and stages s; the ticks are [M, v, P].
     m, c, s = np.ogrid[:M, :v, :P]
-    # A group takes v P ticks, a chunk P of them, and each stage is one tick later than the stage
-    # before it.
+    # `m // P` is the number of the group. A group takes v P ticks, a chunk P of them, and each
+    # stage is one tick later than the stage before it.
     return m // P * v * P + c * P + m % P + s, m * v + c
 
 
 def _backwards(P: int, M: int, v: int) -> Jobs:
     """Returns the ticks and the jobs of the backwards, which pass the places of the model from the
     last to the first. They begin in tick v P - 1, the tick of the first microbatch's last F."""
+    # The ticks are [M, v, P], as in `_forwards`, but the last chunk and the last stage come first.
     m, c, s = np.ogrid[:M, :v, :P]
     return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, m * v + c
 
 
 def _schedule(P: int, v: int, *lanes: Jobs) -> Schedule:
-    """Returns the schedule of forward, backward and perhaps weight jobs in these ticks. Each of
-    `lanes` is (ticks, jobs)."""
+    """Returns the schedule of these lanes, with a looped placement. `lanes` has the forward, the
+    backward and perhaps the weight jobs, in this order, each lane as a pair (ticks, jobs)."""
     count = 1 + max(int(tick.max()) for tick, _ in lanes)
     tables = np.full((len(lanes), count, P), -1, np.int32)
     for table, (tick, job) in zip(tables, lanes, strict=True):

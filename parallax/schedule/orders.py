@@ -2,8 +2,8 @@
 jobs, and `from_orders`, which makes the table.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, I input gradient, W weight
-gradient; their lanes are "forward", "backward" and "weight". A place is a chunk's position in the
-model, and `places`, [v, P], gives the place of each chunk of each stage.
+gradient; the lanes of F, I and W are "forward", "backward" and "weight". A place is a chunk's
+position in the model, and `places`, [v, P], gives the place of each chunk of each stage.
 """
 
 import heapq
@@ -50,13 +50,14 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def zero_bubble(
     stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
 ) -> Schedule:
-    """Returns a schedule in which each stage runs I as soon as it can. Otherwise it runs F while it
-    holds fewer than `in_flight` microbatches, by default P, and else W.
+    """Returns a schedule in which each stage runs I as soon as it can. If no I is ready, the stage
+    runs F if it holds fewer than `in_flight` microbatches (by default P); otherwise it runs W. A
+    stage holds a microbatch from its F until its W.
 
     With v chunks per stage, a stage may hold `in_flight` * v chunks of microbatches.
 
-    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241). If `in_flight` is P, it
-    is their schedule ZB-H1.
+    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241). If `in_flight` is P, the
+    schedule is the paper's ZB-H1.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -70,13 +71,15 @@ def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
     """Returns a schedule in which each stage runs in each tick one of its ready jobs, if it has
-    any: I first, then F, then W. Stage s runs no F while it holds `max_chunks[s]` chunks.
+    any: I first, then F, then W. Stage s runs no F while the stage holds `max_chunks[s]` chunks,
+    each of one microbatch. A chunk is held from its F until its W.
 
     If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
-    microbatch the latest place. A chunk is held from its F until its W.
+    microbatch the latest place. `places` is the placement.
 
     Raises:
-        ValueError: no stage has a job that it may run, since only F are ready, on full stages.
+        ValueError: no stage may run a job: the only ready jobs are forwards, and their stages
+            already hold `max_chunks` chunks.
     """
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
@@ -109,7 +112,7 @@ def greedy(
                 newly_ready += followers(job, last)
                 left -= 1
         if left == left_before:
-            # Every ready job is an F that no stage may start.
+            # Every ready job is an F, on a stage that holds too many chunks to start it.
             raise ValueError(
                 f"No stage can run a job if the stages hold at most {max_chunks} chunks. Let them "
                 "hold more."
@@ -124,8 +127,8 @@ def from_orders(
     tick in which its inputs exist and the stage is free.
 
     Raises:
-        ValueError: a job is not on the stage of its place, or waits for a job that never runs or
-            that comes after it.
+        ValueError: a job is not on the stage of its place; or a job waits for a job that never
+            runs, or for a job that the order of a stage puts too late.
     """
     homes = homes_of(places)
     # A wrong place would otherwise be reported as a deadlock.
@@ -147,8 +150,8 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """Returns the tables of jobs given as (tick, job), one table per lane: microbatch * v + chunk,
-    or -1 for no job.
+    """Returns the tables of jobs given as pairs (tick, job): one table per lane. An entry is
+    microbatch * v + chunk, or -1 for no job.
 
     The tables have `ticks` rows; by default the last row is the tick of the last job.
 
@@ -174,8 +177,11 @@ def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
-    """Yields the jobs that need a job's result: the inverse of `jobs.needs`. `last` is the last
-    place of the model, whose F is followed by its own I."""
+    """Yields the jobs that need a job's result; `last` is the last place of the model.
+
+    F is followed by F of the next place; at the last place it is followed by I of that place. I is
+    followed by W of its own place, and by I of the place before. No job needs W.
+    """
     lane, m, place = job
     if lane == "forward":
         yield Job("forward", m, place + 1) if place < last else Job("backward", m, place)

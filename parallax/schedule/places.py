@@ -2,8 +2,10 @@
 NumPy only.
 
 Legend: P stages, v chunks of layers per stage. A place is the position of a chunk in the model, 0
-to vP - 1. A slot holds the array of one job until the last job that reads it; then the slot is used
-again.
+to vP - 1. A table of jobs, [ticks, stages], has the number of the job that each stage runs in each
+tick, or -1 for none. A slot holds the array of one job until the last job that reads the array has
+run; then the slot is used again. If a job of microbatch 0 writes slot 0 in tick 0, and its last
+reader runs in tick 5, then a job of another microbatch may write slot 0 in tick 6.
 """
 
 import heapq
@@ -27,9 +29,9 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
     places = np.arange(placed.size)
     if placed.ndim != 2 or not placed.size or (np.sort(placed, axis=None) != places).any():
         raise ValueError(
-            f"{name}: a placement is [chunks, stages], each of the places 0 to chunks x stages - 1 "
-            "once, such as a schedule's `placed`, or schedule.looped_placement(stages, chunks); "
-            f"got {placed.tolist()}."
+            f"{name}: a placement is [chunks, stages] and has each place from 0 to chunks x stages "
+            f"- 1 once; got {placed.tolist()}. Use the `placed` of a schedule, or "
+            "schedule.looped_placement(stages, chunks)."
         )
     # Read-only, since schedules store it and return it to callers.
     placed = placed.astype(np.int32)
@@ -57,8 +59,8 @@ class Interval(NamedTuple):
 
 
 def fewest(intervals: Sequence[Interval]) -> list[int]:
-    """Returns a slot for each interval, so that intervals that overlap have different slots, and no
-    assignment needs fewer."""
+    """Returns a slot for each interval of ticks, so that intervals that overlap have different
+    slots. No other assignment needs fewer slots."""
     # Two heaps: `busy` has (stop, slot) of the slots in use, and `free` the others.
     slots, busy, free = [0] * len(intervals), [], []
     count = 0  # the slots that exist so far
@@ -78,12 +80,13 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
 def coloured(
     lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
 ) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """Returns the slot of each job, by lane. A microbatch's job of the first lane writes the slot.
-    The microbatch's job of the last lane is the last reader: from the next tick on the slot is
-    free.
+    """Returns the slot of each job: by lane, a table [ticks, stages] of slots.
 
-    `lanes` has two or more tables of jobs, with -1 for no job. In a tick without a job, the first
-    lane has the lowest free slot, and each other lane has -1.
+    `lanes` has two or more tables of jobs, such as "forward" and "backward". A job of the first
+    lane writes a slot, and the jobs with the same number in the other lanes read it. The job of the
+    last lane is the last reader: from the next tick on the slot is free. In a tick in which the
+    first lane has no job, it has the lowest free slot; another lane without a job has -1. (To share
+    the fewest slots among intervals is to colour an interval graph.)
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}
@@ -91,8 +94,9 @@ def coloured(
         columns = {lane: table[:, s].tolist() for lane, table in lanes.items()}
         # The tick from which each job's slot is free again.
         stops = {job: tick + 1 for tick, job in enumerate(columns[last]) if job >= 0}
-        # A tick without a job of the first lane also gets a slot, for that one tick (`tick + 1` is
-        # its end): in lockstep an idle stage writes there.
+        # A tick without a job of the first lane also gets a slot, for only that tick (its interval
+        # ends at `tick + 1`). In lockstep all devices run one program, so an idle stage writes too:
+        # a value that nobody reads, which needs a slot that is not in use.
         written = fewest(
             [Interval(tick, stops.get(job, tick + 1)) for tick, job in enumerate(columns[first])]
         )

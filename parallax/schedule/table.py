@@ -1,25 +1,30 @@
-"""A pipeline schedule: integer tables, checked when they are made, of the job that each stage runs
-in each tick.
+"""A pipeline schedule: tables of integers that say which job each stage runs in each tick. The
+tables are checked when they are made.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
 weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. Its lane is
 its kind: "forward", "backward" (B or I) or "weight" (W). Each lane has a table, ticks x stages, of
-jobs, with -1 for an idle stage. The placement, [v, P], is the place in the model, 0 to vP - 1, of
-each stage's chunks.
+jobs, with -1 for an idle stage. The forward table [[0, -1], [1, 0], [-1, 1]] has two stages: in
+tick 1, stage 0 runs microbatch 1, and stage 1 runs microbatch 0. The placement, [v, P], has the
+place in the model, 0 to vP - 1, of each chunk of each stage.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
   forward, then at most one backward, then at most one weight job. So a full pipeline runs F and B
-  in every tick. The next stage uses the output of tick t in tick t + 1, or never: there are no
-  receive queues. The placement is looped: chunk c of stage s is at place c P + s.
+  in every tick. The next stage must use the output of tick t in tick t + 1, so outputs need no
+  buffers (slots) in which to wait. The placement is looped: chunk c of stage s is at place c P + s.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
 
+The head computes the loss from the output of the model's last place. The head is no lane, but it
+makes the cotangent with which B begins at the last place. The lane of this message is called
+"head".
+
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
-tables. `lanes` has the tables by lane, `_costs` the time of one chunk by lane, `_homes` the stage
-and the chunk of each place, and `_when` the tick of each job by lane, [M, places].
+tables. `lanes` has the table of each lane, `_costs` the time of one chunk in each lane, `_homes`
+the stage and the chunk of each place, and `_when` for each lane the ticks of its jobs, [M, places].
 """
 
 import dataclasses
@@ -44,12 +49,12 @@ from parallax.schedule.places import (
 
 
 class Phase(NamedTuple):
-    """Successive ticks in which the same lanes run, each on at least one stage; in the tick before
-    and in the tick after, other lanes run.
+    """As many successive ticks as possible in which the same set of lanes runs. A lane runs in a
+    tick if at least one stage has a job of it.
 
     Attributes:
-        start: its first tick.
-        stop: the tick after its last.
+        start: the first tick.
+        stop: the tick after the last one.
         lanes: the lanes that run, in their order within a tick.
     """
 
@@ -62,12 +67,13 @@ class Span(NamedTuple):
     """One job on one stage.
 
     Attributes:
-        stage: the stage that runs it, from 0.
+        stage: the number of the stage that runs the job, from 0.
         lane: "forward", "backward" or "weight".
-        microbatch: its number, from 0.
-        chunk: the chunk of the stage's layers, from 0.
-        start: the time at which it begins, in the unit of the costs; the first job begins at 0.
-        stop: the time at which it ends.
+        microbatch: the number of the microbatch, from 0.
+        chunk: the number of the chunk of the stage's layers, from 0.
+        start: the time, in the unit of the costs, at which the job begins; the first one begins at
+            0.
+        stop: the time at which the job ends.
     """
 
     stage: int
@@ -84,10 +90,10 @@ class Message(NamedTuple):
     Attributes:
         lane: "forward" for an activation, "backward" for a stage's cotangent, and "head" for the
             head's cotangent.
-        sent: the tick at whose end it is sent.
-        used: the tick of the job that needs it.
-        source: the stage that sends it.
-        target: the stage that needs it, which may be the same.
+        sent: the tick at whose end the message is sent.
+        used: the tick of the job that needs the message.
+        source: the stage that sends the message.
+        target: the stage that needs the message, which may be the stage that sends it.
     """
 
     lane: str
@@ -100,7 +106,7 @@ class Message(NamedTuple):
 class CannotRun(ValueError):
     """The error for a table that cannot run.
 
-    The message names the job, the tick and the stage; `tick` is that tick.
+    The message names the job, the tick and the stage; the attribute `tick` is this tick.
     """
 
     def __init__(self, tick: int, stage: int, problem: str):
@@ -119,8 +125,9 @@ class Schedule:
         forward: the forward jobs.
         backward: the jobs of both gradients, or, with a weight table, only of the input gradient.
         weight: the jobs of the weight gradient, if it is separate.
-        placement: the place in the model of chunk c of stage s, `[chunks, stages]`: each of 0 to
-            vP - 1 once, 0 on stage 0. By default stage s has one chunk, at place s.
+        placement: an array `[chunks, stages]`, which has the place in the model of chunk c of stage
+            s. Each place, 0 to vP - 1, occurs once, and place 0 is on stage 0. By default stage s
+            has one chunk, at place s.
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
@@ -162,23 +169,24 @@ class Schedule:
 
     @property
     def lanes(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """The tables by name, in the order in which they run within a tick."""
+        """The tables by the names of the lanes, in the order in which the lanes run within a
+        tick."""
         tables = {lane: getattr(self, lane) for lane in LANES}
         return {lane: table for lane, table in tables.items() if table is not None}
 
     @property
     def ticks(self) -> int:
-        """The number of ticks, the rows of each table."""
+        """The number of ticks: each table has one row for each tick."""
         return self.forward.shape[0]
 
     @property
     def stages(self) -> int:
-        """P, the number of stages, the columns of each table."""
+        """The number of stages, P: each table has one column for each stage."""
         return self.forward.shape[1]
 
     @property
     def chunks(self) -> int:
-        """v, the chunks of layers of each stage."""
+        """The number of chunks of layers on each stage, v."""
         return len(self.placed)
 
     @property
@@ -189,9 +197,8 @@ class Schedule:
 
     @cached_property
     def per_stage(self) -> bool:
-        """Whether the table runs per stage; if not, it runs in lockstep.
-
-        It runs per stage if W is separate and no stage has two jobs in one tick.
+        """Whether the schedule runs *per stage*: W is separate, and no stage has two jobs in one
+        tick. Otherwise it runs in lockstep.
         """
         jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)  # of each cell
         # Per stage I and W are always separate jobs. So a table without W runs in lockstep, even if
@@ -200,22 +207,25 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
-        """M, from the largest job number in the tables; a check requires all smaller ones too."""
+        """The number of microbatches, M, which is computed from the largest job number in the
+        tables. `Schedule` refuses tables that lack a smaller job number."""
         return int(max(table.max() for table in self.lanes.values())) // self.chunks + 1
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches of ticks in which the same lanes run; in lockstep each stretch is one loop
-        without a conditional.
+        """The stretches of ticks in which the same lanes run, in order; in lockstep each stretch is
+        one loop without a conditional.
 
-        1F1B has three (only forward, both, only backward); the zero-bubble schedule has four.
+        1F1B has three stretches (F; F and B; B), and the zero-bubble schedule in lockstep has four
+        (F; F and I; F, I and W; I and W). A `Phase` has the first tick of the stretch, the tick
+        after the last one, and the lanes.
         """
         return phases_of({lane: (table >= 0).any(axis=1) for lane, table in self.lanes.items()})
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The kind of each stage's job in each tick: 0 none, 1 F, 2 I, 3 W. Right only per stage,
-        where a stage has at most one job in a tick."""
+        """The kind of each stage's job in each tick: 0 none, 1 F, 2 I, 3 W. Valid only if the
+        schedule runs per stage (`per_stage`), since a stage then has at most one job in a tick."""
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
 
@@ -228,19 +238,20 @@ class Schedule:
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> float:
         """Returns the total time of the ticks. Each tick ends with an exchange of messages that
-        takes `hop`.
+        takes the time `hop`.
 
-        In lockstep a lane takes its time in a tick if any stage runs a job of the lane. Per stage,
-        a tick takes the time of its most expensive job. Costs are of one microbatch through a whole
-        stage (a chunk costs 1/v), in any unit. By default `backward` is 1 if it is only the input
-        gradient, and 2 if it is both gradients, so that schedules of the same work can be compared.
+        In lockstep, a tick includes the time of each lane of which any stage runs a job. Per stage,
+        a tick takes the time of its most expensive job. A cost is the time of one microbatch
+        through a whole stage, in any unit; one chunk costs 1/v of this. By default `backward` is 1
+        if a backward job is only the input gradient, and 2 if it is both gradients, so that
+        schedules of the same work can be compared.
         """
         costs = self._costs(forward, backward, weight)
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """Returns the idle time of a stage: `makespan` without messages, minus the time of the
-        stage's jobs, which is M(F + B) or M(F + I + W)."""
+        stage's jobs, which is M(F + B) or M(F + I + W). The costs are those of `makespan`."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
@@ -253,12 +264,14 @@ class Schedule:
         the lane.
 
         In lockstep, these are the ticks in which any stage runs the lane. Per stage (`per_stage`),
-        these are the ticks whose most expensive job, over all stages, is of the lane.
+        these are the ticks whose most expensive job, over all stages, is of the lane. The costs are
+        those of `makespan`; in lockstep they make no difference here.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
-        # The costs by `kinds`: 0 nothing, 1 F, 2 I, 3 W. An idle stage (-1) is cheaper than any
-        # job, even one of cost 0.
+        # The costs by `kinds`, [ticks, stages]: 0 nothing, 1 F, 2 I, 3 W. An idle stage (-1) is
+        # cheaper than any job, even one of cost 0. Of equal costs the first counts: any would do,
+        # since the tick takes the same time.
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
         most_expensive_kinds = self.kinds[tick, costs[self.kinds].argmax(axis=1)]  # by tick
@@ -268,19 +281,23 @@ class Schedule:
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the begin and end of every job if one program runs on all devices, which exchange
-        messages after each tick. The spans are sorted by their start, and then by stage.
-
-        With `hop=0` the last job ends at `makespan`. The method also takes a table that runs per
+        """Returns the begin and end of every job under one assumption: all devices run one program,
+        and exchange messages after each tick. The spans are sorted by their start, and then by
         stage.
+
+        A cost is the time of one microbatch through all chunks of a stage, and `hop` is the time of
+        the exchange after a tick. By default `backward` is 1 if W is a separate job, and else 2. So
+        the arguments are those of `makespan`, and with `hop=0` the last job ends at the makespan.
+        The method is also for schedules that run per stage: all stages then start the jobs of a
+        tick together.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
         for tick in range(self.ticks):
             stop = now
             for (lane, table), cost in zip(self.lanes.items(), costs, strict=True):
-                # In lockstep all stages run one lane after another; `stop` is the end of the lane
-                # before. Per stage, all jobs of a tick start together.
+                # In lockstep all stages run one lane after another, and `stop` is the end of the
+                # lane before. Per stage, all jobs of a tick start together, at `now`.
                 start = now if self.per_stage else stop
                 jobs = [(s, job) for s, job in enumerate(table[tick].tolist()) if job >= 0]
                 for s, job in jobs:
@@ -296,8 +313,9 @@ class Schedule:
         """Returns the begin and end of every job if no stage waits for the end of a tick. This is
         the case if each stage is a separate program that exchanges messages.
 
-        Each stage keeps the order of its tables. It starts a job once it is free and the input has
-        arrived, `hop` after the other stage sent it. With `hop=0` no job is later than in
+        Each stage keeps the order of its tables. A stage starts a job once the stage is free and
+        the job's input has arrived: `hop` after another stage made the input, or at once if this
+        stage made it. The costs are those of `makespan`. With `hop=0` no job is later than in
         `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
@@ -319,7 +337,8 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> Float[np.ndarray, " stages"]:
-        """The most microbatches whose residuals each stage holds at once.
+        """For each stage, the largest number of microbatches whose residuals the stage holds at
+        once.
 
         A stage holds residuals from the forward tick to the tick of the last gradient, both
         included. The residuals of one chunk count as 1/v, so this is each stage's number of slots
@@ -335,8 +354,8 @@ class Schedule:
 
     @cached_property
     def slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """By lane, the slot of each job's residuals, or -1. The forward lane writes a slot, and the
-        other lanes read it.
+        """For each lane, the slot of each job's residuals, [ticks, stages], or -1 for no job. The
+        forward lane writes a slot, and the other lanes read it.
 
         Two jobs whose residuals are held at one time never share a slot, and no assignment needs
         fewer slots: each job gets the lowest free slot when it starts. A slot freed in tick t is
@@ -350,16 +369,20 @@ class Schedule:
 
     @cached_property
     def saved_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """`slots`, with the lowest free slot instead of -1 if the forward lane has no job: in
-        lockstep an idle stage writes there."""
+        """Like `slots`, but in a tick without a forward job the forward lane has the lowest free
+        slot, not -1: in lockstep an idle stage also writes, and must not overwrite a slot that is
+        in use."""
         return coloured(self.lanes)
 
     @cached_property
     def deferred_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """By lane, the slots of the arrays that I leaves for W; empty without a weight lane.
+        """For each lane, the slots of the arrays that I (the input gradient) stores for W (the
+        weight gradient) of the same microbatch and chunk. The dict is empty if there is no weight
+        lane.
 
-        I ("backward") writes them, and W ("weight") reads them. In a tick without I, "backward" has
-        the lowest free slot; in a tick without W, "weight" has -1.
+        I ("backward") writes the slots, and W ("weight") reads them. In a tick without I,
+        "backward" has the lowest free slot, since in lockstep an idle stage writes too; in a tick
+        without W, "weight" has -1.
         """
         if self.weight is None:
             return {}
@@ -367,7 +390,8 @@ class Schedule:
 
     @property
     def slot_count(self) -> int:
-        """The number of `slots` of the stage that needs most, each for one chunk of one microbatch.
+        """The number of `slots` on the stage that needs the most slots. Each slot is for one chunk
+        of one microbatch.
 
         For 1F1B in lockstep it is 2P - 1, whatever M is.
         """
@@ -375,22 +399,25 @@ class Schedule:
 
     @property
     def deferred_count(self) -> int:
-        """The number of `deferred_slots` of the stage that needs most, each for one chunk of one
-        microbatch.
+        """The number of `deferred_slots` on the stage that needs the most slots. Each slot is for
+        one chunk of one microbatch.
 
         For the zero-bubble schedule in lockstep it is P, whatever M is.
         """
         if self.weight is None:
             return 0
         written = self.deferred_slots["backward"]
-        # In lockstep an idle stage writes too, into a free slot, which counts.
+        # In lockstep an idle stage writes too, into a free slot, which counts. Per stage an idle
+        # stage writes nothing.
         return int((written[self.backward >= 0] if self.per_stage else written).max()) + 1
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All activations and cotangents that one job leaves for another, also on the same stage.
+        """All activations and cotangents that one job leaves for another, even if both jobs are on
+        one stage.
 
-        The head's cotangent is made in the tick of the last place's F, and on its stage.
+        The head's cotangent is made in the tick of F at the last place, and on the stage of that
+        place (`last`). The cotangent waits there for B, so it is a message from a stage to itself.
         """
         stages, _ = self._homes  # the stage of each place
         # The tick of each job, [M, places]; the index -1 is the last place.
@@ -414,9 +441,10 @@ class Schedule:
         In lockstep only the head's cotangents wait: other messages are used in the next tick.
         """
         slots: dict[Message, int] = {}
-        # A slot is in use from the tick of the message until that of its use. In lockstep the head
-        # runs before the jobs, so the tick of the use counts: the head may write in that tick. Per
-        # stage all writes follow the jobs of a tick, so the slot is free in the tick of the use.
+        # A slot is in use from the tick that sends the message until the tick that uses it. In
+        # lockstep that tick is included: within a tick the head writes before B reads. Per stage,
+        # messages are written after the jobs of a tick, so one may be written into the slot that a
+        # job of this tick has just read.
         until = 0 if self.per_stage else 1
         waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
@@ -428,32 +456,34 @@ class Schedule:
 
     @property
     def arrival_count(self) -> int:
-        """The number of slots for messages on the stage that needs most."""
+        """The number of slots for messages on the stage that needs the most slots."""
         return max(self.arrivals.values()) + 1
 
     @cached_property
     def _homes(self) -> tuple[Int[np.ndarray, " places"], Int[np.ndarray, " places"]]:
-        """The stage and the chunk of each place of the model."""
+        """The stage and the chunk of each place of the model: a pair of arrays, [places] each."""
+        # `argsort` gives for each place the index of its chunk in the flattened [chunks, stages].
         chunks, stages = np.divmod(np.argsort(self.placed, axis=None), self.stages)
         return stages, chunks
 
     @cached_property
     def _when(self) -> dict[str, Int[np.ndarray, "microbatches places"]]:
-        """By lane, the tick of each job: [microbatches, places]."""
+        """For each lane, the tick of each job, in an array [microbatches, places]."""
         return {lane: _once(self, lane) for lane in self.lanes}
 
     def _costs(
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
-        """Returns the time of one chunk of one microbatch for each lane that the schedule has."""
-        # A chunk is 1/v of a stage's layers.
+        """Returns the time of one chunk of one microbatch for each lane that the schedule has. The
+        arguments are the times of one microbatch through a whole stage, as in `makespan`."""
+        # A chunk is 1/v of a stage's layers. A schedule without W has only the first two lanes.
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
 
 def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """Returns the longest stretches of ticks in which the same lanes run. `runs` has for each lane
-    an array [ticks] that says whether any stage runs the lane."""
+    """Divides the ticks into stretches, each as long as possible, in which the same lanes run.
+    `runs` has for each lane an array [ticks] that says whether any stage runs the lane."""
     table = np.stack(list(runs.values()), axis=1)  # [ticks, lanes]
     # A phase starts in tick 0 and in each tick that differs from the tick before.
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
@@ -463,7 +493,8 @@ def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
-    """Returns the name of a job in pictures: `3`, or `3.1` for chunk 1 if there are more."""
+    """Returns the name of a job in pictures: `3` for microbatch 3, or `3.1` for its chunk 1 if a
+    stage has several chunks."""
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
 
 
@@ -483,8 +514,8 @@ def _frozen(table) -> Int32[np.ndarray, "..."]:
 
 
 def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Refuses, with a `ValueError` or `CannotRun`, an array that is not a table of jobs of this
-    shape."""
+    """Refuses, with a `ValueError` or `CannotRun`, an array `table` that is not a table of jobs of
+    the shape `shape`: ticks x stages whole numbers, each -1 or a possible job."""
     if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
         raise ValueError(
             f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape "
@@ -517,19 +548,20 @@ def _check(schedule: Schedule) -> None:
             f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
             "microbatch."
         )
-    # `when` has for each lane the tick of each job, [M, places]; making it raises for a job that
-    # runs twice or never. `last` is the last place of the model.
+    # `when` has for each lane the tick of each job, [M, places]; `_when` raises an error for a job
+    # that runs twice or never. `last` is the last place of the model.
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
-            f"The placement {schedule.placed.tolist()} is not looped, so each stage needs a job of "
-            "its own in a tick: a table of W, and no stage with two jobs in one tick. Split the "
+            f"The placement {schedule.placed.tolist()} is not looped, so the schedule must run per "
+            "stage: it needs a table of W, and no stage may have two jobs in one tick. Split the "
             "backward jobs into I and W, each in a tick of its own."
         )
     places = np.arange(last + 1)
     # A lane, the places of its jobs, and the lane and the places of the jobs that these need. F
     # needs F of the place before; B needs B of the place after; at the last place B needs F of that
-    # place; W needs B of its own place.
+    # place; W needs B of its own place. The places of F and B are in the order in which a
+    # microbatch passes them, so that its first fault in this order is the one that is reported.
     needed = [
         ("forward", places[1:], "forward", places[:-1]),
         ("backward", places[-2::-1], "backward", places[:0:-1]),
@@ -546,18 +578,19 @@ def _check(schedule: Schedule) -> None:
         wrong_message = waits < 1 if per_stage else waits != 1
         wrong = wrong_message if lane == cause else waits < 0
         for m, k in np.argwhere(wrong).tolist()[:1]:  # the first fault, if there is one
-            why = _lateness(schedule, lane, cause, int(when[cause][m, sources[k]]))
+            why = _wrong_tick(schedule, lane, cause, int(when[cause][m, sources[k]]))
             raise _cannot_run(schedule, lane, m, int(targets[k]), why)
     # Per stage, a message may wait through a tick without jobs; in lockstep such a tick has no use.
     idle = np.flatnonzero(np.all([table < 0 for table in schedule.lanes.values()], axis=(0, 2)))
     if idle.size and not per_stage:
         problem = "no job runs here, nor on any other stage. Leave this tick out."
-        raise CannotRun(int(idle[0]), 0, problem)
+        raise CannotRun(int(idle[0]), 0, problem)  # stage 0 stands for all stages
 
 
-def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """Returns the end of an error for a job of `lane` that runs too early, or in lockstep too late.
-    The job that it needs is of the lane `cause` and runs in the tick `tick`."""
+def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
+    """Returns the words that follow a job's name in the error for a job of `lane` that runs too
+    early, or in lockstep too late. The job that it needs is of the lane `cause` and runs in the
+    tick `tick`."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
@@ -571,15 +604,16 @@ def _lateness(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """Returns the error for a job at a place of the model: its tick, its stage, its name and
-    `why`."""
+    """Returns the error for a job at a place of the model. The message has the job's tick, stage
+    and name, and ends with `why`."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")
 
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
-    """Returns the tick of every job of `lane`, [M, vP]; refuses a job that runs twice or never."""
+    """Returns the tick of every job of `lane`, [M, vP], by microbatch and place. Refuses a job that
+    runs twice, with `CannotRun`, and one that never runs, with a `ValueError`."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)
@@ -588,8 +622,8 @@ def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
     place = schedule.placed[c, stages]
     when[m, place] = ticks
-    # If `when` has fewer ticks than the table has runs, a job runs twice. `first[job]` is, for each
-    # run, the index of the first run of the same job.
+    # If `when` has fewer ticks than the table has runs, a job runs twice. `first[job]` has, for
+    # each run, the index of the first run of the same job. `second` is a run that is not the first.
     if (when >= 0).sum() < len(ticks):
         _, first, job = np.unique(m * (v * P) + place, return_index=True, return_inverse=True)
         second = np.flatnonzero(first[job] != np.arange(len(ticks)))[0]

@@ -1,12 +1,14 @@
 """A traced program without calls: the equations inside `jit` and `checkpoint` are inlined.
 
-Loops and conditionals keep their programs inside. The body of each `lax.scan` is flat too.
+Loops and conditionals are not inlined: their equations still contain programs. The body of each
+`lax.scan` is flat too.
 
+A call is an equation that runs a program of its own, such as `jit`; a jaxpr is a list of equations.
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
-loop; an atom is a variable or a literal. `values` maps each variable to its value. From
-`jaxprs`: `opened(program)` is the jaxpr of a program, closed or not; `closed(params)` are the
-programs among an equation's parameters; `called(eqn)` is the only program among them, or None if
-the program's numbers of arguments and results are not the equation's.
+loop; an atom is a variable or a literal. `values` maps each variable to its value. From `jaxprs`:
+`opened(program)` is the jaxpr of a program, which may be closed or not; `closed(params)` are the
+programs among an equation's parameters; `called(eqn)` is the program of an equation that has
+exactly one, or None if this program takes or returns another number of values than the equation.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -42,8 +44,8 @@ class Flat(NamedTuple):
 
     Attributes:
         jaxpr: the program, without calls.
-        constants: the values of its constant variables.
-        loops: its scans, by the place of their equations.
+        constants: the values of the jaxpr's constant variables.
+        loops: the scans of the program, each by the index of its equation in the jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -55,11 +57,13 @@ class Loop(NamedTuple):
     """The parts of a scan.
 
     Attributes:
-        consts: the number of operands that are the same in each trip; they come first.
-        carries: the number of carries. The operands after the consts are their initial values, and
-            the first results their last values. All other operands are sliced, one slice per trip,
-            and all other results are stacked by trip.
-        body: the program of one trip: its arguments are the consts, the carries and the slices.
+        consts: the number of operands that are the same in each iteration; these operands come
+            first.
+        carries: the number of carries. The operands after the consts are the initial values of the
+            carries, and the first results are their last values. All other operands are sliced, one
+            slice per iteration, and all other results are stacked by iteration.
+        body: the program of one iteration, whose arguments are the consts, the carries and the
+            slices.
     """
 
     consts: int
@@ -72,7 +76,8 @@ class Loop(NamedTuple):
 
 
 def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
-    """Returns the program with its calls inlined, and with the flat bodies of its scans."""
+    """Returns the program as a `Flat`: its calls are inlined, and the bodies of its scans are flat
+    too."""
     # In this trace, `_results` runs the equations of each call one by one in place of the call.
     traced = jax.make_jaxpr(lambda *arguments: _results(program, arguments))(
         *types(opened(program).invars)
@@ -85,8 +90,8 @@ def flat(program: ClosedJaxpr | Jaxpr) -> Flat:
 
 
 def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program, with the programs of its calls in their place, and returns its results; it
-    runs under the trace of `flat`."""
+    """Runs a program and returns its results; each call is replaced by the equations of its
+    program. `flat` traces this function."""
     jaxpr = opened(program)
     # A `Jaxpr` that is not closed has no constants.
     values = dict(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
@@ -95,9 +100,9 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
         if eqn.primitive.name in CALLS and called(eqn) is not None:
             operands = read(eqn.invars, values)
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-                # This is the backward pass of a `checkpoint`, before which JAX itself puts a
-                # barrier at compilation. Without the barrier, XLA would not recompute, but keep the
-                # forward pass's values in memory.
+                # This call is the backward pass of a `checkpoint`. JAX puts a barrier before such a
+                # call when it compiles it. Inlined code needs its own barrier: without it, XLA
+                # would keep the values of the forward pass in memory, and recompute nothing.
                 operands = barrier(operands)
             results = _results(_program_of(eqn), operands)
         else:
@@ -107,8 +112,8 @@ def _results(program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any
 
 
 def read(atoms: Sequence[Any], values: Values) -> list[Any]:
-    """Returns the values of variables and literals, all as JAX arrays: constants of a traced
-    function may be NumPy arrays."""
+    """Returns the values of these variables and literals, all as JAX arrays. A literal may be given
+    as a Python number, and a constant of a traced function as a NumPy array."""
 
     def value_of(atom):
         """Returns the value of one variable or literal as a JAX array."""
@@ -123,9 +128,9 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
     """Returns the results of `eqn`, an equation of `jaxpr`, on the values of its variables.
 
-    It runs as a jaxpr of its own, which keeps the equation's source line and name scope.
+    The equation runs as a jaxpr of its own, so that it keeps its source line and its name scope.
     """
-    # An argument stands in a jaxpr once, though the equation may read a variable twice.
+    # The arguments of a jaxpr must differ, but the equation may read a variable twice.
     variables = list(dict.fromkeys(variables_of(eqn.invars)))
     alone = jaxpr.replace(
         constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
@@ -139,8 +144,8 @@ def variables_of(atoms: Sequence[Any]) -> list[Any]:
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
-    """Returns the same values behind a barrier, so that XLA does not fuse or merge the operations
-    before it with those after it."""
+    """Returns the same values behind a barrier: XLA does not fuse or merge operations before the
+    barrier with operations after it."""
     results = list(values)
     # JAX types all results of a barrier as varying over the same axes. So there is one barrier for
     # each set of axes.
@@ -161,9 +166,9 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
         outputs: the indices of the results that are needed.
 
     Returns:
-        For each needed equation, by its place, the indices of its needed results; and the set of
-        all needed variables. An equation with side effects is always needed. A carry of a scan is
-        needed if a needed result depends on it in some trip.
+        A pair: a dict from the place of each needed equation to the indices of its needed results,
+        and the set of all needed variables. An equation with side effects is always needed. A carry
+        of a scan is needed if a needed result depends on the carry in some iteration.
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
@@ -178,15 +183,16 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
 
 def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozenset[int], set[int]]:
     """Returns the indices of the results that the equation at `place` must compute, and the indices
-    of the operands that they need. `results` are the indices of the wanted results. Only a scan
-    must compute more than these: the carries on which they depend."""
+    of the operands that it needs for them. `results` are the indices of the wanted results. Only a
+    scan must compute more results than the wanted ones: the carries on which the wanted results
+    depend."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
     if is_barrier(eqn):  # result i needs only operand i
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))
-    # A carry that one trip reads is a result of the trip before, which may read more carries. So
-    # carries are added until no more are found. Carry i is operand consts + i and result i.
+    # If a trip reads a carry, the trip before must compute it, and may read more carries for this.
+    # So carries are added until no more are found. Carry i is operand consts + i and result i.
     while True:
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}
@@ -208,7 +214,8 @@ def size(variables: Collection[Any]) -> int:
 
 
 def primitives(eqn: JaxprEqn) -> Iterator[str]:
-    """Yields the name of an equation's primitive, and those of all primitives in its programs."""
+    """Yields the name of an equation's primitive, and the names of all primitives in the programs
+    that the equation contains."""
     yield eqn.primitive.name
     for jaxpr in inner(eqn):
         for inner_eqn in every(jaxpr):
@@ -216,7 +223,7 @@ def primitives(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _program_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
-    """Returns the only program among an equation's parameters, closed over its constants if it has
-    some."""
+    """Returns the only program among an equation's parameters, closed over its constants if the
+    program has some."""
     (program,) = closed(eqn.params)
     return program

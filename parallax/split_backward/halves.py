@@ -1,19 +1,25 @@
 """A backward pass in two halves: I computes the cotangents of the inputs, and then W the gradients
 of the weights.
 
+The backward pass of `y = tanh(x @ w)` is an example. I takes `ct`, the cotangent of y, and computes
+`c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. W computes `x.T @ c`, the gradient of w. W
+does not have `ct`, so I hands c over to W.
+
 A value that only W needs is computed in W if it is a matmul or depends on a matmul of W. It is also
-computed in W if its operands from I have fewer bytes than the value itself. All other values are
-computed in I, such as the sums over tokens that are the gradient of a bias. W repeats a cheap
-operation that needs nothing computed in I; no matmul is computed twice. A scan becomes two scans:
-in each trip the first scan stacks the values that the second one reads.
+computed in W if its operands from I have fewer bytes than the value itself. All other values, such
+as the sums over tokens that are the gradient of a bias, are computed in I. If both halves need the
+result of a cheap operation (`CHEAP`) that uses no value from I, both compute it; no matmul is
+computed twice. A scan becomes two scans: in each iteration, the first scan stacks the values that
+the second scan reads.
 
 Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
-`made` variables exist only in I, and W gets those that it reads as `handed`; `late` variables exist
-only in W. A trip is one iteration of a scan. A place is the index of an equation in a jaxpr; only
-`Step.places` are indices of operands. `values` maps each variable to its value. `live` finds the
-equations that some results need. The operands of a scan are its constants, the initial values of
-its carries (indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose
-result i is operand i. `flat` inlines the calls of a program.
+`made` variables exist only in I, and W gets the made variables that it reads as `handed` arrays;
+`late` variables exist only in W. A `Step` is an equation of a half, and a `Cut` has the steps of
+both halves, `first` and `second`. A `CutLoop` is a scan in two halves; its `trip` is the `Cut` of a
+trip, that is, of one iteration. A place is the index of an equation in a jaxpr, but `Step.places`
+are indices of operands. `values` maps each variable to its value. The operands of a scan are its
+constants, the initial values of its carries (indices: `inits()`), and its slices. A barrier is an
+`optimization_barrier`, whose result i is operand i.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
 here, dead-code elimination on any traced program, is our own.
@@ -63,18 +69,19 @@ CHEAP |= {
 def split(
     backward: ClosedJaxpr, *, cotangents: int, inputs: int
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Returns the two halves of a backward pass.
+    """Returns the two halves of a backward pass, I and W. Other stages of a pipeline wait only for
+    I, so W may run later.
 
     Args:
         backward: takes the `cotangents`, and then the arrays that both halves may read. Returns the
             cotangents of the `inputs`, and then the gradients of the weights.
         cotangents: the number of cotangents that `backward` takes.
-        inputs: the number of inputs whose cotangents it returns.
+        inputs: the number of inputs whose cotangents `backward` returns.
 
     Returns:
         `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
-        the arrays that it hands to W. W takes what `backward` takes after its cotangents, and then
-        those arrays, and returns the gradients of the weights.
+        the arrays that it hands to W. W takes the arguments of `backward` without the cotangents,
+        followed by the arrays that I handed over, and returns the gradients of the weights.
     """
     program = flat(backward)
     arguments = program.jaxpr.invars
@@ -90,8 +97,9 @@ def split(
         return [*cotangents_of_inputs, *handed]
 
     def second(*values):
-        """Runs W, on the arguments that both halves may read, and then the arrays of I: returns
-        the gradients of the weights."""
+        """Runs W, and returns the gradients of the weights. Its arguments are those that both
+        halves may read, followed by the arrays that I handed over."""
+        # `cotangents` counts the first arguments, which only I takes; W takes the `shared` others.
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
         return halves.run_second(known, values[shared:], results[inputs:])
@@ -106,9 +114,9 @@ class Step(NamedTuple):
 
     Attributes:
         eqn: the equation.
-        loop: for a scan, the two halves of its trips; else None.
+        loop: for a scan, the `CutLoop` of its two halves; for other equations None.
         places: for a barrier, the indices of the operands that it takes in this half, since the
-            half may not have all of them; `_chosen` sets it. Other equations ignore it.
+            half may not have all of them. `_chosen` sets this field, and other equations ignore it.
     """
 
     eqn: JaxprEqn
@@ -116,9 +124,9 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in this half, 0 or 1."""
-        # The indices of the operands that it reads: all, but for a scan or a barrier only those
-        # that this half needs.
+        """Returns the variables that the step reads in this half: 0 is the first, 1 the second."""
+        # The indices of the operands that it reads: all of them, except that a scan and a barrier
+        # read only those that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             operands = self.loop.reads(half)
@@ -127,8 +135,8 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the step's equation, which is one of `jaxpr` and no scan, and adds its results to
-        `values`."""
+        """Runs the step's equation, an equation of `jaxpr` that is not a scan, and adds its results
+        to `values`."""
         if is_barrier(self.eqn):
             # Only on the operands that this half has; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
@@ -144,10 +152,11 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: the variables of the first half that the second reads. The first half hands over
-            their values, and then the arrays that its scans stack.
+        handed: the variables of the first half that the second half reads. The first half hands
+            over their values, and then the arrays that its scans stack.
         made: all variables that only the first half has.
-        reads: the arguments that the first half reads, and those that the second half reads.
+        reads: the arguments that the first half reads, and the arguments that the second half
+            reads, as a pair of sets.
     """
 
     program: Flat
@@ -161,8 +170,8 @@ class Cut(NamedTuple):
     def handed_count(self) -> int:
         """The number of arrays that go from the first half to the second, including the arrays of
         scans."""
-        # A scan stacks and hands over each array that its trips hand over. `first` has all such
-        # scans: one that runs only in the second half is handed no arrays of its trips.
+        # A scan stacks each array that its trips hand over, and hands it over too. All such scans
+        # are in `first`: to a scan that runs only in the second half, nothing is handed.
         return len(self.handed) + sum(
             step.loop.trip.handed_count for step in self.first if step.loop is not None
         )
@@ -184,9 +193,10 @@ class Cut(NamedTuple):
     ) -> list[Any]:
         """Runs the second half: returns the results at the indices `outputs`, from the arguments
         that this half reads and the arrays that the first half handed over."""
-        # Without `strict`: after the values of `self.handed` come the arrays of the scans.
+        # `strict=False`, since `handed` is longer: the arrays of the scans come last.
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
-        # The arrays of each scan, by its first result, which names the scan in both halves.
+        # The arrays of each scan, by the variable of its first result: both halves keep the
+        # equation of the whole scan, so this variable is the same in both.
         of_scans: dict[Any, Sequence[Any]] = {}
         begin = len(self.handed)
         for step in self.first:
@@ -211,8 +221,8 @@ class CutLoop(NamedTuple):
 
     Attributes:
         loop: the whole scan.
-        trip: the two halves of each trip.
-        results: for each half, the indices of the scan's results that it computes.
+        trip: the two halves of each iteration of the scan.
+        results: for each half, the indices of the scan's results that this half computes.
     """
 
     loop: Loop
@@ -221,7 +231,8 @@ class CutLoop(NamedTuple):
 
     def reads(self, half: int) -> set[int]:
         """Returns the indices of the scan's operands that a half, 0 or 1, needs."""
-        # Argument i of a trip belongs to operand i of the scan.
+        # Argument i of a trip belongs to operand i of the scan. `results` and `trip.reads` have one
+        # entry for each half: the indices of its results, and the arguments that its trips read.
         loop, results = self.loop, self.results[half]
         in_trip = {
             i
@@ -229,12 +240,13 @@ class CutLoop(NamedTuple):
             if variable in self.trip.reads[half]
         }
         # A half needs the initial values of only those carries that it computes itself. If the
-        # second half reads a carry of the first, that is handed over from each trip.
-        return in_trip - set(loop.inits()) | {loop.consts + i for i in results if i < loop.carries}
+        # second half reads a carry of the first half, each trip hands that carry over.
+        own_inits = {loop.consts + i for i in results if i < loop.carries}
+        return (in_trip - set(loop.inits())) | own_inits
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Runs the scan of the first half, and adds its results to `values`. Returns the arrays for
-        the second half, [trips, ...] each."""
+        the second half, [trips, ...] each. `eqn` is the equation of the whole scan."""
 
         def one_trip(arguments, nothing_handed):
             return self.trip.run_first(arguments, sorted(self.results[0]))
@@ -243,8 +255,8 @@ class CutLoop(NamedTuple):
         return self._run(eqn, values, 0, one_trip, ())
 
     def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
-        """Runs the scan of the second half, and adds its results to `values`. `handed` has the
-        arrays of the first half, [trips, ...] each."""
+        """Runs the scan of the second half, and adds its results to `values`. `eqn` is the equation
+        of the whole scan, and `handed` has the arrays of the first half, [trips, ...] each."""
 
         # `[]`: the second half hands nothing on.
         def one_trip(arguments, handed):
@@ -262,11 +274,14 @@ class CutLoop(NamedTuple):
     ) -> list[Any]:
         """Runs the scan of one half, and adds its results to `values`.
 
-        `one_trip(arguments, handed)` runs that half of a trip: it returns the results of the trip,
-        and arrays to hand on. `handed` has the arrays of the other half for all trips, [trips, ...]
-        each. Returns the arrays to hand on, stacked: [trips, ...] each.
+        `one_trip(arguments, handed)` runs this half of one iteration of the scan (a trip), and
+        returns the results of the trip and the arrays to hand on. `handed` has the arrays of the
+        other half for all trips, [trips, ...] each. `_run` returns the arrays to hand on, stacked:
+        [trips, ...] each.
         """
-        # Sorted, so that carries come before stacked results, as in `lax.scan`.
+        # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
+        # the first `loop.consts` operands, and are the first results. `results` are the indices of
+        # this half's results, sorted, so that carries come before stacked results.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars  # one for each operand of the scan
         carry_count = sum(i < loop.carries for i in results)
@@ -276,9 +291,9 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of a trip as the body of `lax.scan`, and returns its carry and the
-            results to stack. `inits` and `sliced` are the indices, among the trip's arguments
-            `variables`, of this half's carries and slices."""
+            """Runs one half of a trip as the body of `lax.scan`. Returns the carry, and a pair to
+            stack: the other results and the arrays to hand on. `inits` and `sliced` are the indices
+            of this half's carries and slices among the trip's arguments, `variables`."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
@@ -305,7 +320,7 @@ def _cut(
     late: Collection[Any] = (),
 ) -> Cut:
     """Returns the program in two halves: the first makes the results `first`, the second the
-    results `second`.
+    results `second`. Each half gets only the equations that it needs.
 
     Args:
         program: the whole program.
@@ -319,13 +334,14 @@ def _cut(
     # needed results: here for the results `first` alone, and for all results of both halves.
     needed_first, (needed_results, _) = live(program, first)[0], live(program, {*first, *second})
     made, late = set(made), set(late)
-    # Each equation that a result needs, and whether the first and whether the second half may run
+    # For each equation that a result needs: its step, and whether each of the two halves may run
     # it.
     plan: list[tuple[Step, tuple[bool, bool]]] = []
     for place, results in needed_results.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
-        # A barrier and a scan may run in both halves, in each with its part of the operands. Those
-        # of their results that only one half has are `made` or `late`.
+        # A barrier and a scan may run in both halves, in each with a part of the operands. Their
+        # results that only one half has are added to `made` or `late`: `_chosen` keeps these from
+        # the other half. A scan needs no `made`: made operands reach its second half as `handed`.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
@@ -342,8 +358,8 @@ def _cut(
         elif runs_in == (False, True):
             late |= set(eqn.outvars)
         plan.append((Step(eqn, loop, ()), runs_in))  # `_chosen` sets the operands of a barrier
-    # The last argument has the variables that a half must not compute. The second half (1) is
-    # chosen first, since the first half (0) must compute what it hands over.
+    # The last argument of `_chosen` has the variables that a half must not compute. The steps of
+    # the second half (1) are chosen first, since the first half (0) must compute what these read.
     second_steps, needed_by_second = _chosen(plan, 1, _outputs(jaxpr, second), made)
     # Both halves must list the handed arrays in one order, which a set does not have.
     in_order = [*jaxpr.invars, *(variable for eqn in jaxpr.eqns for variable in eqn.outvars)]
@@ -351,7 +367,8 @@ def _cut(
         variable for variable in in_order if variable in needed_by_second and variable in made
     ]
     first_steps, needed_by_first = _chosen(plan, 0, _outputs(jaxpr, first) | set(handed), late)
-    # Last, the arguments that each half reads. The second half gets `made` ones as handed arrays.
+    # The last field has the arguments that each half reads. The second half gets an argument that
+    # only the first half has (`made`) as a handed array.
     arguments = set(jaxpr.invars)
     return Cut(
         program,
@@ -369,7 +386,7 @@ def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
 
 
 def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
-    """Returns the results of a barrier whose operands are among `variables`."""
+    """Returns those results of a barrier whose operand is in `variables`."""
     # Result i of a barrier depends only on operand i.
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     return {out for atom, out in pairs if not is_literal(atom) and atom in variables}
@@ -378,39 +395,43 @@ def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
 def _may_run_in(
     eqn: JaxprEqn, made: set[Any], late: set[Any], *, is_needed_first: bool
 ) -> tuple[bool, bool]:
-    """Returns whether the first half may run an equation, and whether the second half may. If both
-    may, each half runs it that needs its results (`_chosen`).
+    """Returns two booleans: whether the first half may run an equation, and whether the second half
+    may. If both may, each half that needs the results runs the equation (`_chosen`).
 
     Args:
         eqn: the equation.
         made: the variables that only the first half has.
         late: the variables that only the second half has.
-        is_needed_first: whether a result of the first half needs it.
+        is_needed_first: whether a result of the first half needs the equation.
     """
     reads = set(variables_of(eqn.invars))
     if is_needed_first:
         # The second half may repeat the equation if that costs little and it has the operands.
         return True, not reads & made and _is_cheap(eqn)
-    # Only the second half needs its results. It must run there if it reads a late variable. It
-    # also runs there if it is expensive: other stages wait for the first half, so that stays short.
+    # No result of the first half needs it, so it is for the second half. It must run there if it
+    # reads a late variable. It also runs there if it is expensive: other stages wait for the first
+    # half, so that stays short.
     if reads & late or not _is_cheap(eqn):
         return False, True
     if reads & made:
-        # If the first half runs it, its results are handed over, and else its `made` operands: the
-        # choice that hands over fewer bytes is taken.
+        # If the first half runs it, its results are handed over. If the second half runs it, its
+        # `made` operands are handed over. The half that leads to fewer bytes runs it.
         is_smaller = size(set(eqn.outvars)) <= size(reads & made)
         return is_smaller, not is_smaller
-    # To run a cheap equation twice costs less than to store its result.
+    # It is cheap, and both halves have its operands. The first half runs it too if it must compute
+    # a handed array from it: to run it twice costs less than to store its result.
     return True, True
 
 
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """Returns a scan as two scans: the first half computes the results `first`, and the second half
-    the rest of `results`, both sets of indices. `late` are variables that only the second half has.
+    """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
+    `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
+    `late` are the variables that only the second half has. Operands that only the first half has
+    are not passed as an argument: the second half gets them as handed arrays.
 
-    A stacked result moves to the first half if the first half computes it anyway.
+    A stacked result moves to the first half if the first half computes its values anyway.
     """
     variables, outputs = loop.body.jaxpr.invars, loop.body.jaxpr.outvars
     # The arguments of a trip whose operands are late.
@@ -429,9 +450,11 @@ def _cut_loop(
         trip = _cut(
             loop.body, first, second, made=carried(first), late=carried(second) | late_inside
         )
-        # A carry never moves: it stays in the half that needs it. A literal needs no move.
+        # A carry never moves: if the first half needs it, it is in `first` from the beginning. A
+        # literal needs no move.
         stacked = [i for i in second if i >= loop.carries and not is_literal(outputs[i])]
-        # If a result moves to the first half, that may compute more variables: so cut again.
+        # If a result moves to the first half, that half may compute more variables, so the trip is
+        # cut again.
         made_anyway = {i for i in stacked if outputs[i] in trip.made}
         if not made_anyway:
             return CutLoop(loop, trip, (first, second))
@@ -441,24 +464,28 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns the steps that a half, 0 or 1, runs for the variables `needed`, and the set of
-    `needed` and all variables that these steps read. It computes no variable in `elsewhere`, which
-    only the other half has."""
+    """Returns a pair. The first is a list of the steps that a half, 0 or 1, runs to compute the
+    variables `needed`, and of the steps with side effects. The second is the set of `needed` and
+    all variables that these steps read. `plan` has all steps in order, each with two booleans:
+    whether each half may run the step. The half computes no variable in `elsewhere`, since only the
+    other half has these."""
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
+        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone,
+        # also inside the trips of a scan.
         wanted = needed & set(step.eqn.outvars) - elsewhere
-        if not runs_in[half] or not (wanted or _acts(step.eqn)):
+        if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
             continue
-        # For a barrier, result i is operand i, so it takes only the operands of wanted results. Any
-        # other equation ignores `places` and runs whole.
+        # The `places` are for a barrier, whose result i is operand i: it takes only the operands of
+        # the wanted results. Any other equation ignores them and runs as a whole.
         places = tuple(i for i, variable in enumerate(step.eqn.outvars) if variable in wanted)
         chosen.append(step._replace(places=places))
         needed = needed | set(chosen[-1].reads(half))
     return chosen[::-1], needed
 
 
-def _acts(eqn: JaxprEqn) -> bool:
+def _has_effects(eqn: JaxprEqn) -> bool:
     """Returns whether an equation has side effects, so that it runs even if no result is needed."""
     return bool(eqn.effects)
 
@@ -466,4 +493,4 @@ def _acts(eqn: JaxprEqn) -> bool:
 def _is_cheap(eqn: JaxprEqn) -> bool:
     """Returns whether an equation may be computed twice at little cost: it has no side effect, and
     all operations in it are among `CHEAP`."""
-    return not _acts(eqn) and all(name in CHEAP for name in primitives(eqn))
+    return not _has_effects(eqn) and all(name in CHEAP for name in primitives(eqn))

@@ -1,11 +1,11 @@
 """Replaces the files of a folder all at once: the folder holds the old model, the new model, or no
 model that can be read.
 
-The new files are written into a folder of their own, and synced. Then the file `last` is removed;
-no reader accepts a folder without that file. Then the other files are replaced, and the new `last`
-is moved in at the end. An error on the way restores the old files. If the process is killed on the
-way, the folder is left without `last`, with the old files in `.saving/old`; the next save removes
-them.
+The new files are written into a separate folder, and synced. Then the file `last` is removed; no
+reader accepts a folder without that file. Then the other files are replaced, and the new `last` is
+moved in at the end. If an error occurs on the way, the old files are moved back. If the process is
+killed on the way, the folder is left without `last`, with the old files in `.saving/old`; the next
+save removes the folder `.saving`.
 """
 
 import contextlib

@@ -1,10 +1,11 @@
 """`config.json` as a table: every field that it may have, and the values of each field that this
 code supports.
 
-There are three kinds of fields. *Numbers* state the sizes and rates of the model. Fields of `only`
-must have a value that the code supports. *Free* fields change no logits. `derived` gives further
-fields like those of `only`, whose supported values depend on the numbers. Any other field is
-refused by name, so no field that changes what transformers computes is ignored.
+There are three kinds of fields. *Numbers* state the sizes and rates of the model. *Free* fields
+change no logits. Any other field must have a value that the code supports: the table `only` lists
+these values, and the function `derived` makes such a table for fields whose values depend on the
+numbers. A field in no table is refused by name, so no field that changes what transformers computes
+is ignored. A *new* model is one that was made here, not loaded from files.
 """
 
 import hashlib
@@ -23,9 +24,9 @@ class Number:
     """A number of the model, and the fields that state it.
 
     Args:
-        names: the fields that state the number, which must agree; `save` writes all of them.
+        names: the fields that state the number. They must agree, and `save` writes all of them.
         aliases: further fields that may state the number; they must agree too, and are not written.
-        nullable: the fields that may be null, which means the same as if they were left out.
+        nullable: the fields that may be null. A field that is null counts as left out.
         kind: `int`, `float` or `bool`.
         default: the value of a field of `names` that is left out, or a function from all fields to
             that value; None: at least one field must be present.
@@ -72,11 +73,12 @@ class Part:
     """A value of the model that several fields state together, such as a record.
 
     Args:
-        names: the fields that it is read from.
+        names: the fields that the value is read from.
         read: a function from all fields to the value; it raises `ValueError` for a wrong field.
         written: a function from the value to the fields that are written.
         aliases: other names of these fields, which are not written.
-        kind: the type of the value; only numbers of kind `int` are named in errors as sizes.
+        kind: the type of the value. Errors describe a model by its values of kind `int`, as in
+            "GPT-2 of n_layer=3".
     """
 
     names: tuple[str, ...]
@@ -130,18 +132,20 @@ WRITTEN_ANEW = {"model_type", "dtype", "torch_dtype", "transformers_version"}
 
 @dataclass(frozen=True)
 class Fields:
-    """The table of a family's `config.json`.
+    """The fields that the `config.json` of a family of models may have, and the supported values.
 
     Args:
         model_type: the family's name in the file.
         title: the family's name in errors.
-        numbers: for each argument of the family's configuration that files state, its fields.
-        only: the supported values of each field that changes what transformers computes. A file
-            that leaves the field out means the first value, and a new model is written with it.
+        numbers: a table that has, for each argument of the family's configuration that a file
+            states, the fields that state the argument.
+        only: the supported values of each field that changes what transformers computes. If a file
+            leaves the field out, the first value holds; the file of a new model states the first
+            value.
         derived: a function from the numbers to a table like `only`, of fields whose supported
             values depend on the numbers; these fields are not written.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
-        new: a function from the numbers to the other fields that a new model is written with.
+        new: a function from the numbers to the other fields of a new model's file.
     """
 
     model_type: str
@@ -153,11 +157,12 @@ class Fields:
     new: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda numbers: {}
 
     def read(self, file: Path) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-        """Returns the numbers that `file` states, and its differences from the file of a new model.
+        """Returns the numbers that `file` states, and its differences from the file that `save`
+        would write for a new model with the same numbers.
 
-        A difference is the name of a free field, or of a field of `only`, with its value as JSON.
-        The value is "" for a free field that a new model's file has and `file` leaves out. `save`
-        writes these values.
+        A difference is the name of a free field, or of a field of `only`, with the field's value as
+        JSON. The value is "" for a free field that a new model's file has and `file` leaves out.
+        `save` writes these values.
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.
@@ -184,7 +189,8 @@ class Fields:
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
         """Returns `error`, which a configuration raised, as an error that names `file`. For each
-        number in its text, such as `width`, the new error adds the fields of `file` that state it.
+        number's name in the text of `error`, such as `width`, the new error adds the fields of
+        `file` that state this number.
         """
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
@@ -196,8 +202,9 @@ class Fields:
     def write(
         self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
-        """Returns the fields of a `config.json` with these numbers, with the differences from a new
-        model that `read` found, and with the weights' `dtype`.
+        """Returns the fields of a `config.json` that states these numbers and the weights' `dtype`.
+        The other fields are the fields of a new model's file, changed by `differing`, the
+        differences that `read` returned.
         """
         texts = _as_json(self._new(numbers)) | dict(differing)
         fields = {name: json.loads(text) for name, text in texts.items() if text}  # "": left out
@@ -231,7 +238,7 @@ class Fields:
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
         """Refuses fields that are neither in a table nor in `others`, the names of fields whose
-        values are checked already; and free fields of a wrong type.
+        values are checked already. Also refuses free fields of a wrong type.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():

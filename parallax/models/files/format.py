@@ -1,8 +1,8 @@
 """Reads and writes models of any family, by the family's `Format`, a record of tables.
 
 A *leaf* is an array of the model in memory, and a *tensor* is an array in a safetensors file. The
-file's metadata has two keys: `MEANT` is the fingerprint of the configuration that the weights
-belong to, and `WROTE` the files that were saved with them.
+file's metadata has two keys: `MEANT` has the fingerprint of the configuration that the weights
+belong to, and `WROTE` has the names of the files that were saved with the weights.
 """
 
 import contextlib
@@ -39,16 +39,16 @@ class Format:
     Args:
         model: the class of the model, made by `model(config, key=key, dtype=dtype)`; its attribute
             `config` is static.
-        config: the class of its configuration; its arguments are the numbers of `fields`, and
-            `origin`.
+        config: the class of the model's configuration. The arguments of this class are the numbers
+            of `fields`, and `origin`.
         fields: the table of `config.json`.
         leaves: a function from a configuration to the table of tensors: the `Leaf` for each path of
             a leaf in the model.
         prefix: the beginning of the tensors' names; a file may leave it out.
-        no_weights: a pattern of the names of tensors to ignore, which are in old files and are not
-            weights.
-        module: the module with `load` and `save`, which errors name, if its name is not the
-            family's `model_type`.
+        no_weights: a regular expression for the names, without `prefix`, of tensors that are not
+            weights and are ignored, such as the causal masks in old files.
+        module: the name of the module that has `load` and `save`, for errors. Give it only if it
+            differs from the family's `model_type`.
     """
 
     model: type[Any]
@@ -69,7 +69,7 @@ class Format:
         return {name: getattr(config, name) for name in self.fields.numbers}
 
     def shapes(self, config: Any, dtype: Any) -> Any:
-        """Returns a model of `jax.ShapeDtypeStruct`s."""
+        """Returns a model that has `jax.ShapeDtypeStruct`s in place of arrays."""
         return eqx.filter_eval_shape(self.model, config, key=jax.random.key(0), dtype=dtype)
 
 
@@ -121,7 +121,7 @@ def load(
 
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
-    """Writes `model` into the folder `path`, and returns a sentence about its tokenizer.
+    """Writes `model` into the folder `path`, and returns a message that says what the folder holds.
     `gpt2.save` is this function for one family, and lists the errors.
     """
     folder, name = Path(path), f"{format_.name}.save"
@@ -168,8 +168,8 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
 
 
 def _note(folder: Path, tokenizer: list[Path]) -> str:
-    """Returns a sentence about `folder`, which was written, and its tokenizer, whose files are
-    `tokenizer` if the model came with one.
+    """Returns a message that says what `folder` holds after a save. `tokenizer` has the files of
+    the tokenizer that came with the model; it is empty if the model came without a tokenizer.
     """
     if tokenizer:
         names = ", ".join(file.name for file in tokenizer)
@@ -211,13 +211,14 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
     }
     given = {mesh.dotted(path): leaf for path, leaf in jax.tree.leaves_with_path(model)}
     if differ := sorted(needed.keys() ^ given.keys()):
-        has = "has no array" if differ[0] in needed else "has an array that this model has not"
+        has = "has no array" if differ[0] in needed else "has an unexpected array"
         raise ValueError(
             f"{name}: the model {has} at {differ[0]} (leaves that differ: {len(differ)}). Save the "
             "whole model that belongs to its config."
         )
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
+        # A tensor outside of the base model, such as the head's, has no prefix such as "model.".
         prefix = "" if leaf.outside else format_.prefix
         for tensor, part in leaf.write(_array(name, path, given[path], needed[path].shape)):
             arrays[f"{prefix}{tensor}"] = part

@@ -15,7 +15,7 @@ AGAIN = "Copy or download it again."
 
 def read_json(file: Path) -> dict[str, Any]:
     """Returns the JSON object in `file`, which may begin with a byte order mark. Raises
-    `ValueError` for anything else.
+    `ValueError` if the file holds anything else.
     """
     try:
         content = _files.read(file, "a JSON object")
@@ -43,7 +43,9 @@ def short(value: Any) -> str:
 
 
 def _integer(digits: str) -> int:
-    """Returns the integer that the text `digits` states; refuses more than `DIGITS` digits."""
+    """Returns the integer that the text `digits` states, and refuses a text of more than `DIGITS`
+    digits.
+    """
     if len(digits.lstrip("-")) > DIGITS:
         raise ValueError(
             f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"

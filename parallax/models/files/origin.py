@@ -24,14 +24,15 @@ TOKENIZER = (
 
 @dataclass(frozen=True)
 class Origin:
-    """The fields and files that came with a model and that the model does not use. It can be
-    compared and hashed, as a static part of a model must be.
+    """The fields and files that came with a model and that the model does not use. An `Origin` can
+    be compared and hashed, as a static part of a model must be.
 
     Attributes:
         fields: the fields of `config.json` that differ from those of a new model, each with its
             value as JSON, or with "" if the file leaves the field out.
         generation: `generation_config.json`, as JSON; None if there was none.
-        tokenizer: the folder that the model came from, if it has files of a tokenizer.
+        tokenizer: the folder that the model came from; None if that folder has no files of a
+            tokenizer.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -40,15 +41,15 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the origin of a model in `folder`, with `fields` from its `config.json`. Raises
-        `ValueError` for damaged JSON.
+        """Returns the `Origin` of a model in `folder`, with the argument `fields` as its `fields`.
+        Raises `ValueError` for damaged JSON.
         """
         generation = folder / GENERATION
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
         return cls(
-            fields,
-            json.dumps(read_json(generation)) if generation.is_file() else None,
-            str(folder.absolute()) if has_tokenizer else None,
+            fields=fields,
+            generation=json.dumps(read_json(generation)) if generation.is_file() else None,
+            tokenizer=str(folder.absolute()) if has_tokenizer else None,
         )
 
     def tokenizer_files(self) -> list[Path]:

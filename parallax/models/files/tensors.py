@@ -1,9 +1,9 @@
-"""The tensors of a model in safetensors files. Their names, shapes and types are read from the
-files' headers and checked before any number is read.
+"""The tensors of a model in safetensors files. The names, shapes and types of the tensors are read
+from the files' headers and checked before any number is read.
 
-A *leaf* is an array of the model in memory. It is stored as one tensor, or as one for each layer:
-`count` tensors. `_turned` transposes a tensor whose dims have another order in the file than in
-memory.
+A *leaf* is an array of the model in memory. A leaf is stored as one tensor, or as one tensor for
+each layer; `count` is the number of its tensors. `_turned` transposes a tensor whose dims have
+another order in the file than in memory.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ class Leaf:
     (and each expert). Layers and experts are the first dims of the leaf.
 
     Args:
-        name: the name of the tensors, with a word in braces for each entry of `over`:
+        name: the name of the tensors, with a word in braces for each entry of `over`, such as
             `h.{layer}.ln_1.weight`.
         shape: the shape of each tensor in the file. The leaf has the same numbers in the same
             order, and may have zeros after them as padding.
-        over: each word in braces with the number of its values, 0, 1, ...: `(("layer", 12),)`. Word
-            i counts along dim i of the leaf.
+        over: each word in braces, with the number of values that the word takes, such as
+            `(("layer", 12),)` for the layers 0 to 11. Word i counts along dim i of the leaf.
         transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
         copies: other names under which a file may hold a copy of the tensor. A head that is tied to
             the embedding is such a copy.
@@ -61,14 +61,15 @@ class Leaf:
         return math.prod(size for _, size in self.over)
 
     def names(self) -> Iterator[str]:
-        """Yields the names of the tensors, layer by layer, and in each layer expert by expert, as
-        the first dims of the leaf have them."""
+        """Yields the names of the tensors, layer by layer, and in each layer expert by expert, in
+        the order of the leaf's first dims.
+        """
         words = [word for word, _ in self.over]
         for places in itertools.product(*(range(size) for _, size in self.over)):
             yield self.name.format(**dict(zip(words, places, strict=True)))
 
     def read(self, like: Any, stored: Mapping[str, "Stored"]) -> jax.Array:
-        """Returns the leaf, in the type and shape of `like`, from the tensors `stored` by name.
+        """Returns the leaf, in the type and shape of `like`, from its tensors in the dict `stored`.
 
         Raises `ValueError` if a number is too large for the type.
         """
@@ -88,7 +89,9 @@ class Leaf:
             yield name, np.ascontiguousarray(self._turned(part[: math.prod(shape)].reshape(shape)))
 
     def _turned(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the tensor, transposed if file and leaf have its dims in different orders."""
+        """Returns the tensor, transposed if the file and the leaf have the dims in different
+        orders.
+        """
         return tensor.T if self.transposed else tensor
 
 
@@ -167,8 +170,9 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Returns, by the name of each tensor, the name of the file beside `index` that holds it.
-    Raises `ValueError` if the index is damaged, or names a file in another folder.
+    """Returns a dict from the name of each tensor to the name of the file that holds the tensor.
+    The files are beside `index`. Raises `ValueError` if the index is damaged, or names a file in
+    another folder.
     """
     names = read_json(index).get("weight_map")
     again = "Copy or download it again."
@@ -190,14 +194,16 @@ def weight_map(index: Path) -> dict[str, str]:
 def opened(
     stack: contextlib.ExitStack, files: list[Path], index: Path | None, prefix: str, no_weights: str
 ) -> dict[str, Stored]:
-    """Returns the tensors of all files, by their names without `prefix`; tensors whose names match
-    `no_weights` are left out.
+    """Returns the tensors of all files, by their names without `prefix`. Tensors that are no
+    weights, such as the causal masks in old files, are left out: their names match the regular
+    expression `no_weights`.
 
-    The files stay open until `stack` closes. `index` is the file that lists them, or None.
+    The files stay open until `stack` closes. `index` is the file that lists the tensors; None:
+    there is no such file.
 
     Raises:
         ValueError: a file is not a whole safetensors file; a tensor is there twice; or a file does
-            not hold exactly the tensors that the index lists.
+            not hold exactly the tensors that the index lists for this file.
     """
     safetensors = library()
     listed: dict[str, set[str]] = {}
@@ -232,9 +238,9 @@ def opened(
 
 
 def wrote(weights: Path) -> set[str]:
-    """Returns the names of the files that an earlier `save` wrote beside the file `weights`. They
-    are in its metadata. The set is empty if there is no such file, if another program wrote it, or
-    if it is damaged.
+    """Returns the names of the files that an earlier `save` wrote beside the file `weights`. The
+    metadata of `weights` has these names. The set is empty if `weights` does not exist, is damaged,
+    or was written by another program.
     """
     if not weights.is_file():
         return set()
@@ -249,9 +255,9 @@ def wrote(weights: Path) -> set[str]:
 
 
 def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) -> None:
-    """Refuses weights that were saved with another configuration than the one in `config`, as after
-    a copy that was interrupted. The metadata of a file has the configuration's fingerprint; files
-    of other programs have none.
+    """Refuses weights that were saved with another configuration than that of the file `config`. An
+    interrupted copy may leave such weights. The metadata of a file of weights has the fingerprint
+    of their configuration; files of other programs have no fingerprint.
     """
     for handle, file in {(tensor.handle, tensor.file) for tensor in stored.values()}:
         meant = (handle.metadata() or {}).get(MEANT)
@@ -265,8 +271,8 @@ def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) ->
 def check(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
 ) -> None:
-    """Refuses files that do not hold exactly the tensors of `leaves`. It reads only headers, and
-    the numbers of copies such as a tied head, which must equal their originals.
+    """Refuses files that do not hold exactly the tensors of `leaves`. Only headers are read, and
+    the values of copies, such as a tied head: a copy must equal its original.
 
     Args:
         stored: the tensors in the files.
@@ -279,7 +285,7 @@ def check(
     if count > 4 * len(stored) + 10_000:  # a wrong size: listing every name would take too long
         raise ValueError(
             f"{_files_of(stored)}: there are {len(stored)} tensors; needed {count} for {asked}. "
-            "Correct the sizes there."
+            f"Correct the sizes in {config.name}."
         )
     needed = {name: leaf for leaf in leaves.values() for name in leaf.names()}
     copies = {name: leaf for leaf in leaves.values() for name in leaf.copies}
@@ -311,9 +317,10 @@ def _check_names(
 ) -> None:
     """Refuses tensors of an adapter, missing tensors, and tensors that the model does not have.
 
-    `needed` and `copies` have the leaf of each name. `asked` ("a GPT-2 of ...") and `asks`
-    ("config.json asks for: GPT-2 of ...") describe the model in errors. `some` returns, for
-    example, "wte.weight (and 2 more) is".
+    `needed` is a dict from the name of each tensor to its leaf, and `copies` is a dict from the
+    name of each copy to its leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for:
+    GPT-2 of ...") describe the model in errors. `some` returns, for example, "wte.weight (and 2
+    more) is".
     """
     files = _files_of(stored)
     if adapters := [
@@ -324,15 +331,15 @@ def _check_names(
         raise ValueError(f"{files}: {some(adapters)} of an adapter (LoRA). {MERGE}")
     if missing := [name for name in needed if name not in stored]:
         raise ValueError(
-            f"{files}: the tensor {some(missing)} missing, which {asks}. Correct it, or copy or "
-            "download the weights again."
+            f"{files}: the tensor {some(missing)} missing, which {asks}. Correct config.json, or "
+            "copy or download the weights again."
         )
     if extra := [
         tensor.name for name, tensor in stored.items() if name not in needed and name not in copies
     ]:
         raise ValueError(
-            f"{files}: the tensor {some(extra)} no part of {asked}. Correct it, or remove what was "
-            "added."
+            f"{files}: the tensor {some(extra)} no part of {asked}. Correct config.json, or remove "
+            "the tensors that were added."
         )
 
 
@@ -343,11 +350,13 @@ def _files_of(stored: Mapping[str, Stored]) -> str:
 
 
 def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
-    """Refuses a tensor of another shape than `shape`, or whose type is not floating-point."""
+    """Refuses a tensor that has another shape than `shape`, or a type that is not floating-point.
+    `asked` describes the model in errors: "a GPT-2 of n_layer=3, as config.json says it is".
+    """
     if tensor.shape != shape:
         raise ValueError(
             f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. "
-            "Correct the sizes there, or use the weights that belong to it."
+            "Correct the sizes in config.json, or use the weights that belong to it."
         )
     if tensor.kind not in FLOATS:
         raise ValueError(

@@ -10,10 +10,11 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
 def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a new GPT-2's `config.json`, without those that state its numbers. This
-    function is `Fields.new` of a GPT-2.
+    """Returns the fields of a new GPT-2's `config.json`, without those for its sizes and rates.
+    This function is the argument `new` of GPT-2's `Fields`.
 
-    The token that ends a text is GPT-2's own, if the vocabulary has it, and otherwise none.
+    The token that ends a text is GPT-2's own if the vocabulary has that token; otherwise the field
+    is null.
     """
     end = _END if numbers["vocabulary"] > _END else None
     return {
@@ -79,6 +80,7 @@ def leaves(config: Config) -> dict[str, Leaf]:
     }
     # `Leaf.over`: there is a tensor for each layer, whose number stands for {layer} in its name.
     layers = (("layer", config.layers),)
+    # `copies`: a file may also hold the head, which is the embedding again.
     table = {
         "wte": Leaf("wte.weight", (V, D), copies=("lm_head.weight",)),
         "wpe": Leaf("wpe.weight", (config.context, D)),

@@ -1,5 +1,5 @@
-"""GPT-2's `Family`, the record of functions for the recipe of `decoder`; and `sample`, which draws
-text.
+"""`FAMILY`, the record of GPT-2's functions that `decoder` calls to train it; and `sample`, which
+draws text.
 """
 
 import functools

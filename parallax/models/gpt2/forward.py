@@ -4,9 +4,10 @@ Legend: B batch, T tokens, D width, H heads, K head width, L layers. A *site* is
 0 after the embedding, 1 after the attention, 2 after the feed-forward, 3 in the attention weights.
 
 `comms` is a `tensor.Comms`, the functions by which the tensor devices communicate: `comms.column`
-multiplies by a device's columns of a weight, `comms.row` by its rows, and sums over the devices;
-`comms.local_tokens` takes this device's part of the tokens. `decoder_taps.split` returns its
-argument, and reports it to a recording by `bisect`.
+multiplies by a device's columns of a weight; `comms.row` multiplies by a device's rows, and sums
+the products over the devices; `comms.local_tokens` takes this device's part of the tokens.
+`decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also reports
+that argument.
 """
 
 import functools
@@ -40,7 +41,8 @@ def block(
     """Returns the residual stream after one block, as `block.apply` computes it.
 
     `keys`, one for each sequence, and `layer` choose the masks of dropout; with None as `keys`
-    there is no dropout. With dropout of the attention weights, `attend` is not used.
+    there is no dropout. With dropout of the attention weights, `_attention_with_dropout` takes the
+    place of `attend`.
     """
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
@@ -60,7 +62,7 @@ def block(
         return comms.row(_gelu(y), down.weight, down.bias), None
 
     def dropped(y, site):
-        """Returns `y` with the dropout of this layer, at `site` 1 or 2."""
+        """Returns `y` with dropout, by the mask of this layer and of `site`, which is 1 or 2."""
         return _dropped(y, keys, config.dropout, comms, layer, site)
 
     options = {"heads": heads, "feed_forward": feed_forward, "dropped": dropped}
@@ -71,19 +73,21 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
-    """Returns `block` as a function `(weights, x, keys, layer)`. It ignores `positions`, whose
-    embeddings are already in x.
+    """Returns `block` as a function `(weights, x, keys, layer)`. Its other arguments are bound.
+    `positions` are not needed, since their embeddings are already in x.
     """
     return functools.partial(block, config=config, comms=comms, attend=attend)
 
 
 def _add_positions(model, x, keys, *, first, comms):
     """Returns `x` plus the learned embeddings of the positions `first`, `first` + 1, ..., with
-    dropout.
+    dropout. `x`, [B, T shard, D], has the embeddings of this device's tokens, and `keys` are the
+    same as in `block`.
     """
     T = x.shape[1] * comms.token_shards  # the tokens on all devices
     table = model.wpe
-    # `sampling` traces `first` for the tokens that it draws, and a Python slice needs an int.
+    # `sampling` traces `first` for the tokens that it draws, and a Python slice needs an int. If
+    # `first` is an int, the program needs no slice with a computed index.
     static = isinstance(first, int)
     rows = table[first : first + T] if static else lax.dynamic_slice_in_dim(table, first, T)
     x = x + comms.local_tokens(rows, dim=0)[None]
@@ -111,8 +115,8 @@ def _attention_with_dropout(
     if comms.context_shards > 1:
         raise ValueError(
             f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; "
-            f"they are split over {comms.context_shards}. Configure attention_dropout=0, and "
-            "dropout for the residual stream."
+            f"they are split over {comms.context_shards} devices. Configure attention_dropout=0; "
+            "`dropout`, that of the residual stream, can be used."
         )
     first_head, rate = comms.axis.index() * local_heads, config.attention_dropout
 
@@ -124,8 +128,8 @@ def _attention_with_dropout(
 
 
 def _at(keys, layer, site: int):
-    """Returns each sequence's key for the dropout at one `site` of a layer; for site 0, `layer` is
-    L.
+    """Returns each sequence's key for the dropout at one `site` of a layer. Site 0 is in no layer;
+    for it, `layer` is L, the number of layers.
     """
 
     def key_at(key):

@@ -1,8 +1,9 @@
-"""GPT-2 as Equinox modules that run whole or on a shard: they read their sizes from their arrays.
+"""GPT-2 as Equinox modules, which hold the whole model or one device's shard. The modules read the
+sizes from the arrays.
 
 Legend: B batch, T tokens, D width, F feed-forward, H heads, K head width, V rows of the vocabulary,
-L layers. The L blocks are one `Block` whose leaves have a leading dim of layers, and run under
-`lax.scan`. Matrices are stored [in, out].
+L layers. The L blocks are one `Block` whose leaves have a leading dim of layers; `lax.scan` runs
+the blocks. Matrices are stored [in, out].
 
 Source: Radford et al., Language models are unsupervised multitask learners (2019), and the weights
 published with it.
@@ -35,8 +36,8 @@ class Config:
     """The sizes of a GPT-2, and its dropout rates.
 
     The embedding has `rows` rows: the vocabulary rounded up to a multiple of `vocabulary_multiple`,
-    so that it divides over devices. The rows after the vocabulary have probability 0, and get no
-    gradient.
+    so that the rows can be split evenly over devices. The rows after the vocabulary have
+    probability 0, and get no gradient.
 
     Args:
         layers: L, the number of blocks.
@@ -67,7 +68,7 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
-        """Checks the fields, and stores them as Python's numbers."""
+        """Checks the fields, and stores them as `int` and `float`."""
         check = checked_numbers.Checked("gpt2.Config", self)
         check.whole("layers", "heads", "width", "context", "vocabulary")
         check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
@@ -77,17 +78,17 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """The rows of the embedding: the vocabulary, padded."""
+        """The number of rows of the embedding: the vocabulary with its padding."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that a layout must divide, as `Layout.check` takes them."""
+        """The sizes that the layout's numbers of devices must divide, for `Layout.check`."""
         return {
             "layers": self.layers,
             "heads": self.heads,
             "hidden": 4 * self.width,
-            "rows": self.rows,
+            "rows": self.rows,  # of the padded vocabulary
             "tokens": self.context,
         }
 
@@ -113,7 +114,7 @@ class Norm(eqx.Module):
     Source: Ba et al., Layer normalization (arXiv 1607.06450).
 
     Attributes:
-        weight: `[L, D]`; inside a block, and of the last norm, `[D]`.
+        weight: an array `[L, D]`; inside a block, and in the norm before the head, `[D]`.
         bias: of the same shape as `weight`.
     """
 
@@ -130,7 +131,9 @@ class Norm(eqx.Module):
         """
 
         def scaled(x, weight):
-            """Returns the result before the bias, which the backward pass does not need."""
+            """Returns the result before the bias is added. The bias is added outside, since the
+            backward pass does not need it.
+            """
             wide = x.astype(precision.accumulation_dtype(x.dtype))
             centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
             scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
@@ -164,7 +167,7 @@ class MLP(eqx.Module):
 
 
 class GPT2(eqx.Module):
-    """The model, whole or a shard of it.
+    """The whole model, or one device's shard of the model.
 
     Args:
         config: the model's sizes.
@@ -253,15 +256,16 @@ def rules(
     """Returns the rule that splits a GPT-2 over `axis_name`: attention by heads, the feed-forward
     by its hidden dim, the vocabulary by rows.
 
-    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage:
-    it splits dim 1, the layers, over the stages, and the vocabulary over both axes. `size`, the
-    number of devices of the axis, is not used here: the recipe passes it to the rules of every
-    family, and only a Llama's rule needs it.
+    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
+    The rule splits dim 1 of the blocks over the stages, and the vocabulary over both axes. Dim 1
+    has the layers of one chunk of every stage. `size`, the number of devices of the axis, is not
+    used here: the recipe passes it to the rules of every family, and only a Llama's rule needs it.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
     # The first path that matches a leaf gives its spec. So "blocks.**" is for the norms, and for
-    # the biases that are added after the devices' sum.
+    # the biases that are added after the devices' sum. After the layers, the weight of qkv is [D,
+    # 3, H, K], out is [H, K, D], up is [D, F] and down is [F, D].
     specs = {
         "wte": P(axis_name if stage is None else (stage, axis_name)),
         "blocks.attention.qkv.weight": P(*layers, None, None, axis_name),

@@ -3,7 +3,7 @@
 
 A tensor in a file is one of our leaves at one layer, with the same numbers in the same order:
 `c_attn`, [D, 3 D], is our [D, 3, H, K]. So nothing is transposed. Only our embedding differs: it
-also has the rows that pad the vocabulary, which no file holds.
+also has rows after the vocabulary, as padding. No file holds these rows.
 """
 
 import os
@@ -37,8 +37,8 @@ def load(
             `model.safetensors.index.json` lists; or one safetensors file with `config.json` beside
             it; or, if no such folder or file exists, the name of a model on the Hugging Face hub,
             such as "gpt2".
-        dtype: the type of the weights in memory; the file may have another.
-        vocabulary_multiple: the embedding gets rows of zeros up to a multiple of it, as in
+        dtype: the type of the weights in memory; the file may have another type.
+        vocabulary_multiple: the embedding gets rows of zeros up to a multiple of this number, as in
             `Config`.
 
     Raises:
@@ -60,9 +60,10 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
     `transformers.GPT2LMHeadModel.from_pretrained`.
 
-    Each leaf keeps its dtype. `config.json` states the widest of them, in which transformers loads
-    all weights. Fields that `load` found and the model does not use, `generation_config.json`, and
-    the files of a tokenizer are written as they were read, also after training.
+    Each leaf keeps its dtype. `config.json` states a dtype that represents all their numbers, in
+    which transformers loads all weights. Of a loaded model, these are written as they were read,
+    also after training: the fields of `config.json` that the model does not use, the file
+    `generation_config.json`, and the files of the tokenizer.
 
     A save replaces the files that it writes, and removes files that only an earlier save wrote;
     other files stay. New files replace old ones only after they are complete and on the disk, so a
@@ -72,14 +73,15 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     process.
 
     Returns:
-        A sentence that says what the folder holds. If the model came without a tokenizer, it tells
-        the user to copy the tokenizer's files there.
+        A message for the user that says what the folder now holds. If the model came without a
+        tokenizer, it tells the user to copy the tokenizer's files there.
 
     Raises:
         ImportError: the extra `hub` is not installed.
-        OSError: the folder could not be written. Its files are as they were.
+        OSError: the folder could not be written; its old files are unchanged.
         ValueError: `path` is a file; a leaf is missing, deleted, or of another shape than the
-            configuration says, as in a shard or a stage; a leaf is of a type that `load` does not
-            accept; or the files of the tokenizer are gone.
+            configuration says, for example because the model is one device's shard or one pipeline
+            stage; a leaf is of a type that `load` does not accept; or the files of the tokenizer
+            are gone.
     """
     return files.save(FORMAT, model, path)

@@ -29,8 +29,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of rotary positions that a `config.json` states, after a check that all
     are known and agree.
 
-    Since version 5 of transformers they are in the object `rope_parameters`; before, in
-    `rope_theta` and in the object `rope_scaling`.
+    Since version 5 of transformers these fields are in the object `rope_parameters`. Older versions
+    have them in the field `rope_theta` and in the object `rope_scaling`.
     """
     rope: dict[str, Any] = {}
     for place in ("rope_scaling", "rope_parameters", None):  # None: the field `rope_theta` itself
@@ -120,11 +120,12 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns `Fields.new` for the class `architecture` of transformers: a function from the
-    numbers to the fields of a new `config.json` that state no number. They are the same for all
-    numbers.
+    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. It is a
+    function of the model's numbers, which it ignores: it returns fields of a new `config.json` that
+    do not depend on these numbers.
 
-    The special tokens are null, because transformers uses its own if the fields are left out.
+    The fields of the special tokens are null: if they were left out, transformers would use its
+    default tokens.
     """
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     common = {"architectures": [architecture], "use_cache": True, "initializer_range": 0.02}
@@ -132,8 +133,9 @@ def _new(architecture: str) -> Any:
 
 
 def _windowless(numbers: Mapping[str, Any]) -> dict[str, tuple]:
-    """Returns the supported values of two fields of a Qwen. `layer_types`: all layers use full
-    attention, without sliding windows. `use_mrope`: positions have one dim.
+    """Returns the supported values of two fields of a Qwen. The field `layer_types` may only say
+    that all layers use full attention, without sliding windows. The field `use_mrope` must be
+    false, so that a position is one number.
     """
     return {"layer_types": (["full_attention"] * numbers["layers"], None), "use_mrope": (False,)}
 
@@ -193,7 +195,8 @@ def leaves(config: Config) -> dict[str, Leaf]:
 
     def of_layer(name: str, *shape: int, counts: tuple = layers) -> Leaf:
         """Returns the leaf of a weight that each layer has; a matrix is transposed in the file.
-        `counts` is `Leaf.over`: the words in braces in the name, with the numbers of their values.
+        `counts` is `Leaf.over`: each word in braces in the name, such as {expert}, with the number
+        of values that the word takes.
         """
         return Leaf(f"layers.{{layer}}.{name}", shape, counts, transposed=len(shape) == 2)
 

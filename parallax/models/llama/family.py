@@ -1,5 +1,5 @@
-"""Llama's `Family`, the record of functions for the recipe of `decoder`; and `sample`, which draws
-text.
+"""`FAMILY`, the record of Llama's functions that `decoder` calls to train it; and `sample`, which
+draws text.
 """
 
 import functools

@@ -1,13 +1,14 @@
 """The functions in which a Llama differs from other decoders: its block, rotary positions, experts.
 
 Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L
-layers. A part that a model does not have is `()`.
+layers. An attribute for a part that the model lacks, such as a bias, is `()`.
 
 `comms` is a `tensor.Comms`, the functions by which the tensor devices communicate:
-`comms.all_tokens` gathers the tokens of the residual stream that the devices split; `comms.row`
-multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to` returns a
-weight that all devices have, and sums its gradients over the devices. `decoder_taps.split` returns
-its argument, and reports it to a recording by `bisect`.
+`comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
+`comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
+returns its argument, a weight that all devices have, and in the backward pass sums the weight's
+gradients over the devices. `decoder_taps.split` returns its argument unchanged; while `bisect`
+records, `split` also reports that argument.
 """
 
 import functools
@@ -34,7 +35,7 @@ Turns = tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]
 
 @remat.of_arguments
 def _gated(gate, up):
-    """Returns silu(gate) * up. Its backward pass keeps only the two arrays."""
+    """Returns silu(gate) * up. The backward pass keeps only `gate` and `up`."""
     return jax.nn.silu(gate) * up
 
 
@@ -50,10 +51,11 @@ def block(
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
     """Returns the residual stream after one block, as `block.apply` computes it. A block with
-    experts returns an `Output` of the stream, its auxiliary losses and `experts.Statistics`.
+    experts returns an `Output` that holds the stream, the block's auxiliary losses and its
+    `experts.Statistics`.
 
     `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
-    them. `turns` are the cosines and sines of `rotary` for the positions of all tokens in
+    them. `turns` is the result of `rotary` for the positions of all tokens in
     `comms.all_tokens(x)`.
     """
 
@@ -65,7 +67,9 @@ def block(
         return decoder_taps.split(q, "blocks.*.attention.query", comms, dim=2), k, v
 
     def feed_forward(y):
-        """Returns the sum to add to the stream, and the router's statistics or None."""
+        """Returns the sum to add to the stream, and the router's statistics, which are None without
+        experts.
+        """
         if isinstance(weights.mlp, MLP):
             return fed_forward(weights.mlp, y, comms), None
         return mixed(weights.mlp, y, config, comms)
@@ -86,7 +90,9 @@ def block(
 
 
 def _layer(config, *, positions, comms, attend):
-    """Returns `block` as a function `(weights, x, keys, layer)`, for tokens at these positions."""
+    """Returns `block` as a function `(weights, x, keys, layer)` for tokens at these positions. Its
+    other arguments are bound.
+    """
     turns = rotary(config, positions)
     return functools.partial(block, config=config, turns=turns, comms=comms, attend=attend)
 
@@ -95,7 +101,7 @@ PARTS = decoder_parts.DecoderParts("llama", layer=_layer)
 loss = functools.partial(decoder_parts.loss, PARTS, attend=grouped)
 """`decoder_parts.loss` of a Llama, which has no dropout."""
 loss_and_statistics = functools.partial(decoder_parts.loss_and_aux, PARTS, attend=grouped)
-"""`loss` and the `experts.Statistics` of each layer, [L, ...] each; None without experts."""
+"""`loss`, and the `experts.Statistics` of all layers as arrays [L, ...]; None without experts."""
 logits = functools.partial(decoder_parts.logits, PARTS, attend=grouped)
 """`decoder_parts.logits` of a Llama."""
 stages = functools.partial(decoder_parts.stages, PARTS)
@@ -119,8 +125,8 @@ def mixed(
     statistics of the router.
 
     `comms.wrap_experts` makes `experts.moe` send tokens to experts on other devices. Without an
-    axis of experts, all experts are on this device: `axis=()`. The router divides the weights of a
-    token's chosen experts by their sum: `normalised`.
+    axis of experts, all experts are on this device, and `experts.moe` is called with `axis=()`.
+    The router divides the weights of a token's chosen experts by their sum (`normalised`).
     """
     mixture = comms.wrap_experts(functools.partial(experts.moe, axis=()))
     route = experts.top_k(config.chosen, normalised=True)
@@ -141,8 +147,9 @@ def queries_keys_values(
     Float[Array, "batch tokens groups head_width"],
     Float[Array, "batch tokens groups head_width"],
 ]:
-    """Returns this device's heads of queries, and of the keys and values that they attend to.
-    Queries and keys are normalised, if the model has norms of heads, and turned by their positions.
+    """Returns this device's heads of queries, and the heads of keys and values that these queries
+    attend to. Queries and keys are normalised head by head, if the model has norms for them, and
+    then `rotated` by the angles of their positions.
     """
     heads = weights.query.weight.shape[1]  # of [D, H, K]: this device's heads
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
@@ -155,15 +162,15 @@ def queries_keys_values(
 
 
 def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms) -> Linear:
-    """Returns a layer of keys or values with only the heads that this device's `heads` heads of
-    queries attend to.
+    """Returns a layer of keys or values with only the heads that this device needs: those that its
+    heads of queries attend to. The device has `heads` heads of queries.
 
     If the heads of keys are split over the devices, `layer` is returned unchanged. If each device
-    has all heads of keys, the needed ones are picked; in the backward pass, an all-reduce then sums
-    the gradients of the layer over the devices.
+    has all heads of keys, the heads that this device needs are picked; in the backward pass, an
+    all-reduce then sums the gradients of the layer over the devices.
 
     Raises:
-        ValueError: the device has neither its share of the heads of keys nor all of them.
+        ValueError: the device has neither its share of the heads of keys nor all heads of keys.
     """
     groups, devices = layer.weight.shape[1], comms.axis.size()  # the weight is [D, G, K]
     sharers = config.heads // config.groups  # heads of queries that share one head of keys
@@ -176,9 +183,9 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     if not (splits_queries and has_all):
         raise ValueError(
             f"llama: with {config.heads} heads of queries and {config.groups} of keys and values "
-            f"on {devices} devices, each needs {config.heads // devices} of queries, and "
-            f"{config.groups} / {devices} or all of keys and values; this device has {heads} of "
-            f"queries and {groups} of keys and values. Split them as llama.rules(axis, "
+            f"on {devices} devices, each device needs {config.heads // devices} heads of queries, "
+            f"and all heads of keys and values or 1/{devices} of them; this device has {heads} "
+            f"heads of queries and {groups} of keys and values. Split them as llama.rules(axis, "
             f"size={devices}) says."
         )
     # `first` is the head of keys of this device's first head of queries. A device with fewer heads
@@ -186,7 +193,7 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     first, needed = comms.axis.index() * heads // sharers, max(heads // sharers, 1)
 
     def pick(leaf, dim):
-        """Returns the needed heads of a leaf whose dim `dim` is the heads."""
+        """Returns the heads that this device needs, of a leaf whose heads are along dim `dim`."""
         return lax.dynamic_slice_in_dim(comms.copy_to(leaf), first, needed, dim)
 
     bias = () if isinstance(layer.bias, tuple) else pick(layer.bias, 0)
@@ -194,11 +201,11 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
 
 
 def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
-    """Returns the cosine and the sine, [T, K / 2] each, of the angle by which each pair of numbers
+    """Returns the cosine and the sine, both [T, K / 2], of the angle by which each pair of numbers
     of a head is turned at each position; in float32, or in float64 if JAX has it enabled.
 
-    Pair i of K / 2 turns by position * theta^(-2i/K). For pairs that turn slowly, `config.scaling`
-    divides this angle.
+    Pair i of the K / 2 pairs turns by position * theta^(-2i/K). For pairs that turn slowly,
+    `config.scaling` divides this angle.
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
     with Llama 3.1.
@@ -235,11 +242,12 @@ def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Ar
     activations that all devices have.
     """
     y = jnp.tensordot(y, layer.weight, axes=1)
+    # A plain `+` fails if JAX is set to refuse arrays with different numbers of dims.
     return y if isinstance(layer.bias, tuple) else tensor.add_bias(y, layer.bias)
 
 
 def _normed(x, norm: Norm | tuple[()], config: Config, comms: tensor.Comms):
-    """Returns `x`, this device's heads, normalised; unchanged if `norm` is `()`. All devices have
-    the same weight, [K], whose gradients `copy_to` sums.
+    """Returns `x`, this device's heads, normalised by `norm`; if `norm` is `()`, `x` is unchanged.
+    All devices have the same weight, [K], whose gradients `copy_to` sums.
     """
     return x if isinstance(norm, tuple) else Norm(comms.copy_to(norm.weight))(x, config.epsilon)

@@ -1,13 +1,14 @@
-"""Llama as Equinox modules that run whole or on a shard: they read their sizes from their arrays.
+"""Llama as Equinox modules, which hold the whole model or one device's shard. The modules read the
+sizes from the arrays.
 
 Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values
 (groups), K head width, V rows of the vocabulary, L layers. The L blocks are one `Block` whose
-leaves have a leading dim of layers, and run under `lax.scan`. Matrices are stored [in, out]. A part
-that a model does not have, such as a bias, is `()`.
+leaves have a leading dim of layers; `lax.scan` runs the blocks. Matrices are stored [in, out]. An
+attribute for a part that the model lacks, such as a bias, is `()`.
 
 Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
-(arXiv 2407.21783); for biases and norms of heads the Qwen2 and Qwen3 technical reports (arXiv
-2407.10671, 2505.09388).
+(arXiv 2407.21783); for biases, and for norms of queries and keys, the Qwen2 and Qwen3 technical
+reports (arXiv 2407.10671, 2505.09388).
 """
 
 import functools
@@ -37,7 +38,7 @@ class Norm(eqx.Module):
     Source: Zhang and Sennrich, Root mean square layer normalization (arXiv 1910.07467).
 
     Attributes:
-        weight: `[L, D]`; inside a block, and of the last norm, `[D]`.
+        weight: an array `[L, D]`; inside a block, and in the norm before the head, `[D]`.
     """
 
     weight: Float[Array, "*layers width"]
@@ -52,7 +53,7 @@ class Norm(eqx.Module):
         """
 
         def scaled(x, weight):
-            """Returns the result for these arrays."""
+            """Returns the normalised `x`, times `weight`."""
             wide = x.astype(precision.accumulation_dtype(x.dtype))
             scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
             return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
@@ -63,12 +64,12 @@ class Norm(eqx.Module):
 class Attention(eqx.Module):
     """Causal self-attention, split over devices by heads of queries.
 
-    The heads of keys and values are split too, if there are enough of them for the devices.
+    The heads of keys and values are split too, if there are enough of these heads for the devices.
 
     Attributes:
         query: a column-parallel layer [D, H, K].
         key: a column-parallel layer [D, G, K]; if there are fewer heads of keys than devices, each
-            device has all of them.
+            device has all heads of keys.
         value: a layer like `key`.
         out: a row-parallel layer [H, K, D].
         query_norm: the norm of each head of queries, [K], or `()`.
@@ -107,7 +108,7 @@ class MoE(eqx.Module):
 
     Attributes:
         mixture: the router [D, E] and the experts, [E, D, F] and [E, F, D].
-        shared: one more expert, which all tokens go through, or `()`.
+        shared: one more expert, through which all tokens go; `()` if there is none.
     """
 
     mixture: experts.Mixture
@@ -115,7 +116,7 @@ class MoE(eqx.Module):
 
 
 class Llama(eqx.Module):
-    """The model, whole or a shard of it.
+    """The whole model, or one device's shard of the model.
 
     Args:
         config: the model's sizes.
@@ -156,7 +157,8 @@ class Llama(eqx.Module):
             return Linear(normal(L, D, heads, K), bias)
 
         def head_norm():
-            """Returns new norms of heads, or `()` if the model has none."""
+            """Returns a new norm that is applied to each head of the queries or the keys, or `()`
+            if the model has no such norms."""
             return Norm(ones((L, K))) if config.head_norms else ()
 
         self.config = config
@@ -185,7 +187,7 @@ class Llama(eqx.Module):
 
     @property
     def unembedding(self) -> Float[Array, "rows width"]:
-        """The rows of the head, [V, D]: those of the embedding if the head is tied."""
+        """The rows of the head, [V, D]; if the head is tied, they are the rows of the embedding."""
         return self.table if isinstance(self.head, tuple) else self.head
 
 
@@ -202,8 +204,9 @@ def _mlp(normal: Callable[..., Array], config: Config, hidden: int) -> MLP:
 def _moe(config: Config, key: Key[Array, ""], dtype: DTypeLike) -> MoE:
     """Returns the E experts of all L blocks, their routers and the shared expert, if there is one.
 
-    `experts.Gated` draws its own weights, so it is only traced for its structure, and gets arrays
-    [L, E, ...] of this family's deviation.
+    The constructor of `experts.Gated` would draw weights with another standard deviation. So the
+    constructor is only traced, for the structure of its result, and the arrays are drawn as [L, E,
+    ...] with this family's deviation.
     """
     D, F, L, E = config.width, config.hidden, config.layers, config.experts
     # Keys other than those of the rest of the model, for at most seven arrays.
@@ -226,14 +229,15 @@ def rules(
     by its hidden dim, the vocabulary by rows.
 
     `size` is the number of devices of the axis. If `size` divides the number of heads of keys and
-    values, these heads are split. Otherwise that number must divide `size`; each device has all of
-    these heads, and `forward.block` picks those that the device's queries attend to.
+    values, these heads are split. Otherwise the number of these heads must divide `size`, and each
+    device has all these heads; `forward.block` picks the heads that the device's queries attend to.
 
-    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage:
-    it splits dim 1, the layers, over the stages, and the vocabulary over both axes.
+    With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
+    The rule splits dim 1 of the blocks over the stages, and the vocabulary over both axes. Dim 1
+    has the layers of one chunk of every stage.
 
     The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
-    batch, the experts are split over that axis.
+    batch, the experts are split over `expert`.
 
     Raises:
         ValueError: neither of `size` and the number of heads of keys and values divides the other.
@@ -260,8 +264,8 @@ def rules(
     def keys_and_values(path: str, leaf: Any) -> P | None:
         """Returns the spec of a leaf of the key or value projection, or None for other leaves.
 
-        Weights are [*layers, D, G, K] and biases [*layers, G, K], where `layers` are the entries of
-        a spec for the dims of layers.
+        Weights have the dims [layers, D, G, K], and biases [layers, G, K]; with stages, there are
+        two dims of layers. `layers` has the spec's entries for these leading dims.
         """
         projection, _, name = path.rpartition(".")
         if projection not in ("blocks.attention.key", "blocks.attention.value"):
@@ -288,17 +292,18 @@ def rules(
 
 def split_groups(groups: int, devices: int) -> bool:
     """Returns whether the `groups` heads of keys and values are split over the devices; if not,
-    each device has all of them.
+    each device has all these heads.
 
     Raises:
-        ValueError: neither of the two numbers divides the other. The queries of one device would
-            then attend to a part of a group, and share this group with another device.
+        ValueError: neither of the numbers `groups` and `devices` divides the other. Some head of
+            keys would then be needed by only a part of one device's queries, and by queries of
+            another device too.
     """
     if groups % devices and devices % groups:
-        fitting = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
+        fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
+        fewer_groups = checked_numbers.divisor(devices, groups)  # the most that divide `devices`
         raise ValueError(
             f"llama: {groups} heads of keys and values and {devices} devices that split the heads: "
-            f"one must divide the other. Use {fitting} devices, or "
-            f"groups={checked_numbers.divisor(devices, groups)}."
+            f"one must divide the other. Use {fewer_devices} devices, or groups={fewer_groups}."
         )
     return groups % devices == 0

@@ -33,7 +33,7 @@ class Scaling:
     original: int = 8192
 
     def __post_init__(self):
-        """Checks the fields, and stores them as Python's numbers."""
+        """Checks the fields, and stores them as `int` and `float`."""
         check = checked_numbers.Checked("llama.Scaling", self)
         check.real("factor", "low", "high", bound=checked_numbers.POSITIVE)
         check.whole("original")
@@ -61,10 +61,10 @@ class Config:
         context: the largest number of tokens in a window.
         vocabulary: the number of tokens in the vocabulary.
         vocabulary_multiple: a divisor of the number of rows of the embedding and the head.
-        head_width: K, the width of a head. 0 means D / H; the field then stores that number, which
-            `dataclasses.replace` keeps.
-        theta: the base of the rotary positions: the slowest pair turns once in about 2 pi theta
-            positions.
+        head_width: K, the width of a head. 0 means D / H. The field then stores D / H, so
+            `dataclasses.replace(config, width=...)` does not change K.
+        theta: the base of the rotary positions. The slowest pair of numbers in a head makes a full
+            turn in about 2 pi theta positions.
         scaling: how rotary positions are stretched to longer contexts; None: not at all.
         epsilon: the number that the norms add to the mean of squares.
         tied: whether the head is the embedding transposed.
@@ -112,7 +112,9 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
-        """Checks the fields, and stores them as Python's numbers, with the default `head_width`."""
+        """Checks the fields, and stores their numbers as `int` and `float`, with the default
+        `head_width`.
+        """
         check = checked_numbers.Checked("llama.Config", self)
         check.whole("layers", "heads", "groups", "width", "hidden", "context", "vocabulary")
         check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
@@ -144,12 +146,12 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the embedding and of the head: the vocabulary, padded."""
+        """The number of rows of the embedding and of the head: the vocabulary with its padding."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that a layout splits, and so must divide, as `Layout.check` takes them."""
+        """The sizes that the layout's numbers of devices must divide, for `Layout.check`."""
         sizes = {
             "layers": self.layers,
             "heads": self.heads,
@@ -159,6 +161,7 @@ class Config:
         }
         if self.experts:
             sizes["experts"] = self.experts
+        # `rows`: of the embedding and the head, with their padding.
         return sizes | {"rows": self.rows, "tokens": self.context}
 
     @property

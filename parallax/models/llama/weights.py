@@ -3,7 +3,7 @@
 
 A tensor in a file is one of our leaves at one layer, transposed: `q_proj`, [H K, D], is our [D, H,
 K]. Rotary positions turn the two halves of a head, as in transformers, so no row is permuted. Our
-embedding and head also have the rows that pad the vocabulary, which no file holds.
+embedding and head also have rows after the vocabulary, as padding. No file holds these rows.
 """
 
 import os
@@ -25,15 +25,15 @@ def load(
     """Returns the Llama, Qwen 2, Qwen 3 or Mixtral at `path`, in `dtype`, on JAX's default device,
     as `gpt2.load` does for a GPT-2.
 
-    The field `model_type` of `config.json` names the kind of the model; without it, the model is a
-    Llama.
+    The field `model_type` of `config.json` names the kind of the model; without this field, the
+    model is a Llama.
 
     Args:
         path: a folder, a safetensors file with `config.json` beside it, or a name on the Hugging
             Face hub.
-        dtype: the type of the weights in memory; the file may have another.
-        vocabulary_multiple: the embedding and the head get rows of zeros up to a multiple of it, as
-            in `Config`.
+        dtype: the type of the weights in memory; the file may have another type.
+        vocabulary_multiple: the embedding and the head get rows of zeros up to a multiple of this
+            number, as in `Config`.
 
     Raises:
         FileNotFoundError: a file is missing, or the hub did not give the model.
@@ -50,7 +50,8 @@ def load(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
             f"{short(kind)}, for which this Llama has no code. Load another model."
         )
-    # `config.json` has no fields for biases and norms of heads: the kind of the model implies them.
+    # `config.json` has no fields for biases, or for norms of queries and keys: the kind of the
+    # model implies them.
     # `MAKES` maps such a field of `Config` to the kind that has it. It also maps `experts`, but the
     # file itself has the number of experts.
     options: dict[str, Any] = {
@@ -64,16 +65,19 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
     `transformers.AutoModelForCausalLM`, as `gpt2.save` does for a GPT-2.
 
-    A model with biases is saved as a Qwen 2, one with norms of heads as a Qwen 3, and one with
-    experts as a Mixtral. Any other is saved as a Llama. The weights of the auxiliary losses are not
-    saved: they belong to the training, and Mixtral's field for them means another loss.
+    A model with biases is saved as a Qwen 2, a model with norms of queries and keys as a Qwen 3,
+    and a model with experts as a Mixtral. Any other model is saved as a Llama. The weights of the
+    auxiliary losses are not saved: they belong to the training, and the field of Mixtral's
+    `config.json` for such a weight belongs to a loss that is defined differently.
+
+    Returns a message that says what the folder now holds, as `gpt2.save` does.
 
     Raises:
         ImportError: the extra `hub` is not installed.
-        OSError: the folder could not be written. Its files are as they were.
+        OSError: the folder could not be written; its old files are unchanged.
         ValueError: `path` or a leaf of the model cannot be saved (`gpt2.save` lists the reasons);
-            the model has two of biases, norms of heads and experts; or it has a shared expert,
-            which none of the four kinds has.
+            the model has more than one of these: biases, norms of queries and keys, experts; or the
+            model has a shared expert, which none of the four kinds of model has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]

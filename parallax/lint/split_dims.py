@@ -1,24 +1,27 @@
-"""Follows the dims of the values between parameters and loss: which dims are split, and which sums
-over them are not complete.
+"""Finds mistakes with split dims of the values between the parameters and the loss, and with sums
+over split dims that are not complete.
 
-A dim is split if the spec of a trained argument splits it. A matrix product with a split weight
-makes dims that are split too, such as hidden units and heads. A dim that the spec of a batch splits
-is split too, except the first, which holds the batch's rows. A reduction over a split dim gives
-each device its own term, and the next operation should be a collective over the axis. Two kinds of
-operations before this collective are mistakes. Either the term is combined with an array that has
-the split dim, as in a norm or a softmax; or a value that is the same on all devices, such as a
-bias, is added to the term. Only values of the forward pass that have a dim of the batch's rows are
-checked; gradients and updates have the dims of weights.
+A dim is split if the spec of a trained argument splits it. The result of a matrix product with a
+split weight has split dims too, such as hidden units and heads. A dim that the spec of a batch
+splits is split too, except the first dim, which holds the batch's rows. A reduction over a split
+dim gives each device its own term, and the next operation should be a collective over the axis that
+splits the dim. Two kinds of operations before this collective are mistakes. One kind combines the
+term with an array that has the split dim, as in a norm or a softmax. The other kind adds a value
+that is the same on all devices, such as a bias, to the term. Only values of the forward pass that
+have a dim of the batch's rows are checked; gradients and updates, which have the dims of weights,
+are not.
 
-A `Dim` has the facts of a dim. `split` are the axes that split it. A reshape may cut a split dim
-into an outer dim and inner dims; the axes of the split dim are then `within` for each inner dim.
-`rows` says whether the dim counts the batch's rows. `drawn` and `counted` say whether its elements
-were drawn at random, or made by counting on the device. `parts` are the slices of split dims that
-it is made of. A *term* is a device's part of a reduction over a split dim. A `Term` says whether
+A *fact* is one thing that the lint knows about a value (an array), such as "its first dim is split
+over 'tensor'". A rule for one kind of operation takes the facts about the operands (`inputs`) and
+returns the facts about the results. A `Dim` has the facts about one dim. `split` are the axes that
+split the dim. If a reshape cuts a split dim into an outer dim and inner dims, each inner dim gets
+the axes of the split dim as its `within`. `rows` says whether the dim runs over the rows of the
+batch. `drawn` says whether the dim's elements were drawn at random, and `counted` whether they were
+computed from their indices on the device. `parts` are the slices of split dims that the dim is made
+of. A *term* is a device's part of a reduction over a split dim. The `Term` of a value says whether
 the value is still a linear function of the term (`is_linear`), whether the reduction is a maximum
-or minimum (`is_peak`), and which operation added a value that is the same on all devices (`added`).
-`shared` are the axes by whose number of devices a value was divided. The rules, one for each kind
-of operation, take the facts of the operands (`inputs`) and return those of the results.
+or minimum (`is_peak`), and which operation added to the term a value that is the same on all
+devices (`added`). `shared` are the axes along which a value was divided by the number of devices.
 """
 
 import functools
@@ -46,17 +49,18 @@ _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem"})
 
 
-def after(
+def dims_after(
     program: Flat,
     node: Node,
     inputs: Sequence[Value],
     sizes: Mapping[str, int],
     note: Callable[..., None],
 ) -> list[Value]:
-    """Returns the dims, terms and shared axes of an operation's results, each as a `Value`.
+    """Returns a `Value` for each result of an operation, with the facts `dims`, `terms` and
+    `shared`.
 
-    `note(mistake, node, *facts)` is called for each mistake, if an operand or a result has a dim of
-    the batch's rows. `sizes` has the mesh axes that have several devices.
+    `note(mistake, node, *details)` is called for each mistake, if an operand or a result has a dim
+    of the batch's rows. `sizes` are the sizes of the mesh axes that have several devices, by name.
     """
     operation = _Operation(program, node, sizes)
     results = operation.results(inputs)
@@ -68,19 +72,19 @@ def after(
 
 
 class _Operation:
-    """One operation, and the mistakes in it. The methods named in `_RULES` follow one kind of
-    operation each."""
+    """One operation, and the mistakes in it. Each method in `_RULES` is the rule for one kind of
+    operation."""
 
     def __init__(self, program: Flat, node: Node, sizes: Mapping[str, int]):
-        """Takes an operation of a program, on a mesh of these sizes. Sets `params`, the parameters
-        of its primitive, `avals`, the types of its operands, and `shapes`, those of its results."""
+        """Takes an operation of a program, on a mesh of these sizes. `params` are the parameters of
+        its primitive, `avals` the types of its operands, and `shapes` the shapes of its results."""
         self.program, self.node, self.sizes = program, node, sizes
         self.params, self.mistakes = node.eqn.params, []
         self.avals = [program.types[value] for value in node.inputs]
         self.shapes = [program.shape(value) for value in node.outputs]
 
     def results(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the facts of the operation's results, given those of its operands."""
+        """Returns the facts about the operation's results, given the facts about its operands."""
         name = self.node.name
         if self.node.sent:
             return self._sent(self.node.sent, inputs)
@@ -89,41 +93,44 @@ class _Operation:
         if name == "axis_index":
             return [Value(dims=())]
         # Numbers written into the program have no `dims` (None). The same holds for results that
-        # are made only of them, except random numbers and counts.
+        # are made only of such numbers, except random numbers and counts.
         if name not in ("random_bits", "iota") and all(value.dims is None for value in inputs):
             return [Value() for _ in self.shapes]
-        # The rule for this primitive, or that for elementwise ones, or that for unknown ones.
+        # The rule for this primitive. Without one, the rule for elementwise or for unknown
+        # operations.
         default = _Operation._joined if name in _ELEMENTWISE else _Operation._unknown
         results = _RULES.get(name, default)(self, inputs)
         return results if isinstance(results, list) else [results]
 
     def _unknown(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns results whose dims have no facts, for an operation that is not followed."""
+        """Returns results about whose dims nothing is known, for an operation without a rule."""
         return [_new_dims(shape) for shape in self.shapes]
 
     def _chosen(self, inputs: Sequence[Value]) -> Value:
-        """Follows a result of a conditional, whose operands are a predicate and this result of each
-        branch. Returns the facts that `either` gives for one of two values.
+        """Returns the facts about a result of a conditional that hold whichever branch runs. The
+        operands are the predicate, and the value that each branch returns for this result.
         """
         return functools.reduce(either, inputs[1:])
 
     def _drawn(self, inputs: Sequence[Value]) -> Value:
-        """Follows the drawing of random numbers: all dims are `drawn`."""
+        """Returns the facts about random numbers: all dims are `drawn`."""
         return Value(dims=(Dim(drawn=True),) * len(self.shapes[0]))
 
     def _counted(self, inputs: Sequence[Value]) -> Value:
-        """Follows `iota`, which counts 0, 1, 2, ... along one dim."""
+        """Returns the facts about an `iota`, which counts 0, 1, 2, ... along one dim."""
         counted = self.params["dimension"]
         return Value(dims=tuple(Dim(counted=i == counted) for i in range(len(self.shapes[0]))))
 
     def _dims(self, value: Value, place: int = 0) -> tuple[Dim, ...]:
-        """Returns the dims of the operand at `place`. The dims of a constant have no facts."""
+        """Returns the dims of the operand `value`, which stands at `place` among the operands.
+        Nothing is known about the dims of a constant."""
         return (Dim(),) * self.avals[place].ndim if value.dims is None else value.dims
 
     # Operations that lay elements out
 
     def _broadcast(self, inputs: Sequence[Value]) -> Value:
-        """Follows `broadcast_in_dim`. New dims, and dims of size 1 that grow, have no facts."""
+        """Returns the facts about the result of `broadcast_in_dim`. Nothing is known about new
+        dims, or about dims of size 1 that grow."""
         (value, *_), before, after = inputs, self.avals[0].shape, self.shapes[0]
         dims = [Dim()] * len(after)
         # Dim i of the operand becomes dim j of the result.
@@ -133,38 +140,40 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _reshaped(self, inputs: Sequence[Value]) -> Value:
-        """Follows a reshape. If it cuts a split dim, the outermost new dim is split."""
+        """Returns the facts about the result of a reshape. If the reshape cuts a split dim into
+        several dims, the outermost of them is split."""
         dims = _regrouped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
         return inputs[0]._replace(dims=dims)
 
     def _transposed(self, inputs: Sequence[Value]) -> Value:
-        """Follows a transpose, which puts the dims in another order."""
+        """Returns the facts about the result of a transpose: the dims in another order."""
         dims = self._dims(inputs[0])
         return inputs[0]._replace(dims=tuple(dims[i] for i in self.params["permutation"]))
 
     def _without(self, value: Value, removed: Sequence[Any]) -> Value:
-        """Returns the facts of `value` without the dims at the places `removed`."""
+        """Returns the facts about `value` after the removal of the dims at the places `removed`."""
         dims = (dim for i, dim in enumerate(self._dims(value)) if i not in removed)
         return value._replace(dims=tuple(dims))
 
     def _squeezed(self, inputs: Sequence[Value]) -> Value:
-        """Follows the removal of dims of size 1."""
+        """Returns the facts about the result of `squeeze`, which removes dims of size 1."""
         return self._without(inputs[0], self.params["dimensions"])
 
     def _unstacked(self, inputs: Sequence[Value]) -> list[Value]:
-        """Follows `unstack`, which returns an array for each element of a dim, without the dim."""
+        """Returns the facts about the results of `unstack`: one array for each index along a dim.
+        The arrays do not have this dim."""
         return [self._without(inputs[0], (self.params["axis"],))] * len(self.shapes)
 
     def _sliced(self, inputs: Sequence[Value]) -> Value:
-        """Follows a slice. A dim with a stride above 1 gets no `Part`, since its elements are no
-        block."""
+        """Returns the facts about a slice. A dim with a stride above 1 gets no `Part`, since the
+        elements of the slice are not neighbours."""
         strides = self.params["strides"] or itertools.repeat(1)
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
         return self._part(inputs[0], starts, self.shapes[0])
 
     def _divided(self, inputs: Sequence[Value]) -> list[Value]:
-        """Follows `split`, which cuts a dim into parts one after another."""
+        """Returns the facts about the results of `split`: slices of a dim, one after another."""
         # A part begins where the sizes of the parts before it end.
         starts = itertools.accumulate(map(int, (0, *self.params["sizes"][:-1])))
         dim = self.params["axis"]
@@ -172,12 +181,12 @@ class _Operation:
         return [self._part(inputs[0], {dim: start}, shape) for start, shape in pairs]
 
     def _part(self, value: Value, starts: Mapping[int, int], shape: tuple[int, ...]) -> Value:
-        """Returns the facts of a slice of the operand `value`. The slice has this `shape`, and
-        `starts` maps dims to the slice's first element in them.
+        """Returns the facts about a slice of the operand `value`. The slice has this `shape`, and
+        `starts` maps a dim to the index of the slice's first element along it.
 
-        The slice of a split dim is kept as the dim's `parts`. Different parts of one split dim must
-        not be joined with each other: a device cuts the slice from its own block, and so gets other
-        elements than a slice of the whole dim that is split afterwards.
+        The slice of a split dim is kept as the dim's `parts`. Different slices of one split dim
+        must not be combined with each other. A device cuts each slice from its own block, and so
+        gets other elements than if the whole dim were sliced first, and the slice were split then.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -189,71 +198,78 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _resized(self, inputs: Sequence[Value]) -> Value:
-        """Follows an operation that works along some dims, such as `pad`. A dim whose size changes
-        loses its facts, except that it counts rows. The result is no term.
+        """Returns the facts about the result of an operation along some dims, such as `pad`. For a
+        dim whose size changes, only the fact `rows` is kept. The result does not count as a term of
+        a sum.
         """
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts of an array made by placing arrays of the same rank side by side. If
-        all of them are terms of sums over an axis, so is the array."""
+        """Returns the facts about an array made by placing arrays of the same rank side by side. If
+        all these arrays are terms of sums over an axis, so is the new array."""
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
-        # The term of the first array stands for all: it only gives the line of a finding.
+        # The `Term` of the first array stands for all, even if `is_linear` or `added` differ.
         terms = tuple(pair for pair in inputs[0].terms if pair[0] in axes)
         return Value(dims=dims, terms=terms)
 
     def _stacked(self, inputs: Sequence[Value]) -> Value:
-        """Follows `stack`, which puts arrays side by side along a new dim."""
+        """Returns the facts about the result of `stack`: arrays side by side along a new dim."""
         value, place = self._side_by_side(inputs), self.params["axis"]
         dims = value.dims or ()
         return value._replace(dims=(*dims[:place], Dim(), *dims[place:]))
 
     def _concatenated(self, inputs: Sequence[Value]) -> Value:
-        """Follows a concatenation. The joined dim is split along the axes that split it in all of
-        the operands.
+        """Returns the facts about a concatenation. The concatenated dim is split along those axes
+        that split it in every operand.
         """
         value, place = self._side_by_side(inputs), self.params["dimension"]
         known = [value.dims for value in inputs if value.dims is not None]
-        # `_side_by_side` gives the axes that split the dim in any of the operands.
+        # `_side_by_side` gives the axes that split the dim in any of the operands. If one operand
+        # is whole along an axis, the joined dim is neither split along this axis nor whole. Of the
+        # other facts only `rows` holds for the joined dim; `_side_by_side` has compared the
+        # `parts`.
         split = frozenset.intersection(*(dims[place].split for dims in known))
         dims = list(value.dims or ())
         dims[place] = Dim(split, rows=dims[place].rows)
         return value._replace(dims=tuple(dims))
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
-        """Follows a lookup of rows in a table. The result has the dims of the ids, and the dims of
-        a row.
+        """Returns the facts about the result of a `gather`, a lookup of rows in a table. The result
+        has the dims of the array of indices, except the last (the numbers of one index), and the
+        dims of a row.
         """
-        table, ids = inputs
+        table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        # The dims of a row: those of the table but for the dims `removed`. One that is taken only
-        # in part has no facts.
+        # A row has the dims of the table, except the dims `removed`. Nothing is known about a dim
+        # of which a lookup takes only a part.
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
-        # In its shard of a table, a device looks up rows by their numbers in the shard: counting
-        # them on the device is no mistake.
+        # In its shard of a table, a device looks up rows by their indices in the shard: counting
+        # these indices on the device is no mistake.
         is_local = table.dims is None or any(dim.split for dim in table.dims)
-        dims_of_ids = (
-            dim._replace(counted=dim.counted and not is_local) for dim in self._dims(ids, 1)
+        dims_of_indices = (
+            dim._replace(counted=dim.counted and not is_local)
+            for dim in self._dims(indices, place=1)
         )
-        # The result's dims `offset_dims` are those of a row, and the others those of the ids.
+        # The result's dims `offset_dims` are those of a row, and the others those of the indices.
         rank = range(len(self.shapes[0]))
-        dims = (next(in_row if i in numbers.offset_dims else dims_of_ids) for i in rank)
+        dims = (next(in_row if i in numbers.offset_dims else dims_of_indices) for i in rank)
         return Value(dims=tuple(dims))
 
     # Operations that join values
 
     def _together(self, dims: Sequence[Dim]) -> Dim:
-        """Returns the facts of a dim whose elements are computed from those of `dims`, one by one.
+        """Returns the facts about a dim whose element i is computed from element i of each of the
+        `dims`.
 
-        Notes a mistake if different slices of one split dim are joined.
+        Notes a mistake if different slices of one split dim are combined.
         """
         split = NO_AXES.union(*(dim.split for dim in dims))
         parts = frozenset().union(*(dim.parts for dim in dims))
@@ -261,18 +277,19 @@ class _Operation:
         by_source = {part.source: part for part in parts}
         if different := [part for part in parts if part != by_source[part.source]]:
             part = different[0]
-            self._mistake(
-                mistakes.parts_of_a_split_dim, self.node, part.aval, part.source[2], split
-            )
-            parts = frozenset()
+            _, _, dim = part.source  # id(program), the id of the value, and the dim's index
+            self._mistake(mistakes.parts_of_a_split_dim, self.node, part.aval, dim, split)
+            parts = frozenset()  # so that the next operation does not note the mistake again
         within = NO_AXES.union(*(dim.within for dim in dims))
         rows = any(dim.rows for dim in dims)
         drawn = any(dim.drawn for dim in dims)
         return Dim(split, within, rows, drawn, any(dim.counted for dim in dims), parts)
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
-        """Follows an elementwise operation: joins the dims of its operands one by one, and follows
-        the sums that its operands are terms of."""
+        """Returns the facts about the result of an elementwise operation: each dim is computed from
+        the operands' dims at the same place. The result may be a term of the same sums as the
+        operands.
+        """
         rank = len(self.shapes[0])
         # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.
         given = [value for value in inputs if value.dims is not None and len(value.dims) == rank]
@@ -281,22 +298,24 @@ class _Operation:
         dims = tuple(map(self._together, zip(*(value.dims or () for value in given), strict=True)))
         for value in given:
             self._check_same_on_each_device(value, dims)
-        # A dim is `counted` if its elements are made of their numbers on this device. A comparison,
-        # and a value with counts along two dims, such as their difference in a causal mask, are
-        # accepted: they have the same numbers as in the whole array.
+        # A dim is `counted` if its elements are computed from their indices on this device. A
+        # comparison of counts, or their difference, as in a causal mask, is accepted: it does not
+        # change if both counts are shifted. Any value with counts along two dims is taken for such
+        # a difference.
         if self.node.name in _COMPARES or sum(dim.counted for dim in dims) > 1:
             dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for value in given for axis, _ in value.terms})
         terms = [(axis, term) for axis in axes if (term := self._term(axis, inputs))]
-        # The result is divided by the size of an axis if all operands are, or if this operation
-        # divides.
+        # The result was divided by the size of an axis if all operands were, or if this operation
+        # divides by it.
         shared = frozenset.intersection(*(value.shared for value in given))
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes random numbers or counts along a dim of an operand, `value`, if they are the same
-        on all devices and this dim of the result is split. `dims` are those of the result. Each
-        device's part of the dim would get the same numbers.
+        """Notes random numbers or counts along a dim of an operand, if they are the same on all
+        devices and this dim of the result is split: each device's part of the dim would get the
+        same numbers. `value` has the facts about the operand, and `dims` the facts about the
+        result's dims.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
         for dim, of_value in zip(dims, value.dims or (), strict=True):
@@ -310,12 +329,15 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the facts of an elementwise result as a term of a sum over `axis`. At least one
-        operand is such a term. Returns None if the result is no longer followed as a term.
+        """Returns the `Term` of an elementwise operation's result, as a term of a sum over `axis`.
+        At least one operand is a term of such a sum. Returns None if the result may be no such
+        term.
 
         Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
         name = self.node.name
+        # Numbers written into the program, and `iota`s, are `constant`. They are left out: an
+        # epsilon, for example, may be meant for each term.
         known = [value for value in inputs if value.dims is not None and not value.constant]
         with_term = [value for value in known if axis in dict(value.terms)]
         without = [value for value in known if axis not in dict(value.terms)]
@@ -326,8 +348,8 @@ class _Operation:
             # It is no mistake to subtract a device's own maximum: a softmax may be shifted by any
             # number.
             if name in _ARITHMETIC and not (term.is_peak and name == "sub"):
-                facts = term.node.name, term.aval, frozenset({axis})
-                self._mistake(mistakes.reduced_over_a_split_dim, term.node, *facts)
+                details = term.node.name, term.aval, frozenset({axis})
+                self._mistake(mistakes.reduced_over_a_split_dim, term.node, *details)
             return None
         if name in _LINEAR or (name == "select_n" and not without):  # a choice between terms
             return term
@@ -338,9 +360,10 @@ class _Operation:
             whole = [value for value in without if axis not in value.differs | value.shared]
             if whole and term.is_linear and not term.added and name != "add_any":
                 return term._replace(added=self.node)
-            # A sum with an operand that differs, or that was divided, may be right: it is not
-            # followed.
+            # A sum with an operand that differs, or that was divided, may be right: it no longer
+            # counts as a term.
             return term if len(whole) == len(without) else None
+        # If each device multiplies its term by another number, the result is no term of one sum.
         if any(axis in value.differs for value in without):
             return None
         # A product with a number that is the same on all devices, or a quotient by it, is still a
@@ -350,23 +373,24 @@ class _Operation:
         return term if is_factor else term._replace(is_linear=False)
 
     def _divided_by(self) -> frozenset[str]:
-        """Returns the axes whose size, or 1 over the size, is a literal operand of this operation,
-        if it is a product or a quotient. The program then divides a value by the number of devices,
-        so that a later sum over them counts it once."""
+        """Returns the axes whose size, or 1 over the size, is a literal operand of this product or
+        quotient; no axes for any other operation. Such a program scales a value by the number of
+        devices on purpose, mostly so that a later sum over the devices counts the value once."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
-        numbers = [self._number(value) for value in self.node.inputs]
+        numbers = [self._literal(value) for value in self.node.inputs]
         factors = [number for number in numbers if number is not None]
 
         def is_factor(size):
-            """Returns whether a factor is the size, or 1 over the size."""
+            """Returns whether one of the `factors` is `size`, the number of devices along an axis,
+            or 1 / `size`."""
             return any(np.isclose(factor, (size, 1 / size)).any() for factor in factors)
 
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
-    def _number(self, value: int) -> Any:
-        """Returns the number that is written in the program for a value, before casts, broadcasts
-        and changes of sign. Returns None if the program computes the value."""
+    def _literal(self, value: int) -> Any:
+        """Returns the number, written in the program, from which casts, broadcasts and changes of
+        sign make a value. Returns None if the program computes the value."""
         # `literals` has the numbers that are written in the program, and `made` the operation that
         # makes each other value.
         while value not in self.program.literals:
@@ -379,14 +403,15 @@ class _Operation:
     # Operations that reduce dims
 
     def _reduced(self, inputs: Sequence[Value]) -> Value:
-        """Follows a sum, a maximum or a minimum. If a reduced dim is split, each device's result is
-        only one term of the reduction."""
+        """Returns the facts about a sum, a maximum or a minimum over some dims. If such a dim is
+        split, each device's result is only one term of the reduction."""
         value, dims = inputs[0], self._dims(inputs[0])
         removed, is_sum = self.params["axes"], self.node.name == "reduce_sum"
         result = self._without(value, removed)
         axes = NO_AXES.union(*(dims[i].split for i in removed))
-        # A reshape may cut a split dim into groups. If a device has one element of each group, the
-        # reduction of the group is not complete either.
+        # A reshape may cut a split dim into groups: 8 units on 4 devices, 2 on each, by
+        # `x.reshape(2, -1)`. Here a device has one element of each group, and the reduction of the
+        # group is not complete either.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
         axes |= NO_AXES.union(*(dims[i].within for i in ones))  # `within` such a split dim
         # A sum of terms is a term of the same sum over devices; a maximum of terms is none.
@@ -397,12 +422,13 @@ class _Operation:
         return result._replace(terms=tuple(terms.items()))
 
     def _product(self, inputs: Sequence[Value]) -> Value:
-        """Follows `dot_general`, whose result has the batch dims, then the other dims of the left
-        and of the right operand. If a dim that is summed over is split, each device's result is
-        only its own term of the whole product."""
+        """Returns the facts about the result of `dot_general`. The result has the batch dims, then
+        the left operand's other dims that are not summed over, then those of the right operand. If
+        a dim that is summed over is split, each device's result is only its own term of the whole
+        product."""
         first, second = inputs
         (left_summed, right_summed), (left_batch, right_batch) = self.params["dimension_numbers"]
-        left, right = self._dims(first), self._dims(second, 1)
+        left, right = self._dims(first), self._dims(second, place=1)
         batch = zip(left_batch, right_batch, strict=True)
         dims = [self._together((left[i], right[j])) for i, j in batch]
         dims += [dim for i, dim in enumerate(left) if i not in (*left_summed, *left_batch)]
@@ -420,16 +446,16 @@ class _Operation:
     # Collectives
 
     def _sent(self, sent: Sent, inputs: Sequence[Value]) -> list[Value]:
-        """Follows a collective. Notes a value, such as a bias, that is the same on all devices and
-        was added to each device's term before the sum."""
+        """Returns the facts about a collective's results. Notes a value, such as a bias, that is
+        the same on all devices and was added to each device's term before the sum."""
         axes = frozenset(sent.axes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
                 # `added` is the operation that added a value which is the same on all devices.
                 if term.added and term.is_linear and axis in axes:
                     aval = jaxprs.types(term.added.eqn.outvars)[0]
-                    facts = aval, frozenset({axis})
-                    self._mistake(mistakes.added_before_the_sum, term.added, *facts)
+                    details = aval, frozenset({axis})
+                    self._mistake(mistakes.added_before_the_sum, term.added, *details)
         # A ragged all-to-all, for example, also takes sizes. Which operand has the data is not
         # known here.
         if len(inputs) != len(self.shapes):
@@ -437,11 +463,12 @@ class _Operation:
         avals = zip(inputs, self.avals, self.shapes, strict=True)
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
-    def _mistake(self, mistake: Callable[..., Any], node: Node, *facts: Any) -> None:
-        """Adds a mistake at `node` to `mistakes`. The last of its `facts` are its axes; their
-        number of devices is appended, as the functions of `mistakes` take it."""
-        devices = math.prod(self.sizes[axis] for axis in facts[-1])
-        self.mistakes.append((mistake, node, *facts, devices))
+    def _mistake(self, mistake: Callable[..., Any], node: Node, *details: Any) -> None:
+        """Adds a mistake at `node` to `self.mistakes`. The last of the `details` are the axes of
+        the mistake. The number of devices along these axes is appended to the details, since
+        `mistake`, a function in the module `mistakes`, needs it."""
+        devices = math.prod(self.sizes[axis] for axis in details[-1])
+        self.mistakes.append((mistake, node, *details, devices))
 
 
 _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] = {
@@ -467,28 +494,32 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the dims and terms of a collective's result, given the facts of its operand, `value`.
+    """Returns the dims and terms of a collective's result, given the facts about its operand,
+    `value`.
 
     `before` is the shape of the operand, and `after` that of the result.
     """
-    # A collective that adds or drops a dim is not followed.
+    # Nothing is known after a collective that adds or drops a dim.
     if value.dims is None or len(value.dims) != len(after):
         return _new_dims(after)
     axes = frozenset(sent.axes)
     dims = []
     for dim, size, new_size in zip(value.dims, before, after, strict=True):
+        # After a sum, a maximum or a gather, the result is the same along the axes, so they split
+        # no dim. After a permute or a reduce-scatter, a split along them is not tracked.
         split = dim.split - axes
         # An all-to-all cuts one dim into blocks, so this dim is split after it. It joins the blocks
         # of another dim, which is then whole.
         if sent.kind == "exchange" and size > new_size:
             split |= axes
+        # The other facts are about elements of one device.
         dims.append(Dim(split, rows=dim.rows, drawn=dim.drawn))
     return Value(dims=tuple(dims), terms=tuple(pair for pair in value.terms if pair[0] not in axes))
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether `value` has a dim that is split over `axis`, and none of the values
-    `with_term` has a split dim at that place.
+    """Returns whether `value` has a dim that is split over `axis`, at a place where none of the
+    values `with_term` has such a dim.
 
     One elementwise operation combines all these values. The values `with_term` were reduced over a
     dim that is split over `axis`, and are now combined with an array that has such a dim.
@@ -504,18 +535,21 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:
-    """Returns a value of this shape whose dims have no facts."""
+    """Returns the `Value` of an array of this shape, if nothing is known about its dims."""
     return Value(dims=(Dim(),) * len(shape))
 
 
 def _regrouped(
     dims: tuple[Dim, ...], before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[Dim, ...]:
-    """Returns the dims after a reshape from the shape `before` to `after`.
+    """Returns the facts about the dims after a reshape from the shape `before` to `after`. The
+    facts about the dims before the reshape are `dims`.
 
     If the reshape cuts a split dim into several dims, the outermost of them is split, and the
     others are `within` it.
     """
+    if 0 in before:  # an array without elements: products of its sizes do not tell dims apart
+        return (Dim(),) * len(after)
     regrouped: list[Dim] = []
     i = 0  # the dims of `before` that are done
     while len(regrouped) < len(after):
@@ -523,8 +557,9 @@ def _regrouped(
             within = regrouped[-1].split | regrouped[-1].within if regrouped else NO_AXES
             regrouped.append(Dim(within=within))
             continue
-        # Find the fewest dims before, and the fewest after, whose sizes have the same product.
-        # They are the dims `first` to i - 1 of `before`, and len(regrouped) to j - 1 of `after`.
+        # Find the fewest next dims of `before`, and the fewest of `after`, whose sizes have the
+        # same product. They are the dims `first` to i - 1 of `before`, and len(regrouped) to j - 1
+        # of `after`.
         first, i, j = i, i + 1, len(regrouped) + 1
         while (size := math.prod(before[first:i])) != math.prod(after[len(regrouped) : j]):
             if size < math.prod(after[len(regrouped) : j]):
@@ -536,17 +571,22 @@ def _regrouped(
 
 
 def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
-    """Returns the facts of `count` dims that a reshape puts in place of `dims`; the sizes of both
-    have the same product.
+    """Returns the facts about the `count` new dims that a reshape puts in place of old dims. `dims`
+    has the facts about the old dims. The sizes of the new and of the old dims have the same
+    product.
     """
     if len(dims) == count == 1:  # a dim that stays as it is
         return [dims[0]]
     first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
+    # Blocks and slices of the first old dim are blocks and slices of the outer new dim too.
     outer = Dim(first.split, first.within, parts=first.parts)
-    # If an inner dim is split, a device's elements are no block of the joined dim, so it is not
-    # followed as split.
+    # If another old dim is split, a device's elements are no block of the outer new dim, so this
+    # dim does not count as split.
     if any(dim.split for dim in dims[1:]):
         outer = Dim()
+    # If any old dim is `counted`, the outer new dim is `counted`, and the inner new dims are not:
+    # counts along an inner new dim begin at 0 for each index of the outer one, and so are the same
+    # on one device as in the whole array.
     counted = any(dim.counted for dim in dims)
     inner = Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)
     return [outer._replace(rows=rows, drawn=drawn, counted=counted), *[inner] * (count - 1)]
