@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.scheduling_groups import xla_metadata_call
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
@@ -157,7 +158,7 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
 
     def on_device(*blocks):
         """Returns the stacks of the results on this device."""
-        walk = Walk(counts, dict(mesh.shape), opened, _one(blocks))
+        walk = Walk(counts, dict(mesh.shape), opened)
         stacks = [Stack(x, layout.axes) for x, layout in zip(blocks, ins, strict=True)]
         results = walk.run(body, stacks)
         return [walk.over(x, layout.axes).array for x, layout in zip(results, outs, strict=True)]
@@ -209,17 +210,9 @@ class TwoForms(NamedTuple):
         return stack.transpose(np.argsort(self.order)).reshape(self.shape)
 
 
-def _one(blocks: Sequence[Any]) -> Int[Array, ""]:
-    """Returns the number 1, which the compiler cannot know: it is computed from the arguments."""
-    numbers = [x for x in blocks if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.size]
-    if not numbers:
-        raise ValueError(
-            "same_bits.spmd needs an argument with at least one number; all arguments are empty or "
-            "random keys. Pass the batch or the parameters as an argument."
-        )
-    first = [x.ravel()[0].astype(jnp.float32) for x in numbers]  # some blocks may be constants
-    x = functools.reduce(lax.add, [lax.bitcast_convert_type(x, jnp.int32) for x in first])
-    return 1 + (x * (x + 1) & 1)  # one of two consecutive numbers is even
+# Compiles a function as a computation of its own. The compiler joins none of its kernels with those
+# around it, which differ from mesh to mesh; a kernel that is joined with others rounds differently.
+_apart = functools.partial(xla_metadata_call, inlineable="false")
 
 
 def _opened(jaxpr: Jaxpr, mesh: AnyMesh) -> dict[int, tuple[JaxprEqn, Jaxpr]]:
@@ -333,19 +326,17 @@ def _needed(steps: Sequence[StepOfCell], results: Sequence[int]) -> list[StepOfC
 class Walk:
     """Runs the program of a cell for all cells of this device, inside a `shard_map`.
 
-    A walk without `one` is inside a cell: it runs each equation where it stands.
+    A walk with no `counts` is inside a cell: it runs each equation where it stands.
 
     Attributes:
         counts: the cells along each axis with more than one.
         devices: the devices along each axis.
         opened: the programs of the library's collectives.
-        one: the number 1, unknown to the compiler.
     """
 
     counts: Mapping[str, int]
     devices: Mapping[str, int]
     opened: Mapping[int, tuple[JaxprEqn, Jaxpr]]
-    one: Array | None = None
 
     def here(self, axis: str) -> int:
         """Returns the number of cells of this device along an axis."""
@@ -369,9 +360,9 @@ class Walk:
         """Returns the results of a program."""
         flat = _flat(program, self.opened)
         values = {**flat.values, **dict(zip(flat.inputs, operands, strict=True))}
-        free, left = ([], flat.steps) if self.one is None else _free(flat)
+        free, left = _free(flat) if self.counts else ([], flat.steps)
         while left:
-            step, alone = left[0], left[0].alone or self.one is None
+            step, alone = left[0], left[0].alone or not self.counts
             segment, left = ([step], left[1:]) if alone else self._segment(left, values)
             if alone:
                 self._run_cells(free, [k for k in step.reads if k not in values], flat, values)
@@ -439,7 +430,7 @@ class Walk:
     def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Array]:
         """Returns the results of `cell` for each cell of this device, one after the other."""
         if not axes:
-            return self._enclosed(cell, [stack.array for stack in stacks])
+            return _apart(cell)(*(stack.array for stack in stacks))
         sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
         def along_others(slices):
@@ -450,22 +441,6 @@ class Walk:
             return self._for_each_cell(cell, inside, axes[1:])
 
         return lax.map(along_others, sliced)
-
-    def _enclosed(self, cell, operands: Sequence[Array]) -> list[Array]:
-        """Returns `cell(*operands)`, compiled to the same kernels wherever it stands.
-
-        A loop encloses it. If the compiler knew that the loop runs once, or that an operand is the
-        same in each trip, it would join the cell's kernels with those around them, and they would
-        round differently.
-        """
-
-        def trip(index, _):
-            """Returns the results."""
-            varied, _ = lax.optimization_barrier((list(operands), index))
-            return cell(*varied)
-
-        results = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(cell, *operands)]
-        return lax.fori_loop(0, self.one, trip, results)
 
     # Equations
 
