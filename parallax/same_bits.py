@@ -235,13 +235,6 @@ def _names(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str))
 
 
-def _is_alone(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation, or one inside it, depends on other cells or the cell's index."""
-    if eqn.primitive is types.linear_p or (_names(eqn) and eqn.primitive.name not in CASTS):
-        return True
-    return any(map(_is_alone, itertools.chain(*(body.eqns for body in jaxprs.inner(eqn)))))
-
-
 class Flat(NamedTuple):
     """A program as a list of steps.
 
@@ -260,7 +253,7 @@ class Flat(NamedTuple):
     outputs: Sequence[int]
 
 
-def _flat(program: Jaxpr | ClosedJaxpr, opened: Mapping[int, tuple[JaxprEqn, Jaxpr]]) -> Flat:
+def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
     """Returns the steps of a program.
 
     A call in which something communicates is opened. A cast leaves no step.
@@ -289,14 +282,14 @@ def _flat(program: Jaxpr | ClosedJaxpr, opened: Mapping[int, tuple[JaxprEqn, Jax
             return number
 
         for eqn in jaxpr.eqns:
-            reads, alone = tuple(map(key, eqn.invars)), _is_alone(eqn)
+            reads, alone = tuple(map(key, eqn.invars)), walk._alone(eqn)
             if jaxprs.has_effects(eqn):
                 raise ValueError(
                     f"same_bits.spmd cannot run `{eqn.primitive.name}` ({jaxprs.origin(eqn)}), "
                     "which prints or has another effect. Take it out of the step."
                 )
             if eqn.primitive is types.linear_p:
-                writes = add(opened[id(eqn)][1], reads)
+                writes = add(walk.opened[id(eqn)][1], reads)
             elif eqn.primitive.name in CASTS:
                 writes = reads
             elif alone and eqn.primitive.name not in LOOPS and jaxprs.inner(eqn):
@@ -358,7 +351,7 @@ class Walk:
 
     def run(self, program: Jaxpr | ClosedJaxpr, operands: Sequence[Stack]) -> list[Stack]:
         """Returns the results of a program."""
-        flat = _flat(program, self.opened)
+        flat = _flat(program, self)
         values = {**flat.values, **dict(zip(flat.inputs, operands, strict=True))}
         free, left = _free(flat) if self.counts else ([], flat.steps)
         while left:
@@ -374,6 +367,15 @@ class Walk:
                 self._run_cells([*free, *segment], writes, flat, values)
         self._run_cells(free, [k for k in flat.outputs if k not in values], flat, values)
         return [values[key] for key in flat.outputs]
+
+    def _alone(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation, or one inside it, depends on other cells or the cell's
+        index."""
+        if eqn.primitive.name not in CASTS and not self.counts.keys().isdisjoint(_names(eqn)):
+            return True
+        linear = eqn.primitive is types.linear_p
+        bodies = [self.opened[id(eqn)][1]] if linear else jaxprs.inner(eqn)
+        return any(map(self._alone, itertools.chain(*(body.eqns for body in bodies))))
 
     # Segments
 
@@ -470,7 +472,7 @@ class Walk:
             return [moves[name](names, params, stack) for stack in operands]
         if name == "axis_index":
             return [self._own(names, self._indices(names), ())]
-        if _is_alone(eqn):
+        if _names(eqn) or self._alone(eqn):
             raise ValueError(
                 f"same_bits.spmd has no rule for `{name}` ({jaxprs.origin(eqn)}). Use psum, "
                 "all_gather, psum_scatter, ppermute, all_to_all, scan or cond there."
