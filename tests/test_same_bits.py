@@ -216,8 +216,8 @@ LAYOUTS = {  # the cells, and meshes that run them
 
 
 @functools.cache
-def gpt2_run(line, sizes, steps=5):
-    """What five steps of a GPT-2 leave, by the cells of a layout, on a mesh."""
+def gpt2_start(line):
+    """A GPT-2's step for the cells of a layout, and its first state."""
     config = CONFIG
     if line.endswith(",dropout"):
         config = dataclasses.replace(config, dropout=0.1)
@@ -229,8 +229,14 @@ def gpt2_run(line, sizes, steps=5):
         key=jax.random.key(0),
         compute=decoder.Compute(max_norm=0.5),
     )
-    prepared = make(mesh.abstract(**layout.axes))
     state = jax.device_get(make(mesh_of(layout.axes, layout.axes)).init())
+    return layout, make(mesh.abstract(**layout.axes)), state
+
+
+@functools.cache
+def gpt2_run(line, sizes, steps=5):
+    """What five steps of a GPT-2 leave, by the cells of a layout, on a mesh."""
+    layout, prepared, state = gpt2_start(line)
     train = decoder.compiled(
         *(prepared.local, prepared.shapes, prepared.specs),
         functools.partial(of_cells(layout.axes), mesh=mesh_of(dict(sizes), layout.axes)),
