@@ -384,23 +384,18 @@ class Walk:
     ) -> tuple[list[StepOfCell], list[StepOfCell]]:
         """Returns the steps of the next segment, and the others.
 
-        A segment takes all steps that can run now and whose operands differ along the same axes, as
-        few as possible: other steps of the cells' program wait for them. Which steps they are
-        depends on the program and the cells alone, so each kernel is the same on every mesh.
+        A segment takes all steps that can run now and whose operands differ along the same axes.
+        Which they are depends on the program and the cells alone, so each kernel is the same on
+        every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
-
-        def axes_read(step):
-            """Returns the axes along which the operands of a step differ."""
-            return self.ordered(axis for key in step.reads for axis in axes_of.get(key, ()))
-
-        later = {key for step in left for key in step.writes}
-        ready = (step for step in left if not step.alone and later.isdisjoint(step.reads))
-        wanted = min(map(axes_read, ready), key=len)
         segment, others, waiting = [], [], set()
+        wanted = None
         for step in left:
-            axes = axes_read(step)
-            if waiting.isdisjoint(step.reads) and not step.alone and axes == wanted:
+            axes = self.ordered(axis for key in step.reads for axis in axes_of.get(key, ()))
+            ready = waiting.isdisjoint(step.reads) and not step.alone
+            if ready and wanted in (None, axes):
+                wanted = axes
                 segment.append(step)
                 axes_of |= dict.fromkeys(step.writes, axes)
             else:
@@ -436,25 +431,18 @@ class Walk:
 
     def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Array]:
         """Returns the results of `cell` for each cell of this device, one after the other."""
-        counts = [self.here(axis) for axis in axes]
+        if not axes:
+            return _apart(cell)(*(stack.array for stack in stacks))
+        sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
-        def along(number):
-            """Returns the results for the cell with this number on this device."""
-            index = dict(zip(axes, jnp.unravel_index(number, counts), strict=True))
-            return _apart(cell)(*(self._at(index, stack) for stack in stacks))
+        def along_others(slices):
+            """Returns the results for the cells with one index along the first axis."""
+            inside = list(stacks)
+            for k, x in slices.items():
+                inside[k] = Stack(x, stacks[k].axes[1:])
+            return self._for_each_cell(cell, inside, axes[1:])
 
-        results = lax.map(along, jnp.arange(math.prod(counts)))
-        return [x.reshape(*counts, *x.shape[1:]) for x in results]
-
-    def _at(self, index: Mapping[str, Array], stack: Stack) -> Array:
-        """Returns the value of one cell, whose index along each axis is given."""
-        number, split = 0, len(stack.axes)
-        for axis in stack.axes:
-            number = number * self.here(axis) + index[axis]
-        if not split:
-            return stack.array
-        cells = stack.array.reshape(-1, *stack.array.shape[split:])
-        return lax.dynamic_index_in_dim(cells, number, keepdims=False)
+        return lax.map(along_others, sliced)
 
     # Equations
 
@@ -596,6 +584,9 @@ class Walk:
             axes.remove(axis)
             for bit in range(n.bit_length() - 1):
                 x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))
+        if jnp.issubdtype(dtype, jnp.floating):  # a compiler may remove a cast with its inverse
+            info = jnp.finfo(dtype)
+            x = lax.reduce_precision(x, info.nexp, info.nmant)
         return Stack(x.astype(dtype), tuple(axes))
 
     def _indices(self, names: Sequence[str]) -> Int[Array, " cells"]:
