@@ -7,9 +7,10 @@ device of the real mesh has one cell or several. Every kernel has the shapes of 
 sum is a binary tree over the cells, whatever the mesh is.
 
 The step is traced once, as the program of one cell. The program is then run in two kinds of parts.
-A *segment* has equations that do not communicate; it runs for one cell after another. A collective
-works on all cells of the device together. A `Stack` is a value of the program with its numbers for
-all cells of the device. Inside, an equation is a `StepOfCell`, and a *key* numbers a value.
+A *segment* has equations that do not communicate; it is compiled apart from the rest, and runs for
+one cell after another. A collective works on all cells of the device together. A `Stack` is a value
+of the program with its numbers for all cells of the device. Inside, an equation is a `StepOfCell`,
+and a *key* numbers a value.
 """
 
 import dataclasses
@@ -100,8 +101,8 @@ def spmd(
 
     Raises:
         ValueError: `cells` are no powers of two, or `mesh` has other axes or sizes that do not
-            divide them; no argument has numbers; `f` prints, or calls something that has no rule
-            here, such as a `while` loop with a collective in it.
+            divide them; `f` prints, or calls something that has no rule here, such as a `while`
+            loop with a collective in it.
     """
     _check(cells, mesh)
     of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
@@ -240,15 +241,13 @@ class Flat(NamedTuple):
 
     Attributes:
         steps: the steps that the results depend on.
-        values: the values of constants, by their keys.
-        literals: the keys of those constants that are written in the program.
+        constants: the constants, by their keys.
         inputs: the keys of the arguments.
         outputs: the keys of the results.
     """
 
     steps: Sequence[StepOfCell]
-    values: Mapping[int, Stack]
-    literals: set[int]
+    constants: Mapping[int, Stack]
     inputs: Sequence[int]
     outputs: Sequence[int]
 
@@ -259,27 +258,25 @@ def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
     A call in which something communicates is opened. A cast leaves no step.
     """
     numbers = itertools.count()
-    values: dict[int, Stack] = {}
-    literals: set[int] = set()
+    constants: dict[int, Stack] = {}
     steps: list[StepOfCell] = []
 
     def new(value) -> int:
         """Returns the key of a constant."""
         key = next(numbers)
-        values[key] = Stack(value)
+        constants[key] = Stack(value)
         return key
 
     def add(program, inputs) -> list[int]:
         """Appends the steps of a program, and returns the keys of its results."""
-        jaxpr, constants = jaxprs.opened(program), map(new, getattr(program, "consts", ()))
-        keys = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
+        jaxpr, closed_over = jaxprs.opened(program), map(new, getattr(program, "consts", ()))
+        keys = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed_over, *inputs), strict=True))
 
         def key(atom) -> int:
             """Returns the key of an operand."""
-            if not jaxprs.is_literal(atom):
-                return keys[atom]
-            literals.add(number := new(np.asarray(atom.val, atom.aval.dtype)))
-            return number
+            if jaxprs.is_literal(atom):
+                return new(np.asarray(atom.val, atom.aval.dtype))
+            return keys[atom]
 
         for eqn in jaxpr.eqns:
             reads, alone = tuple(map(key, eqn.invars)), walk._alone(eqn)
@@ -302,7 +299,7 @@ def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
 
     inputs = [next(numbers) for _ in jaxprs.opened(program).invars]
     outputs = add(program, inputs)
-    return Flat(_needed(steps, outputs), values, literals, inputs, outputs)
+    return Flat(_needed(steps, outputs), constants, inputs, outputs)
 
 
 def _needed(steps: Sequence[StepOfCell], results: Sequence[int]) -> list[StepOfCell]:
@@ -352,16 +349,17 @@ class Walk:
     def run(self, program: Jaxpr | ClosedJaxpr, operands: Sequence[Stack]) -> list[Stack]:
         """Returns the results of a program."""
         flat = _flat(program, self)
-        values = {**flat.values, **dict(zip(flat.inputs, operands, strict=True))}
+        values = {**flat.constants, **dict(zip(flat.inputs, operands, strict=True))}
         free, left = _free(flat) if self.counts else ([], flat.steps)
         while left:
-            step, alone = left[0], left[0].alone or not self.counts
-            segment, left = ([step], left[1:]) if alone else self._segment(left, values)
-            if alone:
+            step = left[0]
+            if step.alone or not self.counts:
+                left = left[1:]
                 self._run_cells(free, [k for k in step.reads if k not in values], flat, values)
                 results = self._results(step.eqn, [values[key] for key in step.reads])
                 values |= zip(step.writes, results, strict=True)
             else:
+                segment, left = self._segment(left, values)
                 later = {key for step in left for key in step.reads} | {*flat.outputs}
                 writes = [key for step in segment for key in step.writes if key in later]
                 self._run_cells([*free, *segment], writes, flat, values)
@@ -410,19 +408,16 @@ class Walk:
         if not wanted:
             return
         steps = _needed(steps, wanted)
-        known_inside = {key for step in steps for key in step.writes} | flat.literals
-        reads = {
-            key: values[key] for step in steps for key in step.reads if key not in known_inside
-        }
+        inside = {key for step in steps for key in step.writes} | flat.constants.keys()
+        reads = {key: values[key] for step in steps for key in step.reads if key not in inside}
         axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
-        inside = Walk({}, {}, self.opened)
+        walk = Walk({}, {}, self.opened)
 
         def cell(*operands):
             """Returns the wanted values for one cell."""
-            known = {key: flat.values[key] for key in flat.literals}
-            known |= zip(reads, map(Stack, operands), strict=True)
+            known = {**flat.constants, **dict(zip(reads, map(Stack, operands), strict=True))}
             for step in steps:
-                results = inside._results(step.eqn, [known[key] for key in step.reads])
+                results = walk._results(step.eqn, [known[key] for key in step.reads])
                 known |= zip(step.writes, results, strict=True)
             return [known[key].array for key in wanted]
 
@@ -667,7 +662,7 @@ def _free(flat: Flat) -> tuple[list[StepOfCell], list[StepOfCell]]:
 
     Each segment that needs the result of a free step runs it again.
     """
-    free, others, known = [], [], set(flat.literals)
+    free, others, known = [], [], set(flat.constants)
     for step in flat.steps:
         if step.alone or not known.issuperset(step.reads):
             others.append(step)

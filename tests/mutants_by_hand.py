@@ -2618,16 +2618,8 @@ SAME_BITS = (
         KERNELS,
         bits=True,
     ),
-    # A loop that the compiler knows to run once
-    Mutant("_one", "1 + (x * (x + 1) & 1)", "1 + (x & 0)", KERNELS, bits=True),
-    # A loop whose operands are the same in each trip
-    Mutant(
-        "Walk._enclosed",
-        "varied, _ = lax.optimization_barrier((list(operands), index))",
-        "varied = operands",
-        KERNELS,
-        bits=True,
-    ),
+    # A cell whose kernels the compiler joins with those around it
+    Mutant("Walk._for_each_cell", "_apart(cell)", "cell", KERNELS, bits=True),
     # The devices' sum in an order of its own
     Mutant(
         "Walk.tree",
