@@ -211,9 +211,13 @@ class TwoForms(NamedTuple):
         return stack.transpose(np.argsort(self.order)).reshape(self.shape)
 
 
-# Compiles a function as a computation of its own. The compiler joins none of its kernels with those
-# around it, which differ from mesh to mesh; a kernel that is joined with others rounds differently.
-_apart = functools.partial(xla_metadata_call, inlineable="false")
+def _apart(cell: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, compiled as a computation of its own.
+
+    The compiler joins none of its kernels with those around it, which differ from mesh to mesh. A
+    kernel that is joined with others rounds differently.
+    """
+    return xla_metadata_call(cell, inlineable="false")
 
 
 def _opened(jaxpr: Jaxpr, mesh: AnyMesh) -> dict[int, tuple[JaxprEqn, Jaxpr]]:
