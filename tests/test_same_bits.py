@@ -208,12 +208,6 @@ LAYOUTS = {  # the cells, and meshes that run them
     "data=8,zero=3,precision=bfloat16": [{"data": 4}],
     "data=2,context=2,tensor=2": [{"context": 2}, {"data": 2, "context": 2, "tensor": 2}],
     "data=4,context=2,precision=bfloat16,zero=1,dropout": [{"data": 2, "context": 2}],
-    "data=2,stage=2,tensor=2,microbatches=4": [
-        {"stage": 2},
-        {"data": 2, "stage": 2, "tensor": 2},
-    ],
-    "data=4,stage=2,microbatches=4,zero=1,precision=bfloat16": [{"data": 4}, {"stage": 2}],
-    "stage=4,microbatches=4": [{"stage": 2}, {"stage": 4}],
     "data=8,dropout": [{"data": 2}, {"data": 8}],
 }
 
@@ -365,6 +359,7 @@ def mapped(f, cells=CELLS, sizes=None):
         (lambda: mapped(lambda x: x, {"data": 3}), "a power of two of cells.*got data=3"),
         (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "sizes divide.*'data': 4"),
         (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "axes of the cells"),
+        (lambda: mapped(lambda x: x, {"data": 2, "stage": 2}), "pipeline stages.*got stage=2"),
         (lambda: mapped(_prints)(jnp.ones(8)), "prints or has another effect"),
         (lambda: mapped(_grouped)(jnp.ones(8)), "axis_index_groups"),
         (lambda: mapped(_summed_without_end)(jnp.ones(8)), "no rule for `while`"),
