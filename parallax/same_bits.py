@@ -101,8 +101,8 @@ def spmd(
 
     Raises:
         ValueError: `cells` are no powers of two, or `mesh` has other axes or sizes that do not
-            divide them; there are several cells of pipeline stages; `f` prints, or calls something that has no rule here, such as a `while`
-            loop with a collective in it.
+            divide them; there are several cells of pipeline stages; `f` prints, or calls something
+            that has no rule here, such as a `while` loop with a collective in it.
     """
     _check(cells, mesh)
     of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
