@@ -26,6 +26,8 @@ def all_reduce_array(x, routes, axis_name):
     device and then sent to all, so all devices have the same bits.
     """
     n, parts = routes[0].n, len(routes)
+    if n == 1:  # without this, a TPU would copy `x` route by route
+        return x
     # The first dim that fits: slices along an outer dim are contiguous in memory.
     dim = next((dim for dim in range(x.ndim) if _keeps_tiles(x.shape, dim, n * parts)), None)
     if dim is not None:
@@ -42,6 +44,8 @@ def all_reduce_array(x, routes, axis_name):
 def reduce_scatter_array(x, dim: int, routes, axis_name):
     """Returns this device's slice, one of n along `dim`, of the sum of `x` over devices."""
     n, parts = routes[0].n, len(routes)
+    if n == 1:
+        return x
     if _keeps_tiles(x.shape, dim, n * parts):
         return jnp.concatenate(_scatter_slices(x, dim, routes, axis_name), dim)
     # Otherwise the slices are sent as a vector, in which `_as_vector` puts one slice along `dim`
@@ -56,6 +60,8 @@ def reduce_scatter_array(x, dim: int, routes, axis_name):
 def all_gather_array(x, dim: int, routes, axis_name):
     """Returns the slices `x` of all devices, joined along `dim`."""
     n, parts = routes[0].n, len(routes)
+    if n == 1:
+        return x
     # Each device keeps a copy of its own block and sends one: both must have the same bits.
     x = pin_bits(x)
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
