@@ -92,9 +92,8 @@ def column(
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
     # Without the function, all tokens are gathered before the product.
     if all_gather_matmul is None:
-        y = jnp.tensordot(gather_from(x, axis), weight, axes=1)
-    else:
-        y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
+        return tensor.affine(gather_from(x, axis), weight, bias)
+    y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
     return y if bias is None else tensor.add_bias(y, bias)
 
 

@@ -28,7 +28,14 @@ from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
 from parallax._typing import PyTree, Rule
 from parallax.collectives.axis import Axis, AxisLike, combined_axis
-from parallax.collectives.types import axes, linear, varying, varying_axes
+from parallax.collectives.types import (
+    accumulation_dtype,
+    axes,
+    linear,
+    match_varying,
+    varying,
+    varying_axes,
+)
 from parallax.trees import SpecsByPath
 
 
@@ -175,8 +182,7 @@ def column(
         return ColumnLinear(_with_own_bias(weight, bias, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
     # `copy_to` is before the product, so its all-reduce backward has the size of `x`.
-    y = jnp.tensordot(copy_to(x, axis), weight, axes=1)  # over the inputs: x's last, weight's first
-    return y if bias is None else add_bias(y, bias)
+    return affine(copy_to(x, axis), weight, bias)
 
 
 def row(
@@ -597,6 +603,66 @@ def _outside(ids, vocabulary: int):
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 
 
+def affine(
+    x: Float[Array, "*batch inputs"],
+    weight: Float[Array, "inputs *outputs"],
+    bias: Float[Array, "*outputs"] | None,
+) -> Float[Array, "*batch_and_outputs"]:
+    """Returns `x · weight + bias`, summed over the inputs: `A[B, I] · W[I, *J] + b[*J] -> [B, *J]`.
+
+    A weight of four dims, `[I, n, H, K]`, has n arrays of heads, such as queries, keys and values.
+    Each has its own product, and the n results are stacked. A caller that takes them apart by
+    `lax.split` gets the results themselves: XLA leaves out the stack. One product would give one
+    array, of which an attention kernel would need n copies.
+    """
+    if weight.ndim < 4:
+        y = jnp.tensordot(x, weight, axes=1)
+        return y if bias is None else add_bias(y, bias)
+    count = weight.shape[1]
+    weights = unstacked(weight, 1)
+    biases = [None] * count if bias is None else unstacked(bias, 0)
+    parts = [affine(x, *part) for part in zip(weights, biases, strict=True)]
+    return jnp.stack(parts, axis=x.ndim - 1)
+
+
+def unstacked(x: Shaped[Array, "..."], dim: int) -> list[Shaped[Array, "..."]]:
+    """Returns the arrays that `jnp.stack` along `dim` joins to `x`. The transpose is that stack.
+    The transpose of indices, as in `x[0], x[1]`, would be a sum of arrays padded with zeros.
+    """
+    parts = lax.split(x, (1,) * x.shape[dim], axis=dim)
+    return [jnp.squeeze(part, dim) for part in parts]
+
+
 def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `y + bias`, with the dims of `bias` the last ones of `y`."""
-    return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+    """Returns `y + bias`, with the dims of `bias` the last ones of `y`.
+
+    The gradient of the bias is the sum of all rows of the cotangent. On a TPU the sum is a product
+    with ones, since matrix units add up numbers faster than vector units do.
+    """
+    rows = y.shape[: y.ndim - bias.ndim]
+    dims = tuple(range(len(rows)))
+
+    def repeated(bias):
+        """Returns the bias for each row of `y`."""
+        return jnp.broadcast_to(bias, y.shape)
+
+    def summed(cotangent):
+        """Returns the sum of the rows of the cotangent."""
+        return lax.platform_dependent(cotangent, tpu=product_with_ones, default=sum_of_rows)
+
+    def product_with_ones(cotangent):
+        """Returns `summed(cotangent)` by a product. XLA would make a sum of a product with one row
+        of ones, so there are 8, as many as the matrix unit takes at once."""
+        ones = match_varying(jnp.ones((8, *rows), cotangent.dtype), cotangent)
+        contracted = tuple(dim + 1 for dim in dims), dims
+        wide = accumulation_dtype(cotangent.dtype)
+        sums = lax.dot_general(ones, cotangent, (contracted, ((), ())), preferred_element_type=wide)
+        return sums[0].astype(cotangent.dtype)
+
+    def sum_of_rows(cotangent):
+        """Returns `summed(cotangent)` by a sum."""
+        return jnp.sum(cotangent, axis=dims)
+
+    # The bias varies as `y` does before it is repeated, so that JAX sums its gradient, and not the
+    # cotangent of `y`, over the axes along which only `y` varies.
+    return y + linear(varying(bias, varying_axes(y)), forward=repeated, backward=summed)

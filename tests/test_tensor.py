@@ -111,6 +111,43 @@ def test_without_bias():
     )
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_stacked_products_and_their_bias_equal_one_product(monkeypatch, platform):
+    """Value and gradients, with the sum of the platform for the bias's gradient."""
+
+    def of_the_platform(*arguments, default, **branches):
+        return branches.get(platform, default)(*arguments)
+
+    def used(y):
+        q, k, v = tensor.unstacked(y, 2)
+        return jnp.sum(q * jnp.tanh(k) + v**2)
+
+    def whole(x, weight, bias):
+        return used(jnp.tensordot(x, weight, axes=1) + bias[None, None])
+
+    def parts(x, weight, bias):
+        return used(tensor.column(x, weight, bias, ()))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((4, 6, 16), (16, 3, 4, 5), (3, 4, 5))
+    arguments = [jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True)]
+    monkeypatch.setattr(lax, "platform_dependent", of_the_platform)
+    of_parts, of_whole = (jax.value_and_grad(f, (0, 1, 2))(*arguments) for f in (parts, whole))
+    jax.tree.map(close, of_parts, of_whole)
+
+
+def test_products_that_are_taken_apart_are_not_stacked():
+    """The compiled program that takes the products apart has no array of all of them."""
+
+    def local(x, weight, bias):
+        return tensor.unstacked(tensor.affine(x, weight, bias), 1)
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((7, 16), (16, 3, 4, 5), (3, 4, 5))
+    ]
+    assert not re.search(r"\[7,3,4,5\]", jax.jit(local).lower(*shapes).compile().as_text())
+
+
 def test_hidden_dims_may_be_several():
     """Heads and head width, say: split over the heads, whole over the width."""
     draw = np.random.default_rng(0).normal

@@ -53,7 +53,7 @@ def block(
         """Returns this device's queries, keys and values by head, from the normalised stream."""
         y = comms.column(y, qkv.weight, qkv.bias)  # [B, T, 3, H, K]
         y = decoder_taps.split(y, "blocks.*.attention.qkv", comms, dim=3)  # dim 3 is the heads
-        return y[:, :, 0], y[:, :, 1], y[:, :, 2]
+        return tensor.unstacked(y, 2)
 
     def feed_forward(y):
         """Returns the sum to add to the stream, and None: there is no auxiliary value."""
