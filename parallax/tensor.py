@@ -618,19 +618,17 @@ def affine(
     if weight.ndim < 4:
         y = jnp.tensordot(x, weight, axes=1)
         return y if bias is None else add_bias(y, bias)
-    count = weight.shape[1]
-    weights = unstacked(weight, 1)
-    biases = [None] * count if bias is None else unstacked(bias, 0)
-    parts = [affine(x, *part) for part in zip(weights, biases, strict=True)]
-    return jnp.stack(parts, axis=x.ndim - 1)
+    biases = [None] * weight.shape[1] if bias is None else unstacked(bias, 0)
+    return jnp.stack(
+        [affine(x, *layer) for layer in zip(unstacked(weight, 1), biases, strict=True)], x.ndim - 1
+    )
 
 
 def unstacked(x: Shaped[Array, "..."], dim: int) -> list[Shaped[Array, "..."]]:
     """Returns the arrays that `jnp.stack` along `dim` joins to `x`. The transpose is that stack.
     The transpose of indices, as in `x[0], x[1]`, would be a sum of arrays padded with zeros.
     """
-    parts = lax.split(x, (1,) * x.shape[dim], axis=dim)
-    return [jnp.squeeze(part, dim) for part in parts]
+    return [jnp.squeeze(part, dim) for part in lax.split(x, (1,) * x.shape[dim], dim)]
 
 
 def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -640,29 +638,24 @@ def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, 
     with ones, since matrix units add up numbers faster than vector units do.
     """
     rows = y.shape[: y.ndim - bias.ndim]
-    dims = tuple(range(len(rows)))
+
+    def product_with_ones(cotangent):
+        """Returns the sum of the rows of the cotangent. XLA would make a plain sum of a product
+        with one row of ones, so there are 8, as many as the matrix unit takes at once."""
+        ones = match_varying(jnp.ones((8, *rows), cotangent.dtype), cotangent)
+        wide = accumulation_dtype(cotangent.dtype)
+        sums = jnp.tensordot(ones, cotangent, len(rows), preferred_element_type=wide)
+        return sums[0].astype(cotangent.dtype)
+
+    def sum_of_rows(cotangent):
+        """Returns the sum of the rows of the cotangent, by the product on TPUs only."""
+        plain = functools.partial(jnp.sum, axis=tuple(range(len(rows))))
+        return lax.platform_dependent(cotangent, tpu=product_with_ones, default=plain)
 
     def repeated(bias):
         """Returns the bias for each row of `y`."""
         return jnp.broadcast_to(bias, y.shape)
 
-    def summed(cotangent):
-        """Returns the sum of the rows of the cotangent."""
-        return lax.platform_dependent(cotangent, tpu=product_with_ones, default=sum_of_rows)
-
-    def product_with_ones(cotangent):
-        """Returns `summed(cotangent)` by a product. XLA would make a sum of a product with one row
-        of ones, so there are 8, as many as the matrix unit takes at once."""
-        ones = match_varying(jnp.ones((8, *rows), cotangent.dtype), cotangent)
-        contracted = tuple(dim + 1 for dim in dims), dims
-        wide = accumulation_dtype(cotangent.dtype)
-        sums = lax.dot_general(ones, cotangent, (contracted, ((), ())), preferred_element_type=wide)
-        return sums[0].astype(cotangent.dtype)
-
-    def sum_of_rows(cotangent):
-        """Returns `summed(cotangent)` by a sum."""
-        return jnp.sum(cotangent, axis=dims)
-
     # The bias varies as `y` does before it is repeated, so that JAX sums its gradient, and not the
     # cotangent of `y`, over the axes along which only `y` varies.
-    return y + linear(varying(bias, varying_axes(y)), forward=repeated, backward=summed)
+    return y + linear(match_varying(bias, y), forward=repeated, backward=sum_of_rows)
