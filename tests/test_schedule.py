@@ -700,6 +700,11 @@ FILES = {
         "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",
         "{path}: line 2: tick 0, stage 0: has two forward jobs. Write them in two ticks.",
     ),
+    "torch's form, which has no line for a tick": (
+        "0F0,0B0,0F90,0B90\n1F0,1B0,1F90,1B90\n",
+        "{path}: tick 5, stage 0: forward of job 90: jobs are numbered from 0 and 10 ticks hold at "
+        "most 10. Use -1 where the stage rests, else microbatch * chunks + chunk.",
+    ),
     "B beside W": (
         "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",
         "{path}: The file has B, which is I and W together, beside I or W. Write I and W "

@@ -182,29 +182,32 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
     given `blocks` are in the order of the model.
 
     If the placement is looped, with chunk c of stage s at place c P + s, the blocks are returned as
-    they are, and their shapes are not checked. All schedules in lockstep are looped. Pad blocks of
-    uneven layers with `pad_layers` first.
+    they are. All schedules in lockstep are looped. Pad blocks of uneven layers with `pad_layers`
+    first.
 
     Raises:
         ValueError: the blocks have another number of chunks, or L is not a multiple of the number
             of places.
     """
     # Group c P + s of the result, for chunk c of stage s, is the group of its place in the model.
-    return _reordered(blocks, placement, np.ravel(placement))
+    return _reordered("pipeline.to_placement", blocks, placement, np.ravel(placement))
 
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
     """Returns blocks [v, L / v, ...] in the order of the model. `blocks` are in the order that a
     schedule with this placement needs: this function is the inverse of `to_placement`."""
     # `argsort` of a placement gives, for each place, the chunk of a stage, as c P + s.
-    return _reordered(blocks, placement, np.argsort(placement, axis=None))
+    order = np.argsort(placement, axis=None)
+    return _reordered("pipeline.from_placement", blocks, placement, order)
 
 
-def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
+def _reordered(
+    where: str, blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]
+) -> Tree:
     """Returns blocks of [v, L / v, ...] whose v P groups of layers are reordered: group k of the
-    result is group `order[k]` of `blocks`. Raises `ValueError` for arrays of other shapes. If
-    `order` changes nothing, no shape is checked."""
-    v, P = checked_placement("pipeline.to_placement", placement).shape
+    result is group `order[k]` of `blocks`. Raises `ValueError` for arrays of other shapes; the
+    message begins with `where`, the function that the user called."""
+    v, P = checked_placement(where, placement).shape
 
     def leaf(w):
         """Returns one array, [v, L / v, ...], with its v P groups of layers in the order
@@ -212,14 +215,14 @@ def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " plac
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
-                f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of "
+                f"{where}: {v} chunks on {P} stages need arrays of the blocks of "
                 f"shape [{v}, L / {v}, ...] with L / {v} a multiple of {P}; got {w.shape}."
             )
+        # A looped placement is the model's order, so nothing is copied.
+        if np.array_equal(order, np.arange(v * P)):
+            return w
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 
-    # A looped placement is the model's order, so nothing is copied.
-    if np.array_equal(order, np.arange(v * P)):
-        return blocks
     return _map_arrays(leaf, blocks)
 
 

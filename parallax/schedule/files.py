@@ -75,13 +75,13 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         raise ValueError(
             f"{path}: needed a table of text, as to_csv writes it, found something else ({error})."
         ) from error
-    # The line of a tick is its number plus 2: tick 0 is on line 2, below the header. Files in
-    # torch's form have no line for a tick. There no job is too early, since the ticks follow from
-    # the order of the jobs; a `CannotRun` comes only from a microbatch's number that is too large.
+    of_torch = _is_of_torch(header)
     try:
-        return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
+        return _by_rank([header, *rows]) if of_torch else _by_tick(header, rows)
     except CannotRun as error:
-        raise ValueError(f"{path}: line {error.tick + 2}: {error}") from None
+        # Tick 0 is on line 2, below the header. A file of torch's form has no line for a tick.
+        line = "" if of_torch else f"line {error.tick + 2}: "
+        raise ValueError(f"{path}: {line}{error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
