@@ -48,6 +48,19 @@ class Layer(NamedTuple):
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 
+class Ends(NamedTuple):
+    """The paths of the arrays that the two ends of a decoder read.
+
+    Attributes:
+        embedding: the arrays of the embedding.
+        head: the arrays of the head, the last norm among them. The array of a tied head is also in
+            `embedding`.
+    """
+
+    embedding: frozenset[str]
+    head: frozenset[str]
+
+
 def known(config: Any) -> None:
     """Raises `ValueError` unless the closed forms hold for the model: a GPT-2, or a Llama without
     experts."""
@@ -77,3 +90,11 @@ def layer_of(config: Config) -> Layer:
     return Layer(
         D, queries=config.heads * K, keys=config.groups * K, hidden=config.hidden, inputs=2
     )
+
+
+def ends_of(config: Config) -> Ends:
+    """Returns the arrays of the two ends of the model."""
+    if isinstance(config, gpt2.Config):
+        return Ends(frozenset({"wte", "wpe"}), frozenset({"norm.weight", "norm.bias", "wte"}))
+    rows = "table" if config.tied else "head"
+    return Ends(frozenset({"table"}), frozenset({"norm.weight", rows}))

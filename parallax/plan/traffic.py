@@ -37,7 +37,7 @@ from parallax.collectives.types import axes as axes_of
 from parallax.layout import Layout
 from parallax.models import recipe
 from parallax.plan import state_bytes
-from parallax.plan.families import Config, layer_of
+from parallax.plan.families import Config, ends_of, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
 
@@ -466,21 +466,26 @@ class _Step:
         size = self.size
         if not self.layout.pipelined:
             return size.backward
+        if leaf.block:
+            return size.weights
+        ends = ends_of(self.config)
+        scatters = size.leaves * (leaf.path in ends.embedding) + size.heads * (
+            leaf.path in ends.head
+        )
         by_lax = any(
             self.algorithm(group).reduce_scatter is lax.psum_scatter
             for group in self.groups(axes_of(self.shards))
         )
-        zeros = 0 if by_lax else 1
-        # Both the embedding and the head make gradients of GPT-2's tied `wte`; each of the other
-        # leaves belongs to one of the two, and the other of the two scatters zeros. A leaf of the
-        # ends that is not listed counts `size.heads`. One such leaf is `norm.bias`, whose zeros are
-        # sent together with those of `norm.weight`, which has the same shape.
-        scatters_of_ends = {
-            "wte": size.leaves + size.heads,
-            "wpe": size.leaves + zeros,
-            "norm.weight": size.heads + zeros,
-        }
-        return size.weights if leaf.block else scatters_of_ends.get(leaf.path, size.heads)
+        if by_lax or leaf.path in ends.embedding & ends.head:
+            return scatters
+        # The first leaf of each shape counts the zeros. In the model's two ends, leaves with as
+        # many elements have the same shape.
+        alike = [
+            other.path
+            for other in self.leaves
+            if other.path in ends.embedding ^ ends.head and other.elements == leaf.elements
+        ]
+        return scatters + (leaf.path == alike[0])
 
     def over_all(self) -> Iterator[Term]:
         """Yields one all-reduce of squared norms for each set of axes that splits some gradients.
