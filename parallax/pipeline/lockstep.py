@@ -164,9 +164,13 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     from_head = stacked_zeros(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
     saved_count = int(table.saved["forward"].max()) + 1
+    # The embedding for the first tick with F. On a CPU, no other collective may run beside its
+    # messages, nor may one that XLA moves out of the loops. So all parameters wait for it.
+    entered = jobs.embed(jnp.asarray(embedded[0]))
+    jobs = jobs.after(entered)
     # `y`, the output of F in a tick, is None between ticks.
     arrived = Arrived(
-        entered=jobs.embed(jnp.asarray(embedded[0])),  # for the first tick with F
+        entered=entered,
         x=send.part(jobs.x),
         y=None,
         ct=send.part(moving),
@@ -175,7 +179,9 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):
-        run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
+        run_pattern = functools.partial(
+            _stretches, jobs, lanes, pattern, is_first=first == 0 and repeats == 1
+        )
         length = repeats * sum(length for _, length in pattern)
         ticks = jax.tree.map(jnp.asarray, _between(table, first, first + length))
         # A pattern that occurs once needs no loop around its own loops.
@@ -200,16 +206,23 @@ def _by_repeat(repeats: int, numbers: Array) -> Array:
 
 
 def _stretches(
-    jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
+    jobs: Jobs,
+    lanes: Lanes,
+    pattern: Sequence[Stretch],
+    carry: Carry,
+    ticks: Row,
+    *,
+    is_first: bool,
 ) -> tuple[Carry, None]:
     """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
     stretch of `pattern` is a pair: the names of the lanes that run, and the number of ticks.
     `lanes` has pairs of a lane's name and its function, and `ticks` the rows of all ticks of the
-    pattern."""
+    pattern. `is_first` says whether `carry` is the one before all ticks, for which `jobs` already
+    waits."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
-        if length == 1:
+        if length == 1 and not (is_first and first == 0):
             # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the
             # previous loop, or devices could run them in different orders. `jobs.after(carry)` are
             # the jobs, with parameters that wait for the carry.
