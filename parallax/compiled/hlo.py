@@ -166,7 +166,7 @@ class Module(NamedTuple):
     entry: str
 
     def __getitem__(self, name):
-        """Returns the instructions of a computation; an empty list for an unknown name."""
+        """Returns the instructions of the computation `name`, or an empty list if there is none."""
         return self.computations.get(name, [])
 
 
