@@ -21,9 +21,9 @@ functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
-turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after
-this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
-computed.
+turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage that is d
+stages after this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits
+until `y` is computed.
 """
 
 import functools
@@ -189,13 +189,13 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
 
 
 def _between(ticks: Row, start: int, stop: int) -> Row:
-    """Returns the rows of the ticks from `start` to `stop` - 1, both included."""
+    """Returns the rows of the schedule's table for the ticks `start` to `stop` - 1."""
     return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
 def _by_repeat(repeats: int, numbers: Array) -> Array:
-    """Returns one array of the table, [ticks, ...], as [repeats, ticks / repeats, ...], so that
-    `lax.scan` loops over the repeats."""
+    """Reshapes an array of the schedule's table from [ticks, ...] to [repeats, ticks / repeats,
+    ...], so that `lax.scan` loops over the repeats of a pattern of ticks."""
     return numbers.reshape(repeats, -1, *numbers.shape[1:])
 
 
@@ -203,9 +203,9 @@ def _stretches(
     jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
 ) -> tuple[Carry, None]:
     """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
-    stretch of `pattern` is a pair: the names of the lanes that run, and the number of ticks.
-    `lanes` has pairs of a lane's name and its function, and `ticks` the rows of all ticks of the
-    pattern."""
+    stretch of `pattern` is a pair: the names of the lanes (kinds of job) that run, and the number
+    of ticks in which they run. `lanes` has pairs of a lane's name and its function, and `ticks` the
+    rows of all ticks of the pattern."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
@@ -225,17 +225,17 @@ def _stretches(
 def _tick(
     running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
 ) -> tuple[Carry, None]:
-    """Runs the functions of one tick's lanes, `running`, in their order, and returns
-    `(carry, None)`, as a body of `lax.scan`."""
+    """Runs `running`, the functions of the lanes (kinds of job) that run in one tick, in order.
+    Returns `(carry, None)`, as a body of `lax.scan`."""
     for lane in running:
         carry = lane(carry, row)
     return carry, None
 
 
 def stretches(table: Row) -> list[Stretch]:
-    """Returns the stretches of a table in order. A stretch is a pair: the set of lanes that run on
-    at least one stage (the head counts as a lane), and the number of successive ticks in which
-    these lanes run."""
+    """Returns the stretches of a schedule's table in order. A stretch is a pair: the set of lanes
+    (kinds of job) that run on at least one stage (the head counts as a lane), and the number of
+    successive ticks in which these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
     # fewer ticks than F, only in those in which the last place of the model has run. `phases_of`
     # joins successive ticks with the same lanes.
@@ -248,9 +248,9 @@ def stretches(table: Row) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """Yields the stretches in order, as (repeats, pattern): the stretches a, b, c, b, c are
-    (1, [a]) and (2, [b, c]). A pattern that repeats becomes one loop, so that the program does not
-    grow with the number of microbatches."""
+    """Yields the stretches (runs of ticks with the same kinds of job) in order, as (repeats,
+    pattern): the stretches a, b, c, b, c are (1, [a]) and (2, [b, c]). A pattern that repeats
+    becomes one loop, so that the program does not grow with the number of microbatches."""
     begin = 0
     while begin < len(stretches):
         # A pattern that repeats is at most half of the stretches that are left.
@@ -267,8 +267,8 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
-    """Returns how many times in a row, at least 1, the pattern of `period` stretches that starts at
-    `begin` occurs from there on."""
+    """Returns how many times in a row the `period` stretches from `begin` on occur; this is at
+    least 1."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

@@ -10,8 +10,8 @@ is the rest of the results.
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
 
-`saved` is a list of arrays that waits in a slot. `transposed` takes the cotangent of `out` and
-returns the cotangents of `trained` and of `x`.
+`saved` is a list of arrays that are stored until the backward tick. `transposed` takes the
+cotangent of `out` and returns the cotangents of `trained` and of `x`.
 """
 
 from collections.abc import Callable
