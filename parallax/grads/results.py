@@ -52,8 +52,8 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
     by_path = dict(jax.tree.leaves_with_path(params))
 
     def parameter(path, gradient):
-        """Returns the parameter at the path of a gradient. Raises `ValueError` if there is no
-        array."""
+        """Returns the parameter at the path of a gradient. Raises `ValueError` if the parameters
+        have no array at this path."""
         if path not in by_path:
             raise ValueError(
                 f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none "
