@@ -137,7 +137,7 @@ def uncompared(tree: PyTree) -> list[str]:
     placed = _placed(tree)
 
     def copies(spec):
-        """Returns the number of devices that hold copies of one block of an array with this spec."""
+        """Returns how many devices hold copies of one block of an array with this spec."""
         sizes = placed.mesh.shape.items()
         return math.prod(size for name, size in sizes if name not in _split(spec))
 

@@ -36,8 +36,8 @@ class Writer:
         folder: the folder of the checkpoints.
         name: a name that no other writer of the job has, and that is the same on all processes.
         make_room: called on the first process, with the number of a step, before the checkpoint of
-            this step is written; it moves aside a checkpoint of the same step that is unfinished or cannot be
-            restored.
+            this step is written; it moves aside a checkpoint of the same step that is unfinished or
+            cannot be restored.
         sealed: called on the first process, in the writer's thread, with the number of a step whose
             checkpoint is finished.
         tries: the number of times that a save is tried.
