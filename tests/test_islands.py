@@ -391,8 +391,8 @@ def test_refusals():
         islands.by_path("up", "**"): r"they have 256 elements of up, which has 128",
         reshaped(jnp.transpose): r"in the shape \(\d+, \d+\), which is no part of \(\d+, \d+\)",
         reshaped(jnp.ravel): r"a fragment has .* in the shape \(128,\), which is no part of",
-        rows_of_up((0, 2), (0, 2)): r"two of them have the same elements of up\. Take other layers",
-        rows_of_up((0, 3), (2, 3)): r"two of them have the same elements of up\. Take other layers",
+        rows_of_up((0, 2), (0, 2)): r"two of them have the same elements of up\. Take different",
+        rows_of_up((0, 3), (2, 3)): r"two of them have the same elements of up\. Take different",
     }.items():
         with pytest.raises(ValueError, match=message):
             runs(train, stream=islands.Stream(stream))

@@ -177,12 +177,13 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the names in `axis` along which the array varies. The
-    sums are taken in float32 or wider. An integer array that varies becomes floating-point."""
+    """Returns the mean of each array over the devices of those axes in `axis` along which the array
+    varies: its type says that it may differ there. The sums are taken in float32 or wider. An
+    integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
-        """Returns the mean of one array over the names in `axis` along which it varies, or the
-        array if it varies along none."""
+        """Returns the mean of one array over the devices of those axes in `axis` along which it
+        varies, or the array if it varies along none."""
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not differs_along.names:
             return leaf
@@ -231,10 +232,10 @@ def averaged(
             `reduced_in_backward`.
 
     Raises:
-        ValueError: the loss is already reduced over `axis`; a parameter is a share along `axis`,
-            and the loss uses it as if it were whole; one spec of `mesh.spmd` splits several leaves
-            of the batch, and these have different numbers of rows; or the types do not record which
-            values vary over devices, as under `check_vma=False`.
+        ValueError: the loss is already reduced over `axis`; a device has only a part of a parameter
+            along `axis`, and the loss uses this part as if it were whole; one spec of `mesh.spmd`
+            splits several leaves of the batch, and these have different numbers of rows; or the
+            types do not record which values vary over devices, as under `check_vma=False`.
     """
     axis = Axis.of(axis)
 
@@ -267,7 +268,7 @@ def summed(
 
     Args:
         grad: a gradient function.
-        axis: the axis, or the axes, of the devices that compute the parts.
+        axis: the axis, or the axes, of the devices that each compute a part of the loss.
         loss: whether the devices' losses are summed too. If not, the loss is returned as it is; it
             may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
@@ -277,8 +278,9 @@ def summed(
 
     Raises:
         ValueError: the gradients are already summed over `axis`; `loss` is true, and the loss is
-            already reduced over `axis`; or another error of `averaged`, about a share, the numbers
-            of rows or the types.
+            already reduced over `axis`; or a reason that `averaged` names: a part of a parameter
+            that is used as if it were whole, unequal numbers of rows, or types that do not record
+            which values vary.
     """
 
     axis = Axis.of(axis)
@@ -399,9 +401,9 @@ def local_gradients(
         mean: whether the caller takes the mean over `axis`, not the sum.
 
     Raises:
-        ValueError: the loss or the gradients are already reduced over `axis`; a parameter is a
-            share along `axis`, and the loss uses it as if it were whole; or another error of
-            `averaged`.
+        ValueError: the loss or the gradients are already reduced over `axis`; a device has only a
+            part of a parameter along `axis`, and the loss uses this part as if it were whole; or
+            another error of `averaged`.
     """
     types.check_typed()  # raises an error under `check_vma=False`
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
@@ -539,9 +541,9 @@ def _program_with_shares(
         paths = sorted({path or "itself" for split in shares.values() for path in split})
         raise ValueError(
             f"The loss cannot be traced: {str(error).splitlines()[0]} The parameters {paths} are "
-            f"shares along {sorted(shares)} here, smaller than the whole ones. If nothing gathers "
-            "them, wrap the loss, or the block that uses them, in zero.gathered(..., "
-            f"{next(iter(shares))!r}, specs) or ZeRO.loss."
+            f"shares along {sorted(shares)}: each device has only a part of each parameter. If "
+            "nothing gathers them, wrap the loss, or the block that uses them, in "
+            f"zero.gathered(..., {next(iter(shares))!r}, specs) or ZeRO.loss."
         ) from error
 
 
@@ -591,8 +593,9 @@ class _Program:
                     f"differs along {name!r} as a share does, and the loss uses it as if it were "
                     "whole, so each device would train another model. Wrap the loss, or the block "
                     f"that uses it, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or "
-                    "replicate the parameter with P(). If a loop runs over the split dim, as "
-                    "over layers, keep that dim whole: rules.fsdp(..., keep={'blocks.**': (0,)})."
+                    "replicate the parameter with P(). If a loop runs over the split dim, for "
+                    "example a loop over layers, do not split that dim: rules.fsdp(..., "
+                    "keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
         # Whether each argument varies along the axis and the loss depends on it.

@@ -53,7 +53,8 @@ def check_max_norm(where: str, max_norm: Any) -> None:
     if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
-            "trained. Leave the clipping out, or give the largest norm that a step may have."
+            "trained. Leave the clipping out, or give the largest norm that the gradients of a "
+            "step may have."
         )
 
 
@@ -102,8 +103,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     types.check_typed()
     if not jax.tree.leaves(gradients):
         raise ValueError(
-            "grads.norm needs at least one gradient, and all of them are None: nothing is "
-            "trained. A gradient function returns an array for each trained leaf, as "
+            "grads.norm needs at least one gradient, and all leaves of the tree are None: "
+            "nothing is trained. A gradient function returns an array for each trained leaf, as "
             "eqx.filter_value_and_grad does for floating-point arrays."
         )
     # By the axes along which a leaf is a shard: the sum of squares of all leaves with these axes.

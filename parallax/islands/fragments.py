@@ -231,7 +231,7 @@ def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
                 raise ValueError(
                     "islands: the fragments together must have each element of the model once; "
                     f"two of them have the same elements of {name or 'the parameter'}. Take "
-                    "other layers in each fragment."
+                    "different layers in different fragments."
                 )
 
 

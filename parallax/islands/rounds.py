@@ -478,6 +478,6 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
                 f"islands.local: the train step works along {names} itself, by "
                 f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would "
                 "exchange in every step. Leave that axis out of the step's reductions: "
-                f"grads.averaged(grad, 'data'), not over {(*names, 'data')!r}; islands.local joins "
-                "the islands."
+                f"grads.averaged(grad, 'data'), not over {(*names, 'data')!r}; islands.local "
+                "itself averages over the islands."
             )
