@@ -256,9 +256,9 @@ def seconds(
     routes = tables if isinstance(tables, tuple) else (tables,)
     if routes[0].n != group.size or network.devices % (group.size * group.stride):
         raise ValueError(
-            f"networks.seconds needs tables for {group.size} devices, and a network whose number "
+            f"networks.seconds needs tables of {group.size} devices, and a network whose number "
             f"of devices is a multiple of size x stride = {group.size} x {group.stride}; got "
-            f"tables for {routes[0].n} devices, and a network of {network.devices} devices."
+            f"tables of {routes[0].n} devices, and a network of {network.devices} devices."
         )
     # The bytes of a block in each route, rounded up. An all-gather takes one block, and the other
     # collectives take one for each device of the group.
