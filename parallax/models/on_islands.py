@@ -114,9 +114,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
     checkpoint. Without a pipeline, the result is None.
 
     A `DiskForm` is a pair of functions: one converts a state into the stored form, and the other
-    converts it back. Both change the models in the state as `decoder.stored` does for one island:
-    blocks are stored as [L, ...], in the order of the model. `schedule` is the schedule of
-    `Compute`, or None for the layout's schedule.
+    converts it back. Both treat each model in the state as `decoder.stored` treats the model of one
+    island: on disk the blocks are [layers, ...], in the order of the model. `schedule` is the
+    schedule of `Compute`, or None for the layout's schedule.
     """
 
     def on_islands(change):
