@@ -123,9 +123,9 @@ MISUSES = {
             "blocks-on-every-stage",
             "w",
             "the blocks' array ['w'], of shape (1, 4, 4, 4) on a stage, is the same along "
-            "'stage', so each of the 2 stages would run all layers. Split its layers dim, as [1, "
-            "L / 1, ...] under P(None, 'stage'); L must be a multiple of 2, the number of chunks "
-            "of all stages.",
+            "'stage', so each of the 2 stages would run all layers. Shape the array as [1, "
+            "L / 1, ...] for L layers, and split its dim 1 by the spec P(None, 'stage'); L must be "
+            "a multiple of 2, the number of chunks of all stages.",
         ),
     ),
     "closure, computed": (

@@ -1,9 +1,10 @@
-"""The executor in which all stages run the same kinds of job in a tick: each kind of which at least
-one stage has a job in the schedule. The program consists of loops over the ticks, without a
-conditional.
+"""The executor in which all stages run the same kinds of job in a tick: if the schedule gives at
+least one stage a job of a kind, all stages run this kind. The program consists of loops over the
+ticks, without a conditional.
 
-If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
-ring of `ppermute` inside a stage is allowed: all devices run the ring.
+If the schedule's table gives a stage no job in a tick, the stage computes on values that are left
+from earlier ticks, and the result is masked. So a ring of `ppermute` inside a stage is allowed: all
+devices run the ring.
 
 F is the forward pass of a chunk of layers for one microbatch, and B its backward pass. B may be
 split into I (the cotangent of the input x) and W (the gradients of the weights). A lane is one kind
@@ -50,9 +51,9 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        entered: the embedding's output for the next F at the first place of the model.
+        entered: the embedding's output for the next forward job of the model's first chunk.
         x: the activation from the stage before, as it was sent.
-        y: the output of F in this tick; None between ticks.
+        y: the output of the forward job in this tick; None between ticks.
         ct: the cotangent of the floating-point leaves of x, from the stage after, as it was sent.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
@@ -85,23 +86,25 @@ def run(jobs: Jobs) -> Sums:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs F: at the first place of the model on the embedding's output, elsewhere on the
-    activation that arrived. Keeps the output as `y`."""
+    """Runs the forward job: for the first chunk of the model on the embedding's output, for other
+    chunks on the activation that arrived. Keeps the output as `y`."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, arrived)
     return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the head on this tick's output of F, and stores the output's cotangent in a slot."""
+    """Runs the head on the output that the forward job gave in this tick, and stores the cotangent
+    of this output in a slot."""
     ct, carry = jobs.head(carry, row, carry.arrived.y)
     # All stages write into the last stage's slot number, `[-1]`; only the last stage reads it.
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs B or I, and sends the cotangent of x to the stage before. Then runs the backward pass of
-    the embedding, which adds gradients only at the first place of the model."""
+    """Runs the backward job, or its part for the input, and sends the cotangent of the chunk's
+    input to the stage before. Then runs the backward pass of the embedding, which adds gradients
+    only for the first chunk of the model."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
@@ -114,7 +117,7 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends the activation to the next stage, and drops `y`, which the carry has only within a
-    tick. No other lane of the tick waits for this message."""
+    tick. No other kind of work in this tick waits for this message."""
     # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
     # run the collectives of a loop in one order.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
@@ -122,15 +125,16 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the embedding for the next tick with F. No lane of this tick waits for its messages."""
+    """Runs the embedding for the next tick that has a forward job. No other work of this tick waits
+    for the embedding's messages."""
     # On a CPU its messages wait for the activation's.
     microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
     return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """Returns the cotangent that B begins with: at the last place of the model, the cotangent from
-    the head; elsewhere, the cotangent that arrived from the stage after."""
+    """Returns the cotangent that the backward job begins with: for the last chunk of the model, the
+    cotangent from the head; for other chunks, the cotangent that arrived from the stage after."""
     # The column `[-1]` is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
@@ -139,8 +143,9 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs these lanes in all ticks of the schedule, and returns the sums. If a pattern of
-    stretches repeats, all repeats of the pattern are one loop."""
+    """Runs the kinds of work in `lanes` in all ticks of the schedule, and returns the sums. If a
+    sequence of stretches (successive ticks with the same kinds of work) repeats, one loop runs all
+    its repeats."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
