@@ -176,7 +176,7 @@ def tables_of(
 
 
 def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
-    """Returns a dict from each place of the model (the position of a chunk) to the place's stage."""
+    """Returns a dict from each place of the model (the position of a chunk) to its stage."""
     return {int(place): stage for (_, stage), place in np.ndenumerate(places)}
 
 
