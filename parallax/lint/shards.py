@@ -178,8 +178,8 @@ class ShardMap:
         note: Note,
     ) -> Shard | None:
         """Returns the `shard` of a result, given the `shard` of an operand: the same argument, with
-        the axes that split the result's dims. Returns None if the operation is none of an
-        elementwise operation, a reshape, a transpose and a gather.
+        the axes that split the result's dims. Returns None for any operation but elementwise ones,
+        reshapes, transposes and gathers, or if the split of the result's dims is not known.
         """
         # Of the collectives, only a gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):
