@@ -140,8 +140,8 @@ def text(folder):
     [
         (
             {"format": 4},
-            "json: it is of format 4, and this program reads format 3. Use the version that "
-            "wrote it",
+            "json: it is of format 4, and this program reads format 3. Use the version of the "
+            "package that wrote this file",
         ),
         ({"format": "2"}, "needed the number of a format, got '2'"),
         ({"format": 1}, "json: it is of format 1, and this program reads format 3"),
