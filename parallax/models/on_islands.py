@@ -1,6 +1,6 @@
 """A decoder on islands, which are groups of devices: each island trains its own copy of the model
-by the recipe of `decoder`. Every H steps the islands communicate (a *round*): they average the
-changes that their copies had since the last round.
+by the training code of `decoder`, `models.recipe`. Every H steps the islands communicate (a
+*round*): they average the changes that their copies had since the last round.
 
     devices = mesh.make(island=2, **layout.axes)
     optimizer, options = optax.adamw(3e-4), {"batch": 64, "key": key}

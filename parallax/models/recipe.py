@@ -129,7 +129,7 @@ Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Setup:
-    """A decoder, its layout and its `Compute`: all that the recipe reads.
+    """A decoder, its layout and its `Compute`: all that the functions of this module read.
 
     Attributes:
         family: the kind of model.

@@ -14,8 +14,8 @@ on an idle stage. In the same way `row.saved` and `row.deferred` give slots, pla
 where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
 All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A
 `Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and
-`valid`. An idle stage computes too, and `task.valid` masks its results; `valid` is the Python
-constant `True`, not an array, if idle stages run nothing.
+`valid`. In `lockstep` an idle stage computes too, and `task.valid` masks its results. In
+`per_stage` it runs nothing, and `valid` is the Python constant `True`.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
 parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an

@@ -76,7 +76,7 @@ def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
     # Each pair is a function, and the lane in whose ticks it runs. The head comes before the
-    # backward lane: B at the last place may use the head's cotangent in the same tick.
+    # backward lane: B of the last chunk may use the head's cotangent in the same tick.
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
@@ -110,7 +110,7 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
     # All stages run the embedding's backward pass, since embed may have collectives. Its cotangent
-    # is 0 except at the first place.
+    # is 0 except for the first chunk of the model.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 
@@ -242,7 +242,7 @@ def stretches(table: Row) -> list[Stretch]:
     (kinds of job) that run on at least one stage (the head counts as a lane), and the number of
     successive ticks in which these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
-    # fewer ticks than F, only in those in which the last place of the model has run. `phases_of`
+    # fewer ticks than F, only in those in which the last chunk of the model has run. `phases_of`
     # joins successive ticks with the same lanes.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)

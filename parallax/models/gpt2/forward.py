@@ -3,11 +3,11 @@
 Legend: B batch, T tokens, D width, H heads, K head width, L layers. A *site* is a place of dropout:
 0 after the embedding, 1 after the attention, 2 after the feed-forward, 3 in the attention weights.
 
-`comms` is a `tensor.Comms`, the functions by which the tensor devices communicate: `comms.column`
-multiplies by a device's columns of a weight; `comms.row` multiplies by a device's rows, and sums
-the products over the devices; `comms.local_tokens` takes this device's part of the tokens.
-`decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also reports
-that argument.
+`comms` is a `tensor.Comms`, the functions by which the devices of the tensor axis communicate:
+`comms.column` multiplies by a device's columns of a weight; `comms.row` multiplies by a device's
+rows, and sums the products over the devices; `comms.local_tokens` takes this device's part of the
+tokens. `decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also
+reports that argument.
 """
 
 import functools

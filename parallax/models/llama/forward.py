@@ -3,7 +3,7 @@
 Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L
 layers. An attribute for a part that the model lacks, such as a bias, is `()`.
 
-`comms` is a `tensor.Comms`, the functions by which the tensor devices communicate:
+`comms` is a `tensor.Comms`, the functions by which the devices of the tensor axis communicate:
 `comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
 `comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
 returns its argument, a weight that all devices have, and in the backward pass sums the weight's
