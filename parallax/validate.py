@@ -1,7 +1,7 @@
 """Checks whether the sizes of a run fit together, and proposes the nearest change with which they
 fit.
 
-All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
+The functions take plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
 of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
 of fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one
 by one until none is left. In the sentence of a fault, a name in braces, such as {stage}, is
@@ -56,9 +56,10 @@ class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        needed: the sentence that says what was needed and what came. The sentence is a format
+        needed: the sentence that says what was needed and what was given. The sentence is a format
             string: a name in braces is replaced by that name with its value.
-        changes: the cures, the best first. Each cure has new values by name.
+        changes: the cures, the best first. A cure is a change of fields or sizes that removes the
+            fault, as a dict of new values by name.
         note: words that follow the first cure in the message.
     """
 
