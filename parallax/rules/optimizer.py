@@ -215,7 +215,8 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
             f"{path}: the optimizer keeps an array of shape {moment.shape} for this leaf of shape "
             f"{leaf.shape}, which is not that leaf reduced over some dims, so the array cannot be "
             f"split like the leaf, by {spec}; wrap the optimizer in optimizers.whole, which keeps "
-            "its state whole, replicate the leaf with P(), or write the specs of this state by hand."
+            "its state whole, replicate the leaf with P(), or write the specs of this state by "
+            "hand."
         )
     # A dim stays split only if all readings split it alike.
     return spec_of(
