@@ -5,8 +5,9 @@ contents.json    the record alone, written first: it says to which run the folde
 manifest.json    the record and, as `files`, the size and hash of every other file,
                  contents.json too; written last
 
-The two files also hold the number of their format, `format`. `manifest.need(condition, place, what,
-value)` raises `Damaged`, with the other arguments in its message, if the condition is false.
+`contents.json` and `manifest.json` also hold the number of their format, `format`.
+`manifest.need(condition, place, what, value)` raises `Damaged`, with the other arguments in its
+message, if the condition is false.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Writes and reads a schedule as a CSV file, with one row per tick and one column per stage. A job
-is written as its place in the model, a letter and its microbatch: `5F3` is the forward pass (F) of
-microbatch 3 at place 5.
+is written as its place in the model (the position of its chunk of layers), a letter and its
+microbatch: `5F3` is the forward pass (F) of microbatch 3 at place 5.
 
 `5B3` computes the gradients of the input and of the weights, for microbatch 3 at place 5. If the
 two gradients are separate jobs, `5I3` computes the input's gradient and `5W3` the weights'

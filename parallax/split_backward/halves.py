@@ -13,14 +13,15 @@ operation (`CHEAP`) that uses no value from I, both compute it; no matmul is com
 becomes two scans: the first scan stacks, over its iterations, the values that the second scan
 reads.
 
-Words of this file: "first" or half 0 is I, which computes the cotangents of inputs; "second" or
-half 1 is W. `handed` arrays go from I to W. `made` variables exist only in I; those that W reads
-come to W as `handed` arrays. `late` variables exist only in W. A `Step` is an equation of a half,
-and a `Cut` has the steps of both halves, `first` and `second`. A `CutLoop` is a scan in two halves;
-its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are indices of operands;
-any other place is the index of an equation in a jaxpr. `values` maps each variable to its value.
-The operands of a scan are its constants, the initial values of its carries (indices: `inits()`),
-and its slices. A barrier is an `optimization_barrier`, whose result i is operand i.
+Words of this file: "first" or half 0 is I (the cotangents of the inputs), "second" or half 1 is W
+(the gradients of the weights). `handed` arrays go from I to W. `made` variables exist only in I;
+those that W reads come to W as `handed` arrays. `late` variables exist only in W. A `Step` is an
+equation of a half, and a `Cut` has the steps of both halves, `first` and `second`. A `CutLoop` is a
+scan in two halves; its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are
+indices of operands; any other place is the index of an equation in a jaxpr. `values` maps each
+variable to its value. The operands of a scan are its constants, the initial values of its carries
+(indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose result i is
+operand i.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
 here, dead-code elimination on any traced program, is our own.
