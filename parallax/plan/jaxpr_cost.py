@@ -1,5 +1,5 @@
-"""Walks once through a traced program. Counts the program's arithmetic, its messages and the bytes
-that it moves, and lists its operations, from which `liveness` computes the peak of memory.
+"""Reads a traced program once. Counts the program's arithmetic, its messages and the bytes that it
+moves, and lists its operations, from which `liveness` computes the peak of memory.
 
 A `Value` is one array. It is either *held* in a `Buffer`, or *fused*: then each operation that
 reads it computes it again. `reads` are the buffers from which a value is computed, with the bytes
@@ -11,12 +11,12 @@ compilers keep all such arrays of a size in one buffer.
 
 A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
 for equations take the operands, whether each result is needed (`used`), and how many operations
-read it (`readers`). `self.times` is how often the walk's current equation runs: the trips of all
-loops around it, multiplied. Inside a function of JAX or a collective of this library, `self.at` is
-the equation in the caller's code that calls this function, and the equations inside get that
-equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and results of a
-jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a compiler makes.
-`linear_p` is the primitive of this library's collectives.
+read it (`readers`). `self.times` is how often the equation that is being read runs: the iterations
+of all loops around it, multiplied. Inside a function of JAX or a collective of this library,
+`self.at` is the equation in the caller's code that calls this function, and the equations inside
+get that equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and
+results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a
+compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -161,7 +161,7 @@ class Reading:
         value.reads, value.near = reads, frozenset(near)
         return value
 
-    # The walk
+    # Reading a program
 
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[Value], used: Sequence[bool], readers: Sequence[int]
@@ -171,7 +171,7 @@ class Reading:
         Equations that no needed result depends on are left out.
 
         Args:
-            jaxpr: the program to walk through.
+            jaxpr: the program to read.
             arguments: the values of its operands.
             used: whether each result is needed.
             readers: how many operations outside read each result.
@@ -376,8 +376,8 @@ class Reading:
     def _index(self, eqn: JaxprEqn) -> Value:
         """Returns the result of `axis_index`, a device's index on a mesh axis, or of
         `platform_index`, by which a `cond` chooses the branch of a platform. For `platform_index`,
-        the `branch` of the result is the number of the branch for the platform of this walk.
-        Neither of the two reads memory."""
+        the `branch` of the result is the number of the branch for `self.platform`. Neither of the
+        two reads memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
@@ -404,8 +404,8 @@ class Reading:
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a `shard_map`. Inside it, an argument has the bytes of its block.
-        The argument's buffer has this size from then on, since the walk counts the memory of one
-        device."""
+        The argument's buffer has this size from then on, since the memory of one device is
+        counted."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
@@ -592,7 +592,8 @@ class Reading:
             for buffer, var in zip(stacked, eqn.outvars[len(starts) :], strict=True)
             if buffer.bytes and self.habits.zeros
         ]
-        # Read before the walk of the body, which may hold a value and so change its reads.
+        # These are noted before the body is read, which may give a value a buffer and so change its
+        # `reads`.
         reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}
         self.frames.append(Frame())
         self.times *= trips
