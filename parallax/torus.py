@@ -279,12 +279,12 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
     dim. Each way is an array of shape `pieces`.
 
     `pieces` has, for each axis, the number of its coordinates along the dim. The array gives the
-    place along the dim of each combination of coordinates, one of each axis. The axes are nested,
-    in any order: for each coordinate of an outer axis, the coordinates of the inner axes fill a
-    stretch of neighbouring places. In every second stretch the inner coordinates may be in reverse
-    order. With two axes, the end of a stretch and the beginning of the next then have the same
-    inner coordinate, so the outer axis goes from one stretch to the next by a hop of one link. With
-    three axes or more, not all stretches follow each other like this.
+    place along the dim of each combination of coordinates, one of each axis. The axes are nested
+    (up to three axes in any order): for each coordinate of an outer axis, the coordinates of the
+    inner axes fill a stretch of neighbouring places. In every second stretch the inner coordinates
+    may be in reverse order. With two axes, the end of a stretch and the beginning of the next then
+    have the same inner coordinate, so the outer axis goes from one stretch to the next by a hop of
+    one link. With three axes or more, not all stretches follow each other like this.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
