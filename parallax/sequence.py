@@ -5,8 +5,8 @@ Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, X the ten
 on X. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
 
 An all-reduce is a reduce-scatter and then an all-gather. Here the two are separate operations. The
-computation between them (residual stream, norms, dropout) is done for T/t tokens on each device,
-instead of for all T tokens on every device. `gather_from` gathers the tokens before a
+computation between them (residual stream, norms, dropout) is done on each device for only its share
+of the tokens, instead of for all tokens on every device. `gather_from` gathers the tokens before a
 column-parallel layer. `reduce_scatter_to` sums the partial results after a row-parallel layer, and
 scatters the tokens. Each of the two is the other's transpose, and together they send as many bytes
 as Megatron's pair of operations, the all-reduces of the forward and the backward pass.
@@ -38,9 +38,9 @@ def gather_from(
 ) -> Float[Array, "batch tokens width"]:
     """Returns the tokens of all devices: `A[B, T_X, D] -> A[B, T, D]`.
 
-    A device sends (t - 1)/t of the result's bytes. The transpose is `reduce_scatter_to`. The result
-    has the name that `remat.gathers` looks for, so that the backward pass can gather the tokens
-    again, and they need not be kept.
+    With t devices on the axis, each device sends (t - 1)/t of the result's bytes. The transpose is
+    `reduce_scatter_to`. The result has the name that `remat.gathers` looks for, so that the
+    backward pass can gather the tokens again, and they need not be kept.
     """
     axis = Axis.of(axis)
 
@@ -61,7 +61,8 @@ def reduce_scatter_to(
 ) -> Float[Array, "batch tokens_shard width"]:
     """Returns this device's tokens of the sum over devices: `A[B, T, D] {U_X} -> A[B, T_X, D]`.
 
-    A device sends (t - 1)/t of the bytes of `x`. The transpose is `gather_from`.
+    With t devices on the axis, each device sends (t - 1)/t of the bytes of `x`. The transpose is
+    `gather_from`.
 
     Raises:
         ValueError: the tokens are not a multiple of the devices.
@@ -153,9 +154,9 @@ def comms(
     """Returns the communication of layers that split the tokens of the residual stream over `axis`:
     a `tensor.Comms`, the record of the functions by which a model's layers send data.
 
-    The axes `shared` split the vocabulary too, such as the stages of a pipeline. `all_tokens` and
-    `sum_partials` communicate over these axes by Megatron's pair, `tensor.copy_to` and
-    `tensor.reduce_from`.
+    The vocabulary is split over `axis` and also over the axes `shared`, such as the stages of a
+    pipeline. `all_tokens` and `sum_partials` communicate over the axes `shared` by Megatron's pair,
+    `tensor.copy_to` and `tensor.reduce_from`.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
@@ -200,12 +201,14 @@ def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     """Returns the communication of sequence parallelism, as `comms` does, with layers that use
     `collectives.matmul` to multiply some tokens while others are being sent.
 
-    These collective matmuls send to both neighbours at the same time, whatever the algorithm that
-    `axis` names. That algorithm is used only outside the layers, such as for the vocabulary.
+    The functions of `collectives.matmul` send to both neighbours in the ring of devices at the same
+    time, whatever the algorithm that `axis` names. That algorithm is used only outside the layers,
+    such as for the vocabulary.
 
     Args:
         axis: the axis over which tokens and layers are split.
-        shared: axes that split the vocabulary too, such as the stages of a pipeline.
+        shared: axes over which the vocabulary is split in addition to `axis`, such as the stages of
+            a pipeline.
     """
     return comms(
         axis,

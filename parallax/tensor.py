@@ -35,7 +35,7 @@ from parallax.trees import SpecsByPath
 class Comms(NamedTuple):
     """The communication before and after the layers that are split over devices.
 
-    `comms`, `sequence.comms`, `context.comms` and `experts.comms` return one.
+    `comms`, `sequence.comms`, `context.comms` and `experts.comms` return a `Comms`.
 
     Between layers there is the residual stream, [B, T, D]. Each device has all tokens of the
     stream, or some of them.
@@ -57,10 +57,12 @@ class Comms(NamedTuple):
             gradients of it are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
         context_tokens: `context_tokens(x, dim)` is the part of `x` for the tokens that this
-            device's layers process, which are all tokens unless there is a context axis.
+            device's layers process, which are all tokens unless `context.comms` splits the sequence
+            over a further axis, the context axis.
         wrap_attention: takes the model's attention function and returns a function that attends
             over the context axis.
-        context_shards: the number of devices that split the tokens of the layers.
+        context_shards: the number of devices of the context axis, over which the tokens that the
+            layers process are split; 1 without such an axis.
         over_tokens: the axis or axes that split the tokens of the residual stream.
         gathered: `gathered(x)` takes one row for each of this device's tokens of the residual
             stream, and returns the rows of all tokens that the layers process, [B, T, ...]. These
@@ -91,9 +93,9 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
     model communicate.
 
     Every device has all tokens, so nothing gathers or splits them: `all_tokens` is only `copy_to`,
-    and `local_tokens` is the identity. `shared` are axes over which the vocabulary is split too,
-    such as the stages of a pipeline. Both `sum_partials` (after the look-up of the embeddings) and
-    `all_tokens` (before the output layer) communicate over these axes as well.
+    and `local_tokens` is the identity. The vocabulary is split over `axis` and also over the axes
+    `shared`, such as the stages of a pipeline. Both `sum_partials` (after the look-up of the
+    embeddings) and `all_tokens` (before the output layer) communicate over all these axes.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -113,12 +115,12 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
     """Returns `x`, typed so that each device of `axis` may compute something different with it:
     Megatron's f.
 
-    It is the identity forward. Backward, one all-reduce sums the devices' shares of the cotangent.
-    The transpose of `copy_to` is `reduce_from`.
+    `copy_to` is the identity forward. Backward, one all-reduce sums the devices' shares of the
+    cotangent. The transpose of `copy_to` is `reduce_from`.
 
     Raises:
-        ValueError: `x` varies along `axis` already, so the devices' cotangents are of different
-            values and must not be summed.
+        ValueError: `x` varies along `axis` already: each device has a different `x`, so the
+            devices' cotangents must not be summed.
     """
     axis = Axis.of(axis)
     already = set(axes(axis.names)) & set(varying_axes(x))
@@ -136,8 +138,8 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
 def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
     """Returns the sum of the devices' partial results, on all devices: Megatron's g.
 
-    It is one all-reduce forward, and the identity backward. The transpose of `reduce_from` is
-    `copy_to`.
+    `reduce_from` is one all-reduce forward, and the identity backward. The transpose of
+    `reduce_from` is `copy_to`.
 
     Raises:
         ValueError: `x` is the same along one of the axes, so the sum would count `x` several times.
@@ -148,7 +150,8 @@ def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*
         raise ValueError(
             f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of "
             f"shape {x.shape}, is the same along {sorted(same)}, and would be counted once per "
-            "device. Split the weights before it, or leave out `reduce_from`."
+            "device. Split the weights of the layer before `reduce_from`, or leave out "
+            "`reduce_from`."
         )
     return axis.all_reduce(x)
 
@@ -311,14 +314,15 @@ class Embedding(eqx.Module):
 def rule(model: PyTree) -> Rule:
     """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model`.
 
-    The rule gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**",
-    P()))` leaves these whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a
-    weight may have further dims in front of its last two, and these further dims are not split.
+    The rule gives a spec only to the leaves of these layers. The rule
+    `rules.first(tensor.rule(model), rules.match("**", P()))` keeps all other leaves whole. Leaves
+    may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a weight may have further dims in front
+    of its last two, and these further dims are not split.
 
     Raises:
-        ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. The attention reads
-            the number of its heads from a static field, so on a shard it would compute narrower
-            heads.
+        ValueError: an `eqx.nn.MultiheadAttention` holds a `ColumnLinear` or a `RowLinear`. The
+            attention reads the number of its heads from a static field, so on a shard it would
+            compute narrower heads.
     """
     _check_attention(model)
 
@@ -372,7 +376,8 @@ def _check_attention(model: PyTree) -> None:
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
     """Raises `ValueError` unless the weight is split along dim `split`, and along no other dim.
 
-    Dim 0 has the outputs, dim 1 the inputs. `name` is the layer's class, for the message.
+    Dim 0 of the weight has the outputs, dim 1 the inputs. `name` is the layer's class, for the
+    message.
     """
     # Equinox's static fields, `out_features` and `in_features`, keep the whole sizes. So a weight
     # that was not split, or was split along the other dim, is refused even if its shape happens to
@@ -427,7 +432,7 @@ def check_column(
 def check_row(
     name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raises `ValueError` if the weight of a row-parallel layer does not fit.
+    """Raises `ValueError` if the weight of a row-parallel layer does not fit `x`.
 
     The weight must take the inputs of this device, and the same axes of `axis` must split the
     inputs of the weight and the inputs of `x`. The inputs are the first dims of the weight and the
@@ -451,7 +456,7 @@ def check_row(
             f"{name} needs an x whose inputs are split over {axis.names!r}; this one, of shape "
             f"{x.shape}, is the same along {', '.join(map(repr, same))}, so devices would multiply "
             "the same inputs by different weights. Use the result of the column-parallel layer "
-            "before it, or a slice for each device."
+            "before it, or give each device its slice of the inputs."
         )
     if same := sorted(of_x - of_weight):
         raise ValueError(
@@ -598,5 +603,5 @@ def _outside(ids, vocabulary: int):
 
 
 def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `y + bias`, with the dims of `bias` the last ones of `y`."""
+    """Returns `y + bias`. The dims of `bias` are aligned with the last dims of `y`."""
     return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))

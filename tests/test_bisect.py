@@ -413,7 +413,7 @@ def test_what_cannot_be_is_refused():
     one = bisect.record(named("a"))
     with pytest.raises(ValueError, match="none in common"):
         bisect.compare(one, bisect.Record({}, {}, 1))
-    with pytest.raises(ValueError, match="maps the layer"):
+    with pytest.raises(ValueError, match="maps the number of the layer"):
         bisect.record(lambda: (jax.vmap(_at), (jnp.arange(2), jnp.zeros((2, 3)))))
 
 
@@ -442,7 +442,7 @@ def test_mapped_places_are_refused_by_name():
         return bisect.tap(x, "x", places={0: places})
 
     with pytest.raises(
-        ValueError, match=r"vmap maps the places of x\. Pass places that are the same"
+        ValueError, match=r"vmap maps the argument `places` of the tap x\. Pass `places`"
     ):
         bisect.record(lambda: (jax.vmap(placed), (jnp.zeros((2, 3)), jnp.arange(6).reshape(2, 3))))
 

@@ -403,7 +403,8 @@ def test_blocks_of_another_shape_are_refused(placement, shape, move):
     with pytest.raises(
         ValueError,
         match=rf"^pipeline\.{move.__name__}: 2 chunks on 2 stages need arrays of the blocks of "
-        rf"shape \[2, L / 2, \.\.\.\] with L / 2 a multiple of 2; got {re.escape(str(shape))}\.",
+        r"shape \[2, L / 2, \.\.\.\], with L, the number of layers, a multiple of 4; got "
+        rf"{re.escape(str(shape))}\.",
     ):
         move(jnp.zeros(shape), np.array(placement))
 

@@ -14,8 +14,8 @@ def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
     """Returns a report of the program as text: the devices, the memory, the collectives, and the
-    estimate of the time. On a torus it also has the mean number of links in a hop. If messages go
-    over a network, it has their bytes.
+    estimate of the time. On a torus it also has the mean number of links that a message to the next
+    device of a ring uses. If messages go over a network, it has their bytes.
 
     Args:
         program: the result of `targets.compile`.

@@ -40,7 +40,8 @@ def comms(
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
             layers attend by `context.attention`.
-        order: the places of the tokens on the devices.
+        order: a function that says which chunks of the sequence each device holds, such as
+            `zigzag`.
 
     The functions of the result raise `ValueError` if the tokens do not divide into the chunks of
     `order`.

@@ -143,9 +143,11 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
     If `stored` is None, there is no record, so the file may have tokens of four bytes that are read
     as numbers of two bytes. Every second number is then the upper half of a token, and small. So a
-    file is refused if every second number is 0. A file is also refused if every second number is
-    below 64, as with a vocabulary up to 64 * 2^16 (some 4 million), and one of the other numbers is
-    1,024 or more. So a text that has only small numbers is accepted.
+    file is refused if every second number is 0. A file is also refused if two things hold: every
+    second number is below 64, and one of the other numbers is 1,024 or more. The first holds for
+    tokens of a vocabulary up to 64 * 2^16 (some 4 million). A text without a number of 1,024 or
+    more is accepted, unless every second number is 0. A file of fewer than 32 numbers, of an odd
+    count of numbers, or of zeros only is never refused for these reasons.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -186,8 +188,8 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
         raise ValueError(
-            "held_out must be a fraction that leaves tokens on both sides, "
-            f"got {held_out} of {len(tokens)} tokens. Use 0.1, or a longer text."
+            "held_out must be a fraction that leaves tokens for training and for the held-out "
+            f"part, got {held_out} of {len(tokens)} tokens. Use 0.1, or a longer text."
         )
     return tokens[: len(tokens) - last], tokens[len(tokens) - last :]
 
@@ -211,7 +213,7 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 
 
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
-    """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to V - 1.
+    """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to `vocabulary` - 1.
 
     The message begins with `where`. If `tokens` is a part of a text, `first` is the index in the
     text of the first token of this part.
@@ -290,7 +292,7 @@ def _errors_name(path: Path) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"{path}: the tokens were not written: {error.strerror or error}. "
-            "Make room there, or choose another folder.",
+            "Make room on the disk, or choose another folder.",
         ) from error
 
 

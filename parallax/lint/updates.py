@@ -79,7 +79,7 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
     Args:
         program: the operations.
         result: the id of the value that may be an update.
-        bases: the ids of the arguments that may be w.
+        bases: the ids of the arguments of which `result` may be an update.
     """
     bases, added, decisions = set(bases), [], []
     # A list of values still to read, not a recursion: a sum may have thousands of terms.
@@ -108,11 +108,13 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
-    """Returns the values that hold the elements of `result`, each with its dims, and the sums over
-    devices that add different shards on the way from these values to `result`.
+    """Returns two things: the values from which elementwise operations, transposes and sums over
+    devices compute `result`, each with its dims, and those sums over devices in this computation
+    that add different shards.
 
-    A sum that adds different shards goes over axes that split its operand. This operand, and the
-    values that it is computed from, are not returned. `dims` are the dims of `result`.
+    A sum over devices adds different shards if its axes split its operand. This operand, and the
+    values that it is computed from, are not among the returned values. `dims` are the dims of
+    `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -162,12 +164,13 @@ def reductions(
     program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
 ) -> Iterator[Joined]:
     """Yields the reductions of the values in `dims_of` and of elementwise functions of these
-    values. Each has the axes over which a collective should complete the reduction.
+    values. Each reduction comes with the axes over which a collective should complete it.
 
-    For a reduction of all elements to one number, the axes are `split`. A reduction of some dims
-    counts only if optax made it, since a user may mean to reduce only the rows of one device. Its
-    axes are those that split the reduced dims. Nothing is yielded if the elements are rounded
-    somewhere, since a quantiser may have one scale for each shard.
+    For a reduction of all elements to one number, these are the axes in the argument `split`. A
+    reduction of some dims counts only if optax made it, since a user may mean to reduce only the
+    rows of one device. In this case the axes are those that split the reduced dims. Nothing is
+    yielded if the elements are rounded somewhere, since a quantiser may have one scale for each
+    shard.
     """
     # The dims of each elementwise function; None if the elements are not in the same places.
     known: dict[int, Dims | None] = {}
@@ -196,7 +199,7 @@ def reductions(
         if program.types[node.outputs[0]].size == 1:
             yield Joined(node, value, split)
         elif dims is not None and _is_of_optax(node):
-            # The rows of a dim with one row on each device may be separate models.
+            # If each device has only one index along a dim, each index may be a separate model.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
             yield Joined(node, value, frozenset(axis for d in several for axis in dims[d]))
 
@@ -206,8 +209,8 @@ def origins(program: Flat, result: int) -> set[int]:
 
     Reshapes, transposes, loops, slices, concatenations and sums over devices count as elementwise
     here. So, unlike the values that `elements` returns, these values may have the elements of
-    `result` in another order, or have fewer or more elements. Values that are not full are left
-    out.
+    `result` in another order, or have fewer or more elements. Values of one element, and values
+    whose elements are repeated by a broadcast, are left out.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -231,8 +234,8 @@ def scalings(
     that is a reduction of `values`.
 
     Each item is a triple: the reduction and its operand (`Joined`), the product or quotient, and
-    the value that it scales. A reduction that a collective over all of `axes` completes is left
-    out.
+    the value that it scales. A reduction is left out if a collective over all of `axes` completes
+    it.
     """
     # `reductions` needs the dims of each value. Here no dim counts as split: the axes that
     # `reductions` gives are not used below.

@@ -89,7 +89,7 @@ class Compute:
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
         unroll: the number of layers in the body of the loop over layers. None: the number is 2 with
-            ZeRO-3 on CPUs and GPUs. Without ZeRO-3 on GPUs it is the number of all layers, if there
+            ZeRO-3 on CPUs and GPUs. On GPUs without ZeRO-3 it is the number of all layers, if there
             is no pipeline and the layers are at most 48 (the step then takes longer to compile, and
             is faster). In all other cases it is 1.
         dtype: the type of the weights.
@@ -100,8 +100,8 @@ class Compute:
             backward pass, as soon as they are computed (`grads.reduced_in_backward`). False: they
             are summed at the end of the step.
         comms: how blocks communicate if the tokens are split over the tensor axis. An example is
-            `sequence.overlapping`, which multiplies some tokens while it sends others. None:
-            `sequence.comms`, which gathers the tokens first.
+            `sequence.overlapping`, which computes the matrix product of some tokens while it sends
+            others. None: `sequence.comms`, which gathers the tokens first.
         grad_of: the function that composes the gradient function; None: `recipe.grad_of`.
     """
 
@@ -129,7 +129,7 @@ Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Setup:
-    """A decoder, its layout and its `Compute`: all that the recipe reads.
+    """A decoder, its layout and its `Compute`: all that the functions of this module read.
 
     Attributes:
         family: the kind of model.
@@ -391,9 +391,9 @@ def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
 
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
-    """Returns how activations and cotangents go from stage to stage. Each tensor device sends
-    either the whole array or one part of it. In the second case the tensor devices of the receiving
-    stage gather the parts.
+    """Returns how activations and cotangents go from stage to stage. With `layout.split_sends`,
+    each device of the tensor axis sends one part of the array, and the devices of the receiving
+    stage gather the parts along the tensor axis. Otherwise each device sends the whole array.
     """
     return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.whole
 
@@ -538,7 +538,7 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
     """Returns `grad` with `change` applied to its gradients."""
 
     def wrapped(params, batch):
-        """Returns the value, and the changed gradients."""
+        """Returns the loss (or `(loss, aux)`), and the gradients with `change` applied."""
         value, gradients = grad(params, batch)
         return value, change(gradients)
 
@@ -549,14 +549,16 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
     """Returns `stage` with its term of the loss typed as varying along `axis`, as the head's loss
     is typed.
 
-    Later, the gradients are summed over the n devices of `axis` and divided by n. A term that is
+    The step sums the gradients over the n devices of `axis` and divides them by n. A term that is
     the same on all devices, such as a mean over all tokens, may be typed as not varying. JAX would
     then count the term's gradient once in that sum, not n times, so this gradient would be n times
     too small.
     """
 
     def wrapped(*arguments):
-        """Returns the stage's `Output` with its loss, if it has one, typed as varying."""
+        """Returns the stage's `Output`. Its loss, if there is one, is typed as varying along
+        `axis`.
+        """
         result = output(stage(*arguments))
         loss = None if result.loss is None else varying(result.loss, axis.names)
         return Output(result.x, loss, result.aux)
@@ -585,8 +587,9 @@ def _with_aux_by_layer(grad: Grad) -> Grad:
     """Returns `grad` with the auxiliary values of the stages as [L, ...], in the order of the
     layers.
 
-    `grad` gives these values as [C, L / C, ...]. The C chunks of all stages are already in the
-    order of the model, so the two dims only have to be joined. Without a pipeline, C is 1.
+    `grad` gives the auxiliary values of the L layers as [C, L / C, ...]. The C chunks of all stages
+    are already in the order of the model, so the two dims only have to be joined. Without a
+    pipeline, C is 1.
     """
 
     def by_layer(aux):

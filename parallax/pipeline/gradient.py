@@ -72,7 +72,7 @@ def value_and_grad(  # noqa: PLR0913
     M parts in order. Gradients are summed, and returned, in float32 or wider. The gradients of
     parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
-    `params`, the first argument of all three functions, has all parameters. In `stage`,
+    `params`, the first argument of `embed`, `stage` and `head`, has all parameters. In `stage`,
     `blocks(params)` is one chunk of layers, without the dim of chunks. If several functions read a
     parameter, its gradient is the sum over all these functions.
 
@@ -90,10 +90,10 @@ def value_and_grad(  # noqa: PLR0913
             vP - 1, is the chunk's place in the model. `stage` returns a tree like `x`, or an
             `Output` that also has a term of the loss or auxiliary values.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
-            runs on all stages, in the ticks in which a microbatch has passed all layers. If the
-            type of the loss varies over `axis`, the last stage's loss is used. If the type does not
-            vary, all stages must have computed the loss together, in a head that begins with
-            `from_last`.
+            runs on all stages, in each tick in which the output of the last layer for a microbatch
+            is ready. If the type of the loss varies over `axis`, the last stage's loss is used. If
+            the type does not vary, all stages must have computed the loss together, in a head that
+            begins with `from_last`.
         schedule: the table; its number of stages is the size of `axis`.
         axis: the axis of the stages, or several axes as one. Its algorithm, `Axis.algorithm`,
             all-reduces the gradients of parameters that are the same on all stages.
@@ -112,16 +112,18 @@ def value_and_grad(  # noqa: PLR0913
             returns a tree of the same structure, whose arrays may be smaller; the final gradients
             then have these smaller shapes.
         aux: a function that is applied to the stacked auxiliary values: those of the head are
-            [M, ...] each, and those of the stages (`Aux.stages`) [M, vP, ...]. If stages have
-            auxiliary values, the result is `((loss, Aux(head, stages)), gradients)`. If only the
-            head has some, the result is `((loss, aux), gradients)`.
+            [microbatches, ...] each, and those of the stages (`Aux.stages`) [microbatches, chunks
+            of all stages, ...]. If stages have auxiliary values, the result is `((loss, Aux(head,
+            stages)), gradients)`. If only the head has some, the result is `((loss, aux),
+            gradients)`.
 
     Raises:
         ValueError: the schedule has another number of stages than the axis; the number of sequences
-            is not a multiple of M, or is 0; `params` has no `blocks`, and no `blocks` is given; an
-            array of `blocks(params)` is not split over `axis`, or has no first dim of v; `stage`
-            returns another tree than it takes; a function reads a parameter by closure, or `embed`
-            or `head` reads one of the blocks: these parameters would have no gradient.
+            is not a multiple of the number of microbatches, or is 0; `params` has no `blocks`, and
+            no `blocks` is given; an array of `blocks(params)` is not split over `axis`, or its
+            first dim is not the schedule's number of chunks; `stage` returns another tree than it
+            takes; a function reads a parameter by closure, or `embed` or `head` reads one of the
+            blocks: these parameters would have no gradient.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)

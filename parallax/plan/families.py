@@ -1,7 +1,7 @@
 """Tells for which decoders a plan has closed forms, and gives the sizes of one layer of such a
 decoder.
 
-Legend: D width, F feed-forward, H heads of queries, G heads of keys, K head width.
+Legend: D width, K head width.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ class Layer(NamedTuple):
     """The sizes of a layer.
 
     Attributes:
-        width: D.
-        queries: H K, the width of all queries of a token together.
-        keys: G K, the width of all keys of a token together. The values have the same width.
-        hidden: the width F of the feed-forward.
+        width: the layer's width.
+        queries: heads x head width, the width of all queries of a token together.
+        keys: heads of keys x head width, the width of all keys of a token together. The values have
+            the same width.
+        hidden: the width of the feed-forward.
         inputs: how many matrices read the feed-forward's input. There are 2 if the feed-forward is
             gated, and 1 if it is not.
     """
@@ -33,7 +34,7 @@ class Layer(NamedTuple):
     @property
     def last(self) -> int:
         """The number of elements of the layer's last matrix, which goes from the feed-forward's
-        width back to the layer's width. This number is D F."""
+        width back to the layer's width."""
         return self.width * self.hidden
 
     @property

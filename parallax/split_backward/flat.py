@@ -166,9 +166,10 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
         outputs: the indices of the results that are needed.
 
     Returns:
-        A pair: a dict from the place of each needed equation to the indices of its needed results,
-        and the set of all needed variables. An equation with side effects is always needed. A carry
-        of a scan is needed if a needed result depends on the carry in some iteration.
+        A pair: a dict from the index of each needed equation in the jaxpr to the indices of its
+        needed results, and the set of all needed variables. An equation with side effects is always
+        needed. A carry of a scan is needed if a needed result depends on the carry in some
+        iteration.
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
@@ -209,7 +210,7 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def size(variables: Collection[Any]) -> int:
-    """Returns the bytes of the values of these variables."""
+    """Returns the number of bytes of the values of these variables."""
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
 
 
