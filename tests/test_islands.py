@@ -388,9 +388,9 @@ def test_refusals():
     for specs in (P("data"), P(), one_is_split):
         with pytest.raises(
             ValueError,
-            match=r"^islands\.local: an array of the batch, float\d\d\[8, 4\], is the same along "
+            match=r"^islands\.local: an array of the batch, float\d\d\[\d+, 4\], is the same along "
             r"\['island'\], so islands would train on the same data\. Split it over \('island',\) "
-            r"too, such as by the spec P\(\('island', 'data'\)\)\.$",
+            r"too, such as by the spec P\(\('island', 'data'\)\)\.",
         ):
             runs(train, specs_of_batch=specs)
     for stream, message in {
