@@ -303,12 +303,12 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
         return None
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
     before, after = (jaxprs.types(atoms)[0].size for atoms in (eqn.invars, eqn.outvars))
-    # An all-reduce declares inside its jaxpr that its result is `replicated`. An all-gather does so
-    # only with `to="reduced"`, and is then taken for a sum.
-    if any(eqn.primitive.name == "replicated" for eqn in inside):
-        kind = "sum"
+    if before != after:
+        kind = "scatter" if after < before else "gather"
     else:
-        kind = "scatter" if after < before else "gather" if after > before else "exchange"
+        # An all-reduce declares inside its jaxpr that its result is `replicated`.
+        is_sum = any(eqn.primitive.name == "replicated" for eqn in inside)
+        kind = "sum" if is_sum else "exchange"
     return Sent(kind, tuple(sorted(axes)), permutes=True)
 
 
