@@ -166,13 +166,14 @@ def reductions(
     """Yields the reductions of the values in `dims_of` and of elementwise functions of these
     values. Each reduction comes with the axes over which a collective should complete it.
 
-    For a reduction of all elements to one number, these are the axes in the argument `split`. A
-    reduction of some dims counts only if optax made it, since a user may mean to reduce only the
-    rows of one device. In this case the axes are those that split the reduced dims. Nothing is
-    yielded if the elements are rounded somewhere, since a quantiser may have one scale for each
-    shard.
+    For a reduction of all elements to one number, these are the axes in `split`; a caller that
+    checks an update passes all axes that split the updated argument. A reduction of some dims
+    counts only if optax made it, since a user may mean to reduce only the rows of one device. In
+    this case the axes are those that split the reduced dims. Nothing is yielded if the elements are
+    rounded somewhere, since a quantiser may have one scale for each shard.
     """
-    # The dims of each elementwise function; None if the elements are not in the same places.
+    # The dims of each elementwise function; None if an operation, such as a reshape, moved the
+    # elements so that the axes that split its dims are not known.
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
     waiting, reduced = list(known), []
@@ -234,16 +235,18 @@ def scalings(
     that is a reduction of `values`.
 
     Each item is a triple: the reduction and its operand (`Joined`), the product or quotient, and
-    the value that it scales. A reduction is left out if a collective over all of `axes` completes
-    it.
+    the value that it scales. `axes` are those of a later sum over devices. A reduction is left out
+    if a collective over all of `axes` completes it.
     """
     # `reductions` needs the dims of each value. Here no dim counts as split: the axes that
     # `reductions` gives are not used below.
     whole = {value: ((),) * len(program.shape(value)) for value in values}
     for reduced in reductions(program, whole, axes):
+        # A reduction of integers or bools, such as a test for nan, is no norm.
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
         dependent = reached(program, reduced.node.outputs, axes)  # the values that depend on it
+        # Only a product that is itself one of `values` is a step of the update's computation.
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):
                 # One operand depends on the reduction; the other must be one of `values`.

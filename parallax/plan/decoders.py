@@ -43,8 +43,12 @@ def traced(
             layout.
     """
     world = mesh.abstract(**layout.axes)
-    if hardware.platform == "tpu":  # so that the recipe chooses its TPU kernel for attention
-        world = world.update(abstract_device=AbstractDevice(hardware.name, 1, hardware.platform))
+    # With a device of the mesh known, the recipe chooses its TPU kernel for attention. The kernel
+    # for GPUs can be traced only on a GPU, so for other hardware the mesh names no device.
+    if hardware.platform == "tpu":
+        world = world.update(
+            abstract_device=AbstractDevice(hardware.name, num_cores=1, platform=hardware.platform)
+        )
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     found: list[Trace] = []
 
