@@ -55,8 +55,8 @@ PASSED_ON = (
 )
 
 
-class Joined(NamedTuple):
-    """An operation that combines elements of its operand, such as a sum.
+class Reduction(NamedTuple):
+    """A reduction of an operand's elements on one device, or a sum of an operand over devices.
 
     Attributes:
         node: the operation.
@@ -107,14 +107,15 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
     return [*full_terms, *decisions] if full_terms else []
 
 
-def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
+def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Reduction]]:
     """Returns two things: the values from which elementwise operations, transposes and sums over
     devices compute `result`, each with its dims, and those sums over devices in this computation
     that add different shards.
 
     A sum over devices adds different shards if its axes split its operand. This operand, and the
-    values that it is computed from, are not among the returned values. `dims` are the dims of
-    `result`.
+    values that it is computed from, are not among the returned values. Each returned sum is a
+    `Reduction`: the operation, its operand, and those axes of the sum that split the operand.
+    `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -130,7 +131,7 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
             sent = frozenset(node.sent.axes if node.sent else ())
             axes = axes_of_blocks(dims, program.shape(value)) & sent
             if before is not None and axes:  # a sum of different shards
-                sums.append(Joined(node, operand, axes))
+                sums.append(Reduction(node, operand, axes))
             elif before is not None:
                 waiting.append((operand, before))
     return dims_of, sums
@@ -162,7 +163,7 @@ def may_be_gradient(program: Flat, value: int, dims: Dims) -> bool:
 
 def reductions(
     program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
-) -> Iterator[Joined]:
+) -> Iterator[Reduction]:
     """Yields the reductions of the values in `dims_of` and of elementwise functions of these
     values. Each reduction comes with the axes over which a collective should complete it.
 
@@ -198,11 +199,11 @@ def reductions(
         if node.name == "dot_general" and not all(operand in known for operand in node.inputs):
             continue
         if program.types[node.outputs[0]].size == 1:
-            yield Joined(node, value, split)
+            yield Reduction(node, value, split)
         elif dims is not None and _is_of_optax(node):
             # If each device has only one index along a dim, each index may be a separate model.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
-            yield Joined(node, value, frozenset(axis for d in several for axis in dims[d]))
+            yield Reduction(node, value, frozenset(axis for d in several for axis in dims[d]))
 
 
 def origins(program: Flat, result: int) -> set[int]:
@@ -230,11 +231,11 @@ def origins(program: Flat, result: int) -> set[int]:
 
 def scalings(
     program: Flat, values: set[int], axes: frozenset[str]
-) -> Iterator[tuple[Joined, Node, int]]:
+) -> Iterator[tuple[Reduction, Node, int]]:
     """Yields the products and quotients that scale one of `values` by a number, such as a norm,
     that is a reduction of `values`.
 
-    Each item is a triple: the reduction and its operand (`Joined`), the product or quotient, and
+    Each item is a triple: the reduction and its operand (`Reduction`), the product or quotient, and
     the value that it scales. `axes` are those of a later sum over devices. A reduction is left out
     if a collective over all of `axes` completes it.
     """
