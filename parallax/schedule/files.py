@@ -79,6 +79,7 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     # The line of a tick is its number plus 2: tick 0 is on line 2, below the header. Files in
     # torch's form have no line for a tick. There no job is too early, since the ticks follow from
     # the order of the jobs; a `CannotRun` comes only from a microbatch's number that is too large.
+    # Its `tick` is a tick of the schedule, so for such a file the "line" of the message is no line.
     try:
         return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
     except CannotRun as error:
