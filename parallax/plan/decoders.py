@@ -43,8 +43,9 @@ def traced(
             layout.
     """
     world = mesh.abstract(**layout.axes)
-    # With a device of the mesh known, the recipe chooses its TPU kernel for attention. The kernel
-    # for GPUs can be traced only on a GPU, so for other hardware the mesh names no device.
+    # With a device on the mesh, the recipe chooses its TPU kernel for attention. The kernel for
+    # GPUs runs only in a process that has a GPU. So for other hardware the mesh names no device,
+    # and the recipe chooses as for a CPU.
     if hardware.platform == "tpu":
         world = world.update(
             abstract_device=AbstractDevice(hardware.name, num_cores=1, platform=hardware.platform)
