@@ -125,7 +125,8 @@ def mean(
             # `transpose` returns a tuple of one.
             d_logits = transpose(jnp.ones_like(losses))[0].astype(block_x.dtype)
             # The table's gradient is summed over all blocks in `wide` (float32 or wider), and is
-            # rounded once at the end. The factors of a product have the dtype of `x`.
+            # rounded once at the end. The factors of a product have the dtype of `x`. The tokens
+            # that fill up the last block add nothing: their x is 0.
             d_table += jnp.einsum("tv,td->vd", d_logits, block_x, preferred_element_type=wide)
             d_x = jnp.einsum("tv,vd->td", d_logits, table, preferred_element_type=wide)
             return d_table, (losses, d_x)

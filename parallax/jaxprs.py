@@ -85,8 +85,8 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
-    """Returns all jaxprs among the parameters of an equation, with the values of the jaxprs'
-    constants.
+    """Returns all jaxprs among the parameters of an equation, unchanged, so a `ClosedJaxpr` keeps
+    the values of its constants.
 
     The jaxprs are in the order in which `inner` returns them.
     """
@@ -151,8 +151,8 @@ def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
     A collective of this library is an equation of `linear`, which holds Python functions instead of
-    a jaxpr, so these functions are traced here. No mesh is needed for this, since the equation is
-    inside a `shard_map` over its axes already.
+    a jaxpr, so these functions are traced here. No mesh is passed for this: call `sent_over` while
+    the `shard_map` around the equation is traced, so that its axes are known.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -361,16 +361,17 @@ class FollowingAlong(Following):
     def __init__(self, axis: str):
         """Begins with an empty cache of the axes over which equations communicate."""
         self.axis = axis
-        # A cache by the equation's id, since a loop's body is read several times. The equation is
-        # stored too: while it lives, no other equation can have its id.
+        # A cache by the equation's id, since a loop's body is read several times.
         self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation, or an equation inside it, communicates over `self.axis`, the
         mesh axis that facts are propagated along."""
         if id(eqn) not in self._sent:
+            # The equation is stored too: while it lives, no other equation can have its id.
             self._sent[id(eqn)] = eqn, sent_over(eqn)
-        return self.axis in self._sent[id(eqn)][1]
+        _, sent_axes = self._sent[id(eqn)]
+        return self.axis in sent_axes
 
 
 class _Ways(FollowingAlong):
@@ -471,8 +472,9 @@ def frames(eqn: JaxprEqn) -> Sequence[Any]:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """Returns the innermost line outside `_BELOW` that made an equation, such as "clipping.py:77";
-    "" if there is no such line."""
+    """Returns the innermost line that made an equation, such as "clipping.py:77", outside the files
+    of JAX, of Python's library and of installed packages (`_BELOW`); "" if there is no such line.
+    """
     for frame in frames(eqn):
         name = frame.file_name
         # Names without ".py", such as "<frozen ...>" or "<stdin>", are no files.

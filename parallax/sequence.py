@@ -50,9 +50,9 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
-    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` takes
-    # `scatter` as the backward pass, so that it uses this algorithm too. `name` is the result's
-    # name.
+    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` makes
+    # `scatter` the backward pass, so that the backward pass uses the reduce-scatter of this
+    # algorithm. `name` is the result's name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 
@@ -188,12 +188,12 @@ def comms(
         column=functools.partial(column, axis=axis, all_gather_matmul=all_gather_matmul),
         row=functools.partial(row, axis=axis, matmul_reduce_scatter=matmul_reduce_scatter),
         local_tokens=lambda x, dim: local_tokens(x, axis, dim),
-        # No all-reduce here: the gradients of these weights are terms of a sum, and `grads.summed`
-        # adds them.
+        # `copy_to` is for weights that all devices have whole, such as norms. No all-reduce here:
+        # the gradients of these weights are terms of a sum, and `grads.summed` adds them.
         copy_to=lambda weight: varying(weight, axis.names),
         token_shards=axis.size(),
-        over_tokens=axis,
-        gathered=all_tokens_alike,
+        over_tokens=axis,  # the axis that splits the tokens of the residual stream
+        gathered=all_tokens_alike,  # without a gradient, unlike `all_tokens`
     )
 
 

@@ -181,8 +181,9 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """Returns the gradient function for a step; `scale` is the loss scale in the step's state. Only
-    a `precision.ScaledGrad` uses the scale; any other `grad` is returned as it is."""
+    """Returns the gradient function for a step; `scale` is the loss scale in the step's state, or
+    None if the loss is not scaled. Only a `precision.ScaledGrad` uses the scale; any other `grad`
+    is returned as it is."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)

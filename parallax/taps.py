@@ -333,6 +333,7 @@ def _batched(arguments, dims, *, mark, way, recorder):
     The mark of the new tap describes the mapped dim as a dim of the batch. `arguments` are the
     operands of `tap_p`, and `dims` the mapped dim of each, or None."""
     dim, *others = dims
+    # A `vmap` in a model is taken to run over rows of the batch, so its dim gets `BATCH` below.
     # If the layer, the microbatch or a position were mapped, one callback would report several.
     mapped = [other_dim is not None for other_dim in others]
     if any(mapped[len(mark.sizes) + 2 :]):

@@ -180,22 +180,22 @@ def coordinates(
         np.zeros((cores, cores))
     ]
     for cut in _cuts((*box, cores), sizes):
-        lines = [_lines(pieces) for pieces in cut]
+        layings = [_lines(pieces) for pieces in cut]  # for each dim, all its layings
         # For each axis, an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes
         # its best path, but all axes share the layings of the dims.
-        costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
+        costs = [_costs(axis, cut, layings, metrics) for axis in range(len(sizes))]
         # If two cuts have equal sums, this weight makes the sum with shorter hops along later axes
         # smaller. `min(0)` is the cost by the best path of the axis.
         weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
         pieces = sum(piece > 1 for pieces_of_dim in cut for piece in pieces_of_dim)
         total = np.sum(weighted, axis=0) + PIECE * pieces
         if total.min() < cost:
-            cost, layings = total.min(), np.unravel_index(total.argmin(), total.shape)
+            cost, chosen = total.min(), np.unravel_index(total.argmin(), total.shape)
             paths = []
             for axis in range(len(sizes)):
-                best_path = costs[axis][(slice(None), *layings)].argmin()
+                best_path = costs[axis][(slice(None), *chosen)].argmin()
                 paths.append(_paths(_sides(axis, cut))[best_path])
-            best = cut, [line[k] for line, k in zip(lines, layings, strict=True)], paths
+            best = cut, [of_dim[k] for of_dim, k in zip(layings, chosen, strict=True)], paths
     # Sizes whose product is the number of devices can always be cut.
     assert best is not None
     return _laid(*best, sizes)

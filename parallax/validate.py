@@ -138,7 +138,8 @@ def refusal(
             a sequence), and perhaps experts, devices and processes.
         wording: how the message writes sizes and changes: for Python or for a command line, for
             example.
-        written: the fields that the caller wrote, by name; all other fields have their defaults.
+        written: the fields that the caller wrote, by name; all other fields have their defaults. A
+            `wording` may repeat these fields in the proposed change, so that it is complete.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a
             misspelt name; "" if there is none. The `fields` were read from this text with the
             mistake corrected.
@@ -449,8 +450,9 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         return
     fewer_processes = {"processes": closest_divisor(devices, processes)}
     # If the machine fixes the number of processes, another `data` is the cure, the smaller one
-    # first. `data` must be a multiple of processes / gcd(others, processes): the product of the
-    # other axes, `others`, has the other factors of `processes`.
+    # first, since it needs no more devices than there are now. `data` must be a multiple of
+    # processes / gcd(others, processes): the product of the other axes, `others`, has the other
+    # factors of `processes`.
     others = devices // fields["data"]
     data = fields["data"]
     # `_multiples` gives the larger one first.
@@ -500,7 +502,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         "expert": sizes.get("experts", 0),
     }
     # For an axis that no size limits, the number in the gcd is 0, since gcd(n, 0) is n. Each axis
-    # takes its share of the devices that the axes before it left, and `data` takes the rest.
+    # takes its share of the devices that the axes before it left, and `data` takes the rest. So the
+    # order is a priority: an axis that is earlier in the list keeps its old size more often.
     new, devices_left = {}, devices
     for name in ("tensor", "context", "expert", "stage", "replica"):
         new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])

@@ -91,12 +91,15 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the part of a program that computes the values that the taps with this `path` and
-    `way` report, from the values of the nearest earlier taps. If `numbers` is true, this part also
-    computes the number of the microbatch and the number of the layer that the taps with this path
-    report.
+    """Returns the part of a program before the taps with this `path` and `way`: the nearest earlier
+    taps, and the collectives and functions that compute the reported values from the values of
+    these earlier taps.
+
+    A tap also reports the number of the microbatch and the number of the layer. If `numbers` is
+    true, the part also has the code that computes these two numbers, since a right value may be
+    reported under a wrong number.
     """
-    # `follow` collects the equations that an operand depends on, backward to the nearest taps.
+    # `follow` goes back from an operand to the nearest taps, and collects what is on the way.
     reader = _SliceReader()
     for body in _bodies(program, None, None):
         for eqn in body.jaxpr.eqns:
@@ -113,8 +116,8 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program that computes result number `place` from the values of the
-    nearest taps before this result."""
+    """Returns the part of a program before its result number `place`: the nearest taps before this
+    result, and the collectives and functions between these taps and the result."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
@@ -139,8 +142,8 @@ def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterato
 
 
 class _SliceReader:
-    """Collects the equations that a value depends on, backward to the nearest taps (equations that
-    report a value)."""
+    """Goes back from a value to the nearest taps (equations that report a value). Collects these
+    taps, and the collectives and functions between them and the value."""
 
     def __init__(self):
         """Begins with nothing collected; `program_slice` returns what was collected."""
@@ -165,9 +168,10 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Collects the equations that `atom` depends on, back to the nearest taps (equations that
-        report a value). Equations nearer to `atom` come first. `atom` is an operand of an equation
-        of `body`, or a result of `body`."""
+        """Goes back from `atom` to the nearest taps (equations that report a value). For each
+        equation on the way, `_inputs` collects its tap or its collectives and functions; those
+        nearer to `atom` come first. `atom` is an operand of an equation of `body`, or a result of
+        `body`."""
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
@@ -180,8 +184,9 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operands from which the equation `eqn` of `body` computes its result `atom`,
-        each with the body whose jaxpr it belongs to. `follow` goes on from these operands.
+        """Collects the tap, or the collectives and functions, of the equation `eqn` of `body`.
+        Returns the operands from which `eqn` computes its result `atom`, each with the body whose
+        jaxpr it belongs to. `follow` goes on from these operands.
 
         There are three kinds of equations. A tap (an equation that reports a value) ends the
         search, unless its `way` is LINEAR: the tap is collected, and no operand is returned. A call
@@ -238,8 +243,9 @@ class _SliceReader:
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
         place = body.jaxpr.invars.index(atom)
-        # The equation's operands stand in the order of the jaxpr's inputs. The slice is empty if
-        # the equation has fewer operands.
+        # In a call, a `shard_map` or a `scan`, the equation's operands stand in the order of the
+        # jaxpr's inputs. A Pallas kernel has more inputs than its equation has operands, so the
+        # slice may be empty.
         outside = [(operand, body.parent) for operand in body.eqn.invars[place : place + 1]]
         if body.eqn.primitive.name == "scan":
             consts, carries = scan_parts(body.eqn)
@@ -261,7 +267,8 @@ class _SliceReader:
 
 def _is_cached(jaxpr: Jaxpr | None) -> bool:
     """Returns whether a jaxpr belongs to a function of JAX itself, such as jnp.where, and has no
-    tap. JAX caches such jaxprs, so the source lines in them may be those of another call."""
+    tap. JAX caches such jaxprs, so the source lines in them may be those of another call. A jaxpr
+    with a tap also has code of the model, so it must be opened to find the tap."""
     if jaxpr is None or not is_jax_function(jaxpr):
         return False
     return not any(eqn.primitive.name == "tap" for eqn in every(jaxpr))

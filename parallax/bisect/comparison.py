@@ -83,9 +83,9 @@ class Comparison(NamedTuple):
 
     Attributes:
         first: the first value that differs; None if all are equal.
-        compared: the number of values that both runs have.
+        compared: the number of values that both runs have, those after `first` included.
         worst: the largest difference that the bound still allows, and the name of the value that
-            has this difference.
+            has this difference. Only values before `first` count.
         alone: the names of the values that only one run has.
     """
 
@@ -142,16 +142,16 @@ def compare(
     for key in keys:
         # A value for which `bound` has no number may differ by anything.
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
-        off = differences[key]
-        # The axes along which the copies in `run_b` differ too much. If `off` is nan, `off >
-        # allowed` would be false, and `not off <= allowed` is true.
+        difference = differences[key]
+        # The axes along which the copies in `run_b` differ too much; `off` is the difference of the
+        # copies. A nan must count as too much: nan > allowed would be false.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
-        if copies or not off <= allowed:
-            first = _described(a, b, key, (off, allowed), copies, equal)
-            return Comparison(first, len(keys), worst, tuple(alone))
-        worst = max(worst, (off, str(key)))
+        if copies or not difference <= allowed:
+            first = _described(a, b, key, (difference, allowed), copies, equal)
+            return Comparison(first, compared=len(keys), worst=worst, alone=tuple(alone))
+        worst = max(worst, (difference, str(key)))
         equal.append(key)
-    return Comparison(None, len(keys), worst, tuple(alone))
+    return Comparison(None, compared=len(keys), worst=worst, alone=tuple(alone))
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:

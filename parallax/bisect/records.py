@@ -392,10 +392,10 @@ def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
     With rematerialisation (`jax.checkpoint`) a value is computed and reported again; only the first
-    report counts. The reports of a cotangent are added up. In those steps of its schedule (ticks)
-    that have no microbatch for the embedding, a pipeline still runs the embedding's backward pass,
-    on microbatch 0 and with a cotangent of 0. The reports of these ticks are 0, so they do not
-    change the sum.
+    report counts. The reports of a cotangent are added up, since the first one may be only a zero:
+    in those steps of its schedule (ticks) that have no microbatch for the embedding, a pipeline
+    still runs the embedding's backward pass, on microbatch 0 and with a cotangent of 0. The reports
+    of these ticks are 0, so they do not change the sum.
     """
     kept: dict[tuple[tuple[int, ...], int], Report] = {}
     for report in reports:

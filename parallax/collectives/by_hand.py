@@ -1,6 +1,7 @@
 """A ring in plain `ppermute`s, to read before all other files: each of n devices sends to its right
-neighbour. `x` has one block for each device, `[n, *block]`. The tests compare `tables.ring` with
-it."""
+neighbour. `x` has one block for each device, `[n, *block]`. `A[I_X]` is split along dim I over axis
+X, and `A[I] {U_X}` is not yet summed over axis X. The tests compare `tables.ring` with this ring.
+"""
 
 import jax.numpy as jnp
 from jax import lax

@@ -149,7 +149,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
 def of_leaves(
     collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
 ) -> Cost:
-    """Returns the cost of leaves (or buckets) of `sizes` bytes, sent one after another.
+    """Returns the cost of one call of `collective` for each leaf (or bucket), one after another.
+    `sizes` has the bytes of each leaf on a device; the other arguments are those of `of`.
 
     Raises the errors of `of`.
     """
@@ -229,7 +230,7 @@ def total(rounds: Iterable[Round]) -> Cost:
         pieces = sum(message.pieces for message in messages)
         # In the order of `Cost`'s fields: hops, bytes, sent, messages, reduced, chain. The links
         # work at once, so the largest message counts as `bytes`. Each piece of a message is a
-        # permute of its own, so `messages` counts pieces.
+        # permute of its own, so `messages` counts pieces. `chain` counts the rounds that wait.
         counts = 1, max(sizes), sum(sizes), pieces, reduced, int(waits)
         cost += times * np.array(counts, object)
     return Cost(*cost)

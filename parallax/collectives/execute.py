@@ -223,6 +223,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return own_terms
         # The iteration's number, `trip`, is traced, so it cannot index `sums`, a dict. So the sums
         # of all iterations are stacked: `by_trip` has the arrays of a message for each iteration.
+        # Such a sum contains this device's own term already, so it is added instead of the term.
         by_trip = [_joined([take(table, o) for o in arriving], dim) for arriving in offsets_by_trip]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 

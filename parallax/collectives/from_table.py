@@ -7,9 +7,10 @@ table of messages.
 
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
-A table is a `Route`, a list of rounds {step: offsets}. In a reduce-scatter, the blocks that belong
-to the devices `offsets` places further on go to the device `step` places further on. Several tables
-may run side by side. Then each table carries its own *share* of every block.
+A table is a `Route`: the sizes of the box of devices, here `(n,)` for a row of n, and a list of
+rounds {step: offsets}. In a reduce-scatter, the blocks that belong to the devices `offsets` places
+further on go to the device `step` places further on. Several tables may run side by side. Then each
+table carries its own *share* of every block.
 """
 
 import functools

@@ -196,6 +196,7 @@ def check_typed() -> None:
     map records varying axes.
     """
     for name in jax.sharding.get_abstract_mesh().manual_axes:
+        # Traced apart, so that the caller's program gets no equation for the index.
         index_type = jax.make_jaxpr(lambda name=name: lax.axis_index(name))().out_avals[0]
         if lax.axis_size(name) > 1 and name not in axes_of_type(index_type):
             raise ValueError(

@@ -116,10 +116,10 @@ def plan(options: argparse.Namespace) -> str:
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     """Returns a text in several parts: a table of the fastest layouts of `--devices`; the plan of
-    the simplest layout among those that are nearly as fast as the fastest one; a table of the
-    fastest algorithm for each axis of this layout along which `jax.lax` moves data, if there is
-    such an axis; and the best interval between checkpoints, if `--failures-per-device-year` is
-    given.
+    the simplest layout among those that are nearly as fast as the fastest one; a table with the
+    algorithm (such as a ring) that is predicted to be the fastest for the collectives of `jax.lax`
+    along each axis of this layout, if the plan has such collectives; and the best interval between
+    checkpoints, if `--failures-per-device-year` is given.
 
     Raises:
         ValueError: `--devices` is missing or below 1, or nothing fits.

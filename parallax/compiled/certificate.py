@@ -60,7 +60,9 @@ class Entry(NamedTuple):
 
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     """Returns the collectives of a compiled program or of its text, added up in entries: one entry
-    for each combination of kind, set of axes, `conditional` and `unbounded`.
+    for each combination of kind, set of axes, `conditional` and `unbounded`. `conditional`
+    collectives are in a branch and may run less often. `unbounded` collectives are in a loop of
+    unknown length, which counts as one trip.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
@@ -206,7 +208,9 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
-        if field == "hops":  # entries of one kind have the hops of one chain, which counts once
+        # Entries of one kind differ only in `conditional` and `unbounded`. Each has the hops of the
+        # longest chain of this kind, so these hops count once.
+        if field == "hops":
             actual = sum({entry.kind: entry.hops for entry in entries}.values())
         # The predicted hops are an upper bound: they assume that arrays go one after another.
         if expected is None or expected == actual or (field == "hops" and actual < expected):

@@ -113,6 +113,8 @@ class Instruction(NamedTuple):
         # count at the start only.
         if self.opcode.endswith(("-done", "-update")):
             return []
+        # If the text does not state a loop's number of trips, `self.trips` has the number that
+        # `module` read from the loop's condition, or 0.
         stated = TRIPS.search(self.attributes)
         trips = int(stated[1]) if stated else self.trips
         # A loop's condition is also evaluated once after the last trip. An unknown number stays 0.

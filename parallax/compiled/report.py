@@ -83,6 +83,8 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
         f"estimated: {_ms(timeline.seconds)}, of which compute {_ms(timeline.compute)}, exposed "
         f"{_ms(timeline.exposed)} ({share(timeline.exposed)})"
     )
+    # The seconds at the full rate, divided by the estimated seconds, are the share of the peak rate
+    # that the program reaches.
     lines = [first if peak is None else f"{first}; {share(peak)} of peak"]
     for speed, seconds in timeline.at_speed.items():
         if speed != 1.0:

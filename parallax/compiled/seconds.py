@@ -112,6 +112,8 @@ class Costs:
             return 0.0
         dims = [int(dim) for dim in re.findall(r"\d+", contracted[1])] if contracted else []
         terms = math.prod(left_shapes[0][dim] for dim in dims)
+        # A call of a library returns a tuple of the product and scratch memory: the first array of
+        # the result's type is the product.
         return 2.0 * math.prod(_shapes(line.result)[0]) * terms
 
     def traffic(self, line: hlo.Instruction) -> float:

@@ -85,7 +85,8 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
         ValueError: `kind` is neither "ONE_TO_ONE" nor "ALL_REDUCE", or an all-reduce does not name
             its slices.
     """
-    array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
+    # A `recv` returns a tuple: `line.result` is the text in its brackets, "array, u32[], token".
+    array = line.result.split(", u32[]", 1)[0]
     rendezvous = RENDEZVOUS.search(line.attributes)
     operands = line.operands
     if rendezvous and rendezvous[1] in sends:

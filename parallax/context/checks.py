@@ -53,7 +53,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 
 
 def check_places(
-    attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
+    attend: Callable[..., Any], arrays: tuple[Any, ...], options: dict[str, Any], tokens: int
 ) -> None:
     """Raises `ValueError` if `attend` makes its mask from arrays 0, 1, 2, ... of its own, and not
     from `positions`.
@@ -65,15 +65,15 @@ def check_places(
     Args:
         attend: the attention function.
         arrays: the arguments of `attend`, (q, k, v).
-        known: the options of `attend`. `known["positions"]` is a pair: the positions of the
-            queries, and the positions of the keys.
+        options: the keyword arguments of `attend`: perhaps `segments`, and `positions`, a pair of
+            the positions of the queries and the positions of the keys.
         tokens: the number of tokens of a whole sequence.
     """
-    positions = known["positions"]
+    positions = options["positions"]
 
     # The inputs (`invars`) of this program are only the positions; the arrays are constants of it.
     def of_positions(positions):
-        return attend(*arrays, **known | {"positions": positions})
+        return attend(*arrays, **options | {"positions": positions})
 
     program = jax.make_jaxpr(of_positions)(positions)
     opened = jaxprs.opened(program)
@@ -169,7 +169,7 @@ def check_kernel(
         # The kernel may allow fixed sizes only. If it has an error, the real trace raises it.
         return
     # One token has no distance to another, and a dim of size 1 need not be a dim of tokens.
-    for table in _counted_tables(program, tokens) if tokens > 1 else ():
+    for table in _constant_tables(program, tokens) if tokens > 1 else ():
         if not _is_causal(table):
             raise ValueError(
                 "context.attention: the scores of kernel= depend on distances between tokens, as "
@@ -179,9 +179,9 @@ def check_kernel(
             )
 
 
-def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the tables, such as masks, that a program makes without its arguments, and combines
-    with values that depend on its arguments.
+def _constant_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
+    """Returns the tables, such as masks, that do not depend on a program's arguments, and that the
+    program combines with values that do.
 
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other],
     where `other` joins all remaining dims.
@@ -193,7 +193,8 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     reached = _reached(jaxpr, {*jaxpr.invars, *varies})
     tables, inner_tables = [], []
     for eqn in jaxpr.eqns:
-        # An equation without arguments combines nothing with them.
+        # An equation whose results do not depend on the arguments combines nothing with a value
+        # that does.
         if reached.isdisjoint(eqn.outvars):
             continue
         tables += [
@@ -207,14 +208,14 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
         # constants, as in a `checkpoint`, cannot be computed.
         if jaxprs.called(eqn) is not None:
             (body,) = jaxprs.closed(eqn.params)
-            inner_tables += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
+            inner_tables += _constant_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
     if not tables:
         return inner_tables
     # The equations that do not depend on the arguments are enough to compute the tables. `effects`
     # would list the effects of the whole program, which these equations do not have.
-    without_arguments = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
+    constant_eqns = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
     of_tables = ClosedJaxpr(
-        jaxpr.replace(outvars=tables, eqns=without_arguments, effects=frozenset()), program.consts
+        jaxpr.replace(outvars=tables, eqns=constant_eqns, effects=frozenset()), program.consts
     )
     # The tables do not depend on the arguments, so any values will do.
     zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]

@@ -77,7 +77,8 @@ def merge_softmax(
     set.
     """
     both = jnp.logaddexp(lse, more_lse)
-    # A query that saw no key has minus infinity in both, and the difference of both would be nan.
+    # If a query saw no key, `both` is minus infinity, and `lse - both` would be nan. So 0 is
+    # subtracted instead.
     shift = jnp.where(both == -jnp.inf, jnp.zeros((), both.dtype), both)
     return out * jnp.exp(lse - shift)[..., None] + more * jnp.exp(more_lse - shift)[..., None], both
 
@@ -201,6 +202,8 @@ def _backward(  # noqa: PLR0913
             # cotangents, which the derivative of a softmax subtracts.
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
             errors = (errors * q.shape[-1] ** -0.5).astype(q.dtype)
+            # Queries that only fill up the last tile have a `ct` and a `mean` of 0, so they add 0
+            # to dk and dv.
             dk = _product("bgrts,btgrk->bsgk", errors, q)
             dv = _product("bgrts,btgrk->bsgk", weights.astype(ct.dtype), ct)
             dq += _product("bgrts,bsgk->btgrk", errors, k)

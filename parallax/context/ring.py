@@ -238,12 +238,13 @@ def _backward(ring: _Ring, residuals, ct):
     if n > 1:
         # The gradients follow their keys by one hop. The first hop has no gradients to send, and
         # the last has no keys to send, so these two are not in the loop. With n = 2 both are one
-        # hop.
-        following = ring.send(arrived) if n > 2 else arrived
+        # hop. `next_keys` are the keys of hop 2, and after the loop those of the last hop; they are
+        # not used if n is 2.
+        next_keys = ring.send(arrived) if n > 2 else arrived
         dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
-        following, dq, sums = ring.hops(2, n - 1, hop, (following, dq, sums))
+        next_keys, dq, sums = ring.hops(2, n - 1, hop, (next_keys, dq, sums))
         if n > 2:
-            dq, sums = visit(dq, ring.send(sums), following, ring.pairs(n - 1))
+            dq, sums = visit(dq, ring.send(sums), next_keys, ring.pairs(n - 1))
         # The last of n - 1 sends brings the gradients home to the device of their keys.
         local_sums = jax.tree.map(jnp.add, local_sums, ring.send(sums))
     return *(_whole(x).astype(k.dtype) for x in (dq, *local_sums)), None

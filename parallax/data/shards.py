@@ -100,16 +100,16 @@ def write(
         raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {size}.")
     folder.mkdir(parents=True, exist_ok=True)
     # By the name of a file: the number of its tokens, and its [size in bytes, hash].
-    tokens, files = {}, {}
+    counts, files = {}, {}
     for number, shard in enumerate(_cut(pieces, size)):
         name = f"{number:05d}.bin"
         files[name] = store(folder / name, shard, vocabulary)
-        tokens[name] = len(shard)
-    if not tokens:
+        counts[name] = len(shard)
+    if not counts:
         raise ValueError(
             f"shards.write needs one token or more for {folder}, got none. Pass pieces with tokens."
         )
-    manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": tokens, "files": files})
+    manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": counts, "files": files})
 
 
 def read(
@@ -140,13 +140,14 @@ def read(
     # `item` is the dtype of a token.
     record, item = manifest.read(folder / MANIFEST), stored_as(vocabulary)
     check_header(record, folder / MANIFEST, folder, vocabulary)
+    # By the name of a file: `files` has its [size in bytes, hash], `counts` the number of tokens.
     files = manifest.files(folder / MANIFEST, record.get("files"))
-    tokens = _counts(folder / MANIFEST, record.get("tokens"), files, item)
+    counts = _counts(folder / MANIFEST, record.get("tokens"), files, item)
     manifest.check_sizes(folder, files)
     # `opened` returns a `File`, which reads tokens when it is indexed.
-    parts = tuple(opened(folder / name, item, count) for name, count in tokens.items())
+    parts = tuple(opened(folder / name, item, count) for name, count in counts.items())
     if check_bytes:
-        hashes = [files[name][1] for name in tokens]
+        hashes = [files[name][1] for name in counts]
         with ThreadPoolExecutor(manifest.THREADS) as pool:
             checks = [
                 pool.submit(verify, part, vocabulary, stored=stored)

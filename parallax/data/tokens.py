@@ -146,8 +146,9 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     file is refused if every second number is 0. A file is also refused if two things hold: every
     second number is below 64, and one of the other numbers is 1,024 or more. The first holds for
     tokens of a vocabulary up to 64 * 2^16 (some 4 million). A text without a number of 1,024 or
-    more is accepted, unless every second number is 0. A file of fewer than 32 numbers, of an odd
-    count of numbers, or of zeros only is never refused for these reasons.
+    more is accepted, unless every second number is 0: its vocabulary may be so small that every
+    second number is below 64 by chance. A file of fewer than 32 numbers, of an odd count of
+    numbers, or of zeros only is never refused for these reasons.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -166,6 +167,7 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     if high >= vocabulary:  # `check` raises an error with the place of the first such number
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
+    # `UPPER` is 64, so `high // 16` is at least `UPPER` if a number is 1,024 or more.
     four_bytes = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
     # Among fewer than 32 numbers, every second one could be small by chance.
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
@@ -242,10 +244,14 @@ def header(vocabulary: int) -> dict[str, Any]:
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Raises `ValueError` if a record's format is not `FORMAT`, its vocabulary is not `vocabulary`,
-    or its type of token is not the one for this vocabulary.
+    """Raises an error if a record does not describe tokens of `vocabulary` in the format `FORMAT`.
 
     `place` is the path of the record, and `tokens` is the path of the tokens that it describes.
+
+    Raises:
+        manifest.Damaged: the format or the vocabulary is not a whole number, or the type of a token
+            is not the one for this vocabulary. `Damaged` is a `ValueError`.
+        ValueError: the format is not `FORMAT`, or the vocabulary is not `vocabulary`.
     """
     manifest.check_format(record, place, FORMAT)
     stored = record.get("vocabulary")
@@ -262,8 +268,11 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
 
 
 def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
-    """Returns the hash in the record of the file at `path`, which has `size` bytes; None if there
-    is no record.
+    """Returns the hash in the record of the file at `path`, after a check of the record; None if
+    there is no record.
+
+    Raises `ValueError` if the record is of another vocabulary, of another format, or of a file that
+    does not have `size` bytes. Raises `Damaged`, a `ValueError`, if the record is damaged.
     """
     place = record_of(path)
     if not place.exists():

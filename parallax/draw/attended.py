@@ -19,7 +19,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     a block shows its hop, and the number in the block is the device that computes it.
 
     Args:
-        order: the order of the chunks, such as `context.zigzag`.
+        order: a function from the number of devices to the chunks of each device, such as
+            `context.zigzag`.
         n: the number of devices.
         path: the PNG, SVG or PDF file to write.
 
@@ -53,6 +54,7 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
         np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
         for i in range(n)
     ]
+    # `table.blocks` also counts the diagonal blocks and the padding.
     title = (
         f"{n} devices, {chunks.size} chunks: each device computes {table.blocks} blocks; "
         f"used are {', '.join(map(str, used))}"

@@ -36,10 +36,11 @@ def in_flight(
     Args:
         schedule: the schedule.
         path: the PNG, SVG or PDF file to write.
-        forward: the time of the forward job of one microbatch in a stage, above 0.
-        backward: the time of a backward job; by default 2, or 1 if weight gradients are jobs of
+        forward: the time of one microbatch's forward jobs in all chunks of a stage, above 0. If
+            there are v chunks, one job takes 1/v of this time.
+        backward: the same for the backward jobs; by default 2, or 1 if weight gradients are jobs of
             their own.
-        weight: the time of a job of weight gradients, if there are such jobs.
+        weight: the same for the jobs of weight gradients, if there are such jobs.
 
     Raises:
         ValueError: a time is not above 0.
@@ -79,6 +80,8 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     # At equal times -1 sorts first: a job that begins takes the place of one that ends.
     for time, change in sorted(changes):
         count += change
+        # A microbatch has a job in each of the stage's chunks, so one held job counts as
+        # 1 / (number of chunks) of a microbatch.
         at_time[time] = count / schedule.chunks  # after the last change at this time
     return list(at_time.items())
 

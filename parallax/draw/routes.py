@@ -26,9 +26,9 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     the one before it. The *owner* of a block is the device that gets the block's sum in the end. A
     block is named by its offset: how far its owner is from the device that holds it. Offsets are
     numbered in row-major order of the box, which is the grid of the devices. The numbers after a
-    block list the devices whose parts are summed in it: d stands for the device d places before the
-    owner, and 0 for the owner itself. The table is of a reduce-scatter; for a gather, read the
-    rounds from the last to the first.
+    block list the devices whose parts are summed in it: d stands for the device from which the
+    owner is at offset number d (on a ring, d places before the owner), and 0 for the owner itself.
+    The table is of a reduce-scatter; for a gather, read the rounds from the last to the first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -59,6 +59,8 @@ def _lines(table: Route) -> Iterator[str]:
         f"{table.n} devices ({box}): {len(table.rounds)} rounds, {messages} messages, "
         f"{max([0, *table.hops()])} in a row"
     )
+    # `blocks` has, by the number of a block's offset, the numbers of the terms that are summed in
+    # it. Offsets are numbered like devices, so `device_number` gives the number of an offset.
     for r, blocks in enumerate(_blocks(table)):
         if r:  # the first blocks are those before round 0
             moves = []
@@ -88,8 +90,8 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
     Each result is a dict. A key is the offset of a block: how far the block's owner, the device
     that gets its sum in the end, is from the device that holds it. The value is the set of the
-    devices whose parts are summed in the block: d stands for the device d places before the owner,
-    and 0 for the owner itself.
+    devices whose parts are summed in the block: d stands for the device from which the owner is at
+    offset number d, and 0 for the owner itself. Offsets are numbered in row-major order.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.

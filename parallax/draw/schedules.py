@@ -31,8 +31,9 @@ def summary(
 ) -> str:
     """Returns one line with a schedule's numbers of stages, chunks and microbatches, its makespan,
     its bubble, and the largest number of microbatches in flight on a stage. `forward`, `backward`
-    and `weight` are the times of a stage's jobs for one microbatch, as `Schedule.makespan` takes
-    them.
+    and `weight` are the times of a stage's jobs for one microbatch, in all chunks together. By
+    default `backward` is 2, or 1 if the gradients of the weights are jobs of their own; `weight` is
+    the time of these jobs, and is not used if there are none.
     """
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
@@ -88,8 +89,9 @@ def timeline(
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
     shows the most microbatches that each stage holds. All stages begin each tick together. Above
     the picture stand `title`, such as the schedule's name, and the summary. `forward`, `backward`
-    and `weight` are the times of a stage's jobs for one microbatch. By default `backward` is 2, or
-    1 if the gradients of the weights are jobs of their own.
+    and `weight` are the times of a stage's jobs for one microbatch, in all chunks together. By
+    default `backward` is 2, or 1 if the gradients of the weights are jobs of their own; `weight` is
+    the time of these jobs, and is not used if there are none.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -81,8 +81,10 @@ class Dispatch(Protocol):
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes that a device sends in a forward pass for its own `tokens` tokens.
+        """Returns the bytes that a device sends in a forward pass for its own `tokens` tokens: a
+        `BytesSent`, with the bytes of the tokens, of the results, and of the ids and weights.
 
+        A token has k experts. `experts` is the number of experts on all n devices together.
         `itemsize` is the size of a number in bytes.
         """
         ...

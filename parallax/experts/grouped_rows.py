@@ -66,7 +66,8 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
     `expert` must treat each row by itself. The result has only a first derivative, in reverse mode.
 
     Args:
-        expert: `(parameters, [rows, D]) -> [rows, D]`; the parameters have no dim of experts.
+        expert: `(parameters, [rows, D]) -> [rows, D]`; the parameters have no dim of experts. By
+            default the parameters are a module, which is called with the rows.
         size: the number of rows of a block. Use 128 on a CPU, and more on an accelerator with fast
             matmuls.
 
@@ -194,7 +195,8 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)
             return _add(y, block.written, results * scale)
 
-        # Both bounds must have one type, so the first is made from the second.
+        # The sum is in float32 or wider (`_zeros`), and is cast at the end. Both bounds must have
+        # one type, so the first is made from the second.
         return lax.fori_loop(jnp.zeros_like(count), count, body, _zeros(x)).astype(x.dtype)
 
     def forward(*arguments):
@@ -222,7 +224,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             scale = _take(weights, block.pair)[:, None].astype(cotangent.dtype)
             d_trained, d_rows = transpose(cotangent * scale)
             trained_sum, x_sum, weights_sum = sums
-            kind = weights_sum.dtype
+            kind = weights_sum.dtype  # float32 or wider
             # A weight multiplies its result, so its gradient is result times cotangent.
             d_weights = jnp.sum(results.astype(kind) * cotangent.astype(kind), axis=-1)
             return (
@@ -231,6 +233,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
                 _add(weights_sum, block.pair, d_weights),
             )
 
+        # The sums are in float32 or wider (`_zeros`), and are cast to the arrays' types at the end.
         differentiated = trained, x, weights
         sums = jax.tree.map(_zeros, differentiated)
         # Both bounds must have one type, so the first is made from the second.

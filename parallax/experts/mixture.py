@@ -81,7 +81,8 @@ def moe(
     comms: Comms = tensor.comms(()),  # noqa: B008, a frozen choice
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """Returns each token's weighted sum of its experts' results, `x[B_X, T, D] -> y[B_X, T, D]`,
-    and the router's `Statistics`, such as the load, of this device's sequences.
+    and the router's `Statistics`, such as the load, of this device's sequences. X stands for the
+    axes that split the batch; `axis` is one of them.
 
     The experts are split over `axis`. For each token, the result equals the weighted sum of the
     results of all experts, where experts that were not chosen have the weight 0. Add the result to
@@ -135,7 +136,8 @@ def moe(
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
     # Of the `token_shards` devices that split a sequence, only `context_shards` have different
     # tokens after the gather. So groups of `counted` devices have the same tokens and count the
-    # same dropped choices, and `statistics` divides by that number.
+    # same dropped choices, and `statistics` divides by that number. `over_tokens` are the axes of
+    # the `token_shards` devices.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
     # Summed over the devices that split the hidden width. With `sequence.comms` each device keeps

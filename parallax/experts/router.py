@@ -129,8 +129,10 @@ class Statistics(NamedTuple):
 def statistics(
     choice: Routing, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1
 ) -> Statistics:
-    """Returns the statistics of the experts that were chosen for the tokens of some sequences. The
-    arrays of `choice` are [sequences, tokens, ...].
+    """Returns the `Statistics` of the experts that were chosen for the tokens of some sequences:
+    two auxiliary losses (`balance` and `z`), the `entropy` of a token's shares, the `load` of each
+    expert, and the `dropped` choices per sequence. The arrays of `choice` are
+    [sequences, tokens, ...].
 
     Args:
         choice: the routing of this device's tokens.
@@ -149,6 +151,7 @@ def statistics(
     # has the mean of its part, so the mean over devices is taken before the product.
     load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, entropy))
     # `counted` devices counted the same dropped choices: the division below corrects for that.
+    # `varying` changes only the type, since `dropped` may be a constant 0, the same on all devices.
     all_dropped = axis.all_reduce(varying(dropped.astype(load.dtype), axis.names))
     return Statistics(
         balance=count * jnp.mean(jnp.sum(load * shares, axis=-1)),

@@ -169,7 +169,7 @@ def checked_fragments(
     one fragment. The check uses only the shapes of the model's leaves.
 
     Args:
-        stream: has the function that makes the fragments.
+        stream: `stream.fragments(model)` makes the fragments; other settings are not used.
         model: the model, or the shapes of its arrays.
         specs: the specs of the model's leaves. With None, it is not checked whether a fragment cuts
             a split dim.
@@ -216,6 +216,8 @@ def checked_fragments(
                 f"have {found} elements of {name or 'the parameter'}, which has "
                 f"{leaf.size}. Let each leaf match one pattern of by_path."
             )
+    # The numbers of elements are right. But two parts of one leaf may have the same elements, and
+    # others may be in no part.
     if any(len(parts) > 1 for parts in sizes.values()):
         _check_apart(fragments, model)
     return fragments
@@ -236,8 +238,9 @@ def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
 
 
 def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
-    """Returns a dict from the path of each leaf of `model` to a list of one array for each dim: the
-    indices along this dim of the leaf's elements that are in the fragment."""
+    """Returns a dict from the path of each leaf that the fragment has to a list of one array for
+    each dim: the indices along this dim of the leaf's elements that are in the fragment. Leaves
+    without dims are left out."""
     found: dict[str, list[np.ndarray]] = {}
     for dim in range(max((leaf.ndim for leaf in jax.tree.leaves(model)), default=0)):
 
@@ -255,6 +258,8 @@ def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
             part = jax.tree.map(np.asarray, fragment.get(jax.tree.map(numbered, model)))
         for path, leaf in jax.tree.leaves_with_path(part):
             if dim < leaf.ndim:
+                # A part has the same indices along `dim` at every place of the other dims, so those
+                # at place 0 are enough.
                 along = tuple(slice(None) if d == dim else 0 for d in range(leaf.ndim))
                 found.setdefault(trees.dotted(path), []).append(leaf[along])
     return found

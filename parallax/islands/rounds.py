@@ -89,13 +89,14 @@ def local(
         every: the number of steps between two rounds, H.
         axis: the axis of the islands: a name, or an axis with an algorithm for its collectives,
             such as `ring("island")`; or `ErrorFeedback(axis)`, which sends int8.
-        stream: the fragments that islands exchange, and the delay until the results are used. By
-            default a round exchanges the whole model, without delay.
+        stream: the fragments that islands exchange, the delay until the results are used, and the
+            mixing: the share of its own weights in an island's weights after a round. By default a
+            round exchanges the whole model, without delay and without mixing.
 
     Raises:
-        ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
-            to 1. When the step runs: `train` sends along the islands' axis, or uses a device's
-            index on it; an array of the batch is the same on several islands; the state is
+        ValueError: `every` is below 1, the stream's delay is not below `every`, or its mixing is
+            not from 0 to 1. When the step runs: `train` sends along the islands' axis, or uses a
+            device's index on it; an array of the batch is the same on several islands; the state is
             not a state of islands; the fragments do not cover the model; or the outer optimizer
             mixes the elements of a leaf that is split.
     """
@@ -114,8 +115,8 @@ def local(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0 to let islands "
             "take the outer weights."
         )
-    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split. It
-    # gets no specs, `{}`, so an axis may split any dim of a leaf.
+    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split.
+    # Without specs (`{}`), `checked` must assume that an axis may split any dim of a leaf.
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
@@ -198,11 +199,12 @@ class _Round(eqx.Module):
         inner, state = states
 
         def stored(state):
-            """Returns the two parts of a state to replace: the exchange's result and the rounding
-            error of this fragment."""
+            """Returns the two parts of a state to replace: the field `sent`, the exchange's result,
+            and the rounding error, both of fragment number `k`."""
             return state.sent[self.k], state.error[self.k]
 
-        # Without rounding to int8 there is no error, so None must count as a leaf.
+        # The method `sent` makes the exchange. Without rounding to int8 there is no error, so None
+        # must count as a leaf.
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:

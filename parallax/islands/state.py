@@ -386,6 +386,7 @@ def _islands(model: PyTree) -> int:
 def _losses(state: State, before: int, islands: int) -> list[str]:
     """Returns a phrase for each thing that is lost when the number of islands changes from
     `before` to `islands`."""
+    # All islands restart from the outer weights, which only a round changes.
     lost = ["the inner steps since the last round, on every island, if there were any"]
     if islands < before:
         lost.append(

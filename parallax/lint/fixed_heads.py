@@ -31,6 +31,8 @@ def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
         # The queries stand for all projections, which have the same number of heads.
         heads, shape = module.num_heads, module.query_proj.weight.shape  # [..., outputs, inputs]
         for eqn in maps:
+            # An argument of this shape is taken for a weight of this attention. The reshape into
+            # `heads` heads, which is looked for below, confirms it.
             for axes, size in _splits(eqn, shape):
                 outputs = shape[-2] // size  # those of one device
                 for line in _lines_that_cut(eqn, outputs, (heads, outputs // heads)):

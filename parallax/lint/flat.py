@@ -126,9 +126,11 @@ class Flat:
         return value
 
     def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
-        """Adds the operations of a jaxpr, and returns the ids of its results.
+        """Adds the operations of a jaxpr to `nodes`, and returns the ids of the jaxpr's results.
 
-        `arguments` are the ids of the jaxpr's arguments.
+        `arguments` are the ids of the jaxpr's arguments. `scope` is the place of the jaxpr:
+        `scope.at` has the equations around it, the innermost first, and `scope.is_hidden` says
+        whether the jaxpr belongs to a function of JAX or of this library.
         """
         ids = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> id
         ids |= zip(jaxpr.constvars, self._new_ids(jaxprs.types(jaxpr.constvars)), strict=True)

@@ -69,10 +69,13 @@ class Loop:
     ) -> frozenset[LoopPart]:
         """Notes a sum of `value` over devices, and returns the sums and carries (`parts`) of which
         the result of this sum is a linear function: those of `value`, and the new sum. `only_added`
-        decides later whether the sum could stand after the loop.
+        decides later whether the sum could stand after the loop. `aval` is the type of `value`, and
+        `where` the source line of the sum.
         """
         # A sum that depends on a carry must stay in the loop, and so must the sums that were added
-        # to this carry: each iteration needs the carry's value.
+        # to this carry: each iteration needs the carry's value. The new sum is not spoiled itself.
+        # But a new carry that it is added to has these spoiled parts too, and `only_added` takes no
+        # sums from such a carry.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
@@ -91,7 +94,7 @@ class Loop:
         returned, and these sums and carries are noted as `spoiled`.
         """
         parts = frozenset().union(*(value.parts for value in values))
-        if parts and not self._is_linear(eqn, values, parts):
+        if parts and not self._lets_sums_move(eqn, values, parts):
             self.spoil(values)
             return frozenset()
         return parts
@@ -120,12 +123,13 @@ class Loop:
         }
         return [total for k, total in enumerate(self.sums) if ("sum", k) in added - self.spoiled]
 
-    def _is_linear(
+    def _lets_sums_move(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]
     ) -> bool:
-        """Returns whether an equation's result is a linear function of `parts`, which are the parts
-        of its operands `values`, and whether a sum over devices before the equation may be taken
-        after it instead.
+        """Returns whether the sums over devices among `parts`, which come before an equation in the
+        loop's body, may be moved behind the loop. `parts` are the parts of the equation's operands,
+        `values`. The equation's result must be a linear function of `parts`, and the equation's
+        factors and masks must allow the move.
 
         A factor that is the same in all iterations can be applied after the sum that follows the
         loop. A mask that is the same on all devices can be applied before that sum, in each

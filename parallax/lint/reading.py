@@ -76,6 +76,8 @@ class Reading:
 
         A later call returns the same list, since a loop's body is read several times.
         """
+        # One jaxpr may stand in several operations, each with a scope of its own. The program keeps
+        # the jaxprs, and `_flats` keeps the operations, so no `id` is used for two of them.
         key = id(jaxpr), id(node)
         if key not in self._flats:
             # Predicates are ids of values in the outer program, and mean nothing in this one.
@@ -182,8 +184,8 @@ class Reading:
         if self.map is None:
             return results
         note = _ignore if self.silent else self.map.note  # `_ignore` does nothing
-        # Mistakes with dims are noted only in the forward pass. JAX names the operations of the
-        # backward pass "transpose(...)".
+        # Mistakes with dims are noted only in the forward pass, for whose values the rules of
+        # `dims_after` are made. JAX names the operations of the backward pass "transpose(...)".
         note_in_forward = _ignore if node.is_within("transpose(") else note
         # `results` have the facts about each result as a whole, `dims` those about its dims, and
         # `origins` a dict of those about what it was computed from. `origin_facts` notes gathers
@@ -276,6 +278,9 @@ class Reading:
             if self.loops and not self.silent:
                 self.loops[-1].spoil(inputs)
             arguments = [value._replace(parts=frozenset()) for value in arguments]
+        # `sliced` drops the facts about the first dim, and `stacked` below adds a first dim of
+        # which nothing is known. Only a `scan` slices operands. Its `skipped` is 0, so an operand
+        # has the same place among `inputs` and `arguments`.
         for i in flat.sliced(eqn):
             arguments[i] = arguments[i].sliced()
         if trips == 1:  # a call: no value changes from one iteration to the next
@@ -316,6 +321,8 @@ class Reading:
         """
         was_silent, self.silent = self.silent, True
         self.loops.append(loop)  # loops inside count it for their depth
+        # The loop ends, since `either` changes each fact in one direction only: `differs`, for
+        # example, only grows.
         while True:
             returned = self.propagate(program, arguments)
             changed = False

@@ -114,7 +114,9 @@ def _whole(
     axis, dim = min(possible, key=rank)
     # A rule prints as its Python code, here for the advice. The dims before `dim` have no axis.
     code = f"{match(path, P(*[None] * dim, axis))}"
-    if axis in batch_axes:  # only `fsdp` may split a weight over an axis of the batch
+    # Only `fsdp` may split a weight over an axis of the batch. It splits one more dim of each leaf
+    # to which its rule `inside` gives a spec: here only this leaf, with a spec that splits no dim.
+    if axis in batch_axes:
         code = f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"
     return [
         Finding(
@@ -147,6 +149,8 @@ def _fixed_heads(
             continue
         prefix = dotted(path)  # "" if the tree itself is the attention
         weights = [f"{prefix}.{name}.weight".removeprefix(".") for name in PROJECTIONS]
+        # The axes that split the heads: the first dim of a projection's weight has the projection's
+        # outputs, which are the heads one after another.
         heads = {axis for path in weights for axis in _first_dim_axes(specs.get(path, P()))}
         if split := sorted(heads.difference(batch_axes)):
             harm = (

@@ -87,8 +87,8 @@ class ShardMap:
     ) -> tuple[list[Value], list[Dims]]:
         """Returns the facts about the body's arguments, and the axes that split the dims of its
         results. Also sets `trained`, the indices of the trained arguments, and `exchanged`, the
-        axes of permutes and all-to-alls. Along the axes `exchanged`, `note_layers` counts no split
-        of a model's layers as a mistake.
+        axes of permutes and all-to-alls. A pipeline splits its layers over an axis and sends
+        activations along it, so `note_layers` accepts layers that are split over `exchanged`.
 
         Args:
             jaxpr: the body of the `shard_map`.
@@ -115,8 +115,9 @@ class ShardMap:
         of_batch = NO_AXES.union(*fed)
         arguments = []
         for i, (value, dims) in enumerate(zip(inputs, argument_dims, strict=True)):
-            # A weight that is split over an axis of the batch is gathered before its use, so its
-            # dim does not count as split over this axis. The first dim of a batch has its rows.
+            # A `Dim` has the axes that split a dim, and whether the dim has the rows of a batch. A
+            # weight that is split over an axis of the batch is gathered before its use, so its dim
+            # does not count as split over this axis. The first dim of a batch has its rows.
             dim_facts = [
                 Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
                 for k, axes in enumerate(dims)
@@ -149,7 +150,8 @@ class ShardMap:
         The `shard` of a result is that of the first operand from which an elementwise operation, a
         reshape, a transpose or a gather makes the result. In an operation with several results and
         as many operands, result j belongs to operand j. A collective ends the dependence on a split
-        batch (`fed`) along the axes of the collective.
+        batch (`fed`) along the axes of the collective. `note(mistake, node, *details)` is called
+        for a gather that puts blocks in a wrong order.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
@@ -293,6 +295,8 @@ class ShardMap:
         known, origins = self.known[id(program)], updates.origins(program, result)
         # With one row per device, the norm is that of one example, as in private training.
         if self._rows(program, axes) > 1:
+            # `reduced` is the reduction that gives the norm (its `node`, and its operand `value`),
+            # `scaling` the product or quotient by the norm, and `value` the array that it scales.
             for reduced, scaling, value in updates.scalings(program, origins, axes):
                 along = known[reduced.value].differs & axes  # the devices have different norms
                 # Inside a differentiated function, which JAX names "jvp(...)", a norm belongs to

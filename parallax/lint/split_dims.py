@@ -214,7 +214,8 @@ class _Operation:
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
-        # The `Term` of the first array stands for all, even if `is_linear` or `added` differ.
+        # The `Term` of the first array stands for all. If `is_linear` or `added` differ, a mistake
+        # with another of the arrays may be missed.
         terms = tuple(pair for pair in inputs[0].terms if pair[0] in axes)
         return Value(dims=dims, terms=terms)
 
@@ -254,7 +255,8 @@ class _Operation:
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
         # In its shard of a table, a device looks up rows by their indices in the shard: counting
-        # these indices on the device is no mistake.
+        # these indices on the device is no mistake. A table of numbers written into the program
+        # (`dims` is None) may be made for such indices too.
         is_local = table.dims is None or any(dim.split for dim in table.dims)
         dims_of_indices = (
             dim._replace(counted=dim.counted and not is_local)
@@ -516,7 +518,8 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
         # of another dim, which is then whole.
         if sent.kind == "exchange" and size > new_size:
             split |= axes
-        # The other facts are about elements of one device.
+        # Rows stay rows, and random numbers stay random. `within`, `counted` and `parts` are about
+        # elements of one device, and are dropped.
         dims.append(Dim(split, rows=dim.rows, drawn=dim.drawn))
     return Value(dims=tuple(dims), terms=tuple(pair for pair in value.terms if pair[0] not in axes))
 

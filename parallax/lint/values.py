@@ -165,7 +165,8 @@ class Value(NamedTuple):
         """Returns a `Value` that takes some facts from `self` and the others from `value`: from
         `self` those about the whole value (`differs`, `trip`, `constant`, `narrow`, `summed`,
         `parts`), and from `value` those about its dims (`dims`, `terms`, `shared`) and about what
-        it was computed from (`shard`, `fed`, `chosen`).
+        it was computed from (`shard`, `fed`, `chosen`). These two kinds of facts about one array
+        are computed apart. The class `Value` explains each fact.
         """
         return value._replace(
             differs=self.differs,
@@ -209,6 +210,7 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
+        # `trip` is the depth of a loop: the innermost loop that changes one of `values` counts.
         trip=max((value.trip for value in values), default=0),
         constant=all(value.constant for value in values),
         # Pairs of an axis and the line of the sum over it. An axis is listed once, with one of its
@@ -245,8 +247,8 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts about a dim that is one of two: those that hold for both, except `rows`,
-    which needs to hold for only one."""
+    """Returns the facts about a dim that is one of two: those that hold for both. Only `rows`,
+    whether the dim runs over the rows of the batch, needs to hold for just one of the two."""
     return Dim(
         first.split & second.split,
         first.within & second.within,

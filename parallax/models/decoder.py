@@ -131,8 +131,9 @@ def train_step(
     compute: Compute = PLAIN,
 ) -> TrainStep:
     """Returns a `TrainStep`: the train step `(state, windows) -> (state, info)` of a decoder over
-    data x stage x context x tensor, the function that makes the step's state, and the parts from
-    which `on_islands` builds a step.
+    data x stage x context x tensor, the function that makes the step's state, and the parts
+    (`local`, `keys`, `batch`, `setup`) from which `on_islands` builds a step for several groups of
+    devices (islands).
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
     on the devices yet. The weights and the dropout masks depend only on `key` and on positions in
@@ -195,7 +196,7 @@ def train_step(
 
     def keys(number, sequences=batch):
         """Returns a random key for each sequence of the global batch at step `number`, or None
-        without dropout."""
+        without dropout. `on_islands` asks for the keys of the sequences of all islands."""
         if not family.uses_dropout(config):
             return None
         return sequence_keys(dropout_key, number, sequences)

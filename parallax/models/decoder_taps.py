@@ -64,9 +64,9 @@ def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
 
 
 def loss(value: Any) -> Any:
-    """Returns `value`, the loss of this device's part of the batch, with a tap. The tap's spec says
-    that each part of the batch has its own value, so the recording averages the losses of the
-    parts.
+    """Returns `value`, the loss of this device's part of the batch, with a tap. In a tap's spec,
+    `unreduced` over `taps.BATCH` says that each part of the batch has its own mean, so the
+    recording averages the losses of the parts.
     """
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 

@@ -112,8 +112,9 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 
     # `block_b` counts sequences; all other sizes count tokens.
     sizes = dict.fromkeys(kernels.BlockSizes.__dataclass_fields__, block) | {"block_b": 1}
-    # For the gradient of q, JAX copies each row's sum `block_k_major_dq` times, so the smallest
-    # block needs the least memory.
+    # For the gradient of q, JAX stores one number per row of scores, the sum of output times
+    # cotangent, `block_k_major_dq` times. So the smallest block needs the least memory.
+    # `block_k_dq` may not be larger than `block_k_major_dq`.
     sizes = kernels.BlockSizes(**sizes | {"block_k_major_dq": BLOCKS[-1], "block_k_dq": BLOCKS[-1]})
     return kernels.flash_attention(
         q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes

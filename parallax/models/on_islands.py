@@ -67,7 +67,9 @@ def train_step(
             has the axes of the islands, as `mesh.make(island=2, **layout.axes)` has.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: H, the number of steps from one round to the next.
-        axis: the axis of the islands, as in `islands.local`.
+        axis: the axis of the islands, as in `islands.local`. With an `ErrorFeedback` instead of an
+            axis, the islands exchange their changes as int8, and add the rounding errors of a round
+            to the changes of the next one.
         stream: the part of the model that a round exchanges, and the delay until its use, as in
             `islands.local`.
 
@@ -99,7 +101,9 @@ def train_step(
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
-        options=2,  # after the batch, the step takes `limit` and `present`; None if left out
+        # After the batch, the step takes `limit`, the loss above which it changes nothing, and
+        # `present`, which tells the islands that take part. They are None if left out.
+        options=2,
     )
 
     def init(model=None):

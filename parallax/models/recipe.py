@@ -167,7 +167,8 @@ class Setup:
         (`stage`), and for one layer (`layer`). The specs name all axes that split the weights.
         """
         loops = loops_of(self.layout)  # the leading dims that one layer lacks
-        # Refuses specs that split one of these leading dims over `SHARDED_OVER`.
+        # `zero.part_specs` refuses specs that split one of these leading dims over ZeRO's axes
+        # (`SHARDED_OVER`): a device would then have only some of the layers.
         return zero.part_specs(self.specs, SHARDED_OVER, blocks=self.family.where, loops=loops)
 
 
@@ -182,6 +183,7 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     """
     embed, stage, head = functions
     layout, axes, family, compute = setup.layout, setup.axes, setup.family, setup.compute
+    # ZeRO splits over the axes data and context; gradients are reduced over the experts' axis too.
     sharded_over, reduced_over = setup.along(SHARDED_OVER), setup.along(REDUCED_OVER)
     if scale is not None:
         stage, head = _scaled(stage, scale), precision.scaled(head, scale)
@@ -284,6 +286,8 @@ def functions_of(setup: Setup) -> Functions:
     # Taps of the weights outside the blocks.
     embed = decoder_taps.ends(embed, "embed", specs, family.where)
     head = decoder_taps.ends(head, "head", specs, family.where)
+    # The loss is a mean over the devices of `MEAN_OVER`, so the stage's own term of the loss (such
+    # as that of a router) gets the type of a value that differs between these devices.
     return embed, _with_local_loss(stage, setup.along(MEAN_OVER)), head
 
 

@@ -48,10 +48,11 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
-    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type.
+    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type. It is
+    # typed `Any` here, since a type checker would refuse the types of its functions.
     if isinstance(optimizer, optax.MultiSteps):
-        several: Any = optimizer
-        return optax.GradientTransformationExtraArgs(several.init, several.update)
+        multi_steps: Any = optimizer
+        return optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
     return optax.with_extra_args_support(optimizer)
 
 

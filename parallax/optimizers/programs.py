@@ -158,7 +158,9 @@ class _Elements(jaxprs.Following):
         if choice.mixes or choice.leaves - {WHOLE}:
             mixes = choice.mixes or f"{_operation(eqn)} depends on the elements"
             return [self.met(operands)._replace(mixes=mixes)] * len(eqn.outvars)
-        # The predicate is the same on all devices. A result joins the sources of all branches.
+        # The predicate is the same on all devices. A result joins the sources of all branches. A
+        # result that is a shard in one branch and whole in another mixes elements, as if an
+        # elementwise operation combined the two.
         every_branch = [self.run(branch, arguments) for branch in eqn.params["branches"]]
         return [
             _elementwise(self.met(values), eqn, var.aval)

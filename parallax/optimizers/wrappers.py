@@ -320,10 +320,12 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     """Returns this device's part of an update, split as the parameter `weight` is: the reverse of
     `_to_owner`, with the same `way`. `x` is the update of the layers that the device owns."""
+    # Of `way.splits`, all splits of the leaf, `weight` has only some (none with ZeRO-1).
     splits_of_weight = _splits_of(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
     layers_dim = way.lead - 1  # the last dim of layers
+    # `way.inner` divided the layers last, over the axes that split no dim of the leaf.
     x = shards.gather(x, way.inner)
     # In reverse order: the last step of `_to_owner` is undone first. Where `weight` is whole, the
     # layers are gathered. Where a matrix dim is split, layers are exchanged for shares of it. Split
@@ -372,8 +374,9 @@ def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> No
     layers, and `splits` are the splits that cut this array.
     """
     layers_dim = way.lead - 1  # the last dim of layers
-    # These layers are still to be divided: over the axes of split matrix dims, and over those that
-    # split no dim (`inner`). A split of the layers themselves has divided a share already.
+    # These layers are still to be divided among the owners: over the axes of all splits of the leaf
+    # (`way.splits`), and over the axes that split no dim of it (`way.inner`). A split of the layers
+    # themselves has divided a share already, but not an array that is whole.
     divided = [split for split in splits if split.dim == layers_dim]
     left = [split for split in way.splits if split not in divided]
     owners = math.prod(split.axis.size() for split in [*left, *way.inner])
@@ -408,7 +411,9 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     of_state = [Value() if owner is None else values[owner] for owner in owners]
     results = follow(program, [*values, *of_state, *values])
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
-        # The other leaves that the result depends on; WHOLE and RIGHT are no leaves.
+        # The other leaves that the result depends on. `leaves` may also have two marks that are no
+        # numbers of leaves: WHOLE (of an array that is the same on all devices) and RIGHT (of a
+        # result that a wrapper has marked as right).
         others = sorted(value.leaves - {owner, WHOLE, RIGHT})
         if others:  # the message names at most two
             names = " and ".join(

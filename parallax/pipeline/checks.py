@@ -172,7 +172,8 @@ def head(traced: Traced, axis: Axis) -> None:
     # For each array among the arguments of the program: whether it is in `x`, argument 1. The
     # arguments are params, x, the microbatch, and its number, with which taps record values; the
     # number is None if nothing is recorded. `used` is the tuple of these arguments with a bool in
-    # place of each array: here only the number of the arrays counts, and not the bools.
+    # place of each array: whether the results depend on the array. Here only the number of the
+    # arrays counts, and not the bools.
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):

@@ -99,7 +99,8 @@ def value_and_grad(  # noqa: PLR0913
             all-reduces the gradients of parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
             `params.blocks`. Each array of the blocks has a first dim of v chunks.
-        trainable: the leaves that have a gradient, as in `step.init`. Other leaves have the
+        trainable: chooses the leaves that have a gradient, as in `step.init`: it is a function of a
+            leaf, or a tree of booleans that is a prefix of the parameters. Other leaves have the
             gradient None, which takes no memory.
         save: which arrays wait for the backward tick: `residuals`, or `inputs`, which saves only
             the stage's input and computes the rest again.
@@ -221,7 +222,7 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     # stages have a parameter, each has a part of its gradient, and the parts are summed over the
     # stages. The gradients of the blocks are complete: each block is on one stage. A varying loss
     # is summed over the stages: the head's is 0 on all stages but the last, and each stage has its
-    # own terms.
+    # own terms. The axes are read from the parameters, since the types of all gradients vary.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)

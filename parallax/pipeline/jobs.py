@@ -23,7 +23,8 @@ activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `defe
 for the stage's own term of the loss and for its values to log (`terms`); and the cotangent of that
 term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays with respect
 to which a stage is differentiated, and its other arguments), `rows` (the rows of a microbatch) and
-`finished` (the arguments of the head). `ends` are the parameters that are not in the blocks.
+`head_inputs` (the head's arguments after the parameters and the activation). `ends` are the
+parameters that are not in the blocks.
 """
 
 import copy
@@ -239,7 +240,9 @@ class Jobs(Programs):
         """
         microbatch = row.jobs["head"]
         # `ends` are the gradients of the parameters outside the blocks.
-        (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
+        (loss, aux), (ends, ct) = self.programs["head"](
+            self.params, y, *self.head_inputs(microbatch)
+        )
         # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)
         # `True` adds the loss as it is: the program has masked it already.

@@ -159,7 +159,8 @@ def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
 
 def checked(table: Layers) -> Layers:
     """Returns the table as a NumPy array; raises `ValueError` if this is not an array
-    [chunks, stages] of positive whole numbers."""
+    [chunks, stages] of positive whole numbers. A chunk without layers has no last layer that its
+    padding could repeat."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(

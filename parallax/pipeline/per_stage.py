@@ -117,6 +117,7 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the forward pass of a chunk: for the model's first chunk on the embedding's output, for
     other chunks on an activation that arrived. Keeps the output as `sent`, the message of this
     tick."""
+    # The slots have messages. `taken` reads from `jobs.x` only how many dims each message has.
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -128,6 +129,7 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     arrived from a stage or from the head. Keeps the cotangent of x as `sent`, the message of this
     tick."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
+    # `taken` reads from `jobs.moving` only how many dims each message has.
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
     # Activations and cotangents use the same messages, so a cotangent is sent with all leaves of x:
@@ -165,8 +167,8 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
     # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
-    # depend on the loop in which `_if_runs` runs the head. So XLA sends the message on only in
-    # ticks in which the head runs.
+    # depend on the loop in which `_if_runs` runs the head: `_if_runs` adds the loop's index, 0, to
+    # the numbers of the row. Otherwise XLA would move the send out of this loop, into every tick.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
@@ -179,7 +181,8 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     computed the cotangent of the input of the model's first chunk, so the message of stage 0 is the
     cotangent of the embedding's output. The other stages use a cotangent of 0."""
     # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
-    # depend on the loop in which `_if_runs` runs this part, embed_backward.
+    # depend on the loop in which `_if_runs` runs embed_backward, by the loop's index in the numbers
+    # of the row. Otherwise XLA would compute in every tick what follows from the message alone.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)

@@ -226,11 +226,11 @@ class Programs:
         number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
-    def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
+    def head_inputs(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
         """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and the
         microbatch's number, which taps (records of values) use."""
-        # The number for taps is -1 on a stage whose loss is not used, so it may differ between
-        # the stages, and is typed so.
+        # `counts` says whether this stage's loss is used. Where it is not, the number for taps is
+        # -1. So the number may differ between the stages, and is typed so.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
@@ -344,10 +344,11 @@ class Programs:
             with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.joined(), y, rows))
 
-        # `finished` reads `counts`, so it gets its usual value first. If the stages share the head,
-        # the value changes below; the trace has only its type.
+        # `head_inputs` reads `counts`, so `counts` first gets its usual value: whether this is the
+        # last stage. If the stages share the head, the value changes below; the trace has only its
+        # type.
         self.counts: Counts = self.last
-        arguments = self.finished(jnp.zeros((), jnp.int32))
+        arguments = self.head_inputs(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
         # If the loss is the same on all stages, they computed it together, and it is used on all.
         # `out[0]` is the type of the loss.
@@ -454,11 +455,11 @@ class Programs:
 
             return jax.vjp(moving_of, params.ends)[1](ct)[0]
 
-        # In a trace only types matter: 0 stands for any microbatch. `finished(0)` gives its rows,
-        # and its number for taps.
+        # In a trace only types matter: 0 stands for any microbatch. `head_inputs(0)` gives the rows
+        # of this microbatch, and its number for taps.
         zero = jnp.zeros((), jnp.int32)
         self.programs["embed"] = self._embed  # traced already by `_trace_embed`
-        self.programs["head"] = trace(differentiated, self.params, self.x, *self.finished(zero))
+        self.programs["head"] = trace(differentiated, self.params, self.x, *self.head_inputs(zero))
         if self.differentiates:
             arguments = self.params, self.rows(zero), zero, self.moving
             self.programs["embed_backward"] = trace(embed_backward, *arguments)

@@ -498,7 +498,8 @@ def _passes(
     sizes = config, everything_kept, batch, hardware.short
     arrays = residuals.between_products(*sizes, kernel=kernel)
     again = recomputed(layout)
-    # A layer's pass goes `PASSES` times over these arrays. A backward call also runs a share of the
+    # A pass writes these arrays, reads them, and works on them in between: it goes `PASSES` times
+    # over them. A backward call also runs a share of the
     # forward pass again (`again.passes`).
     passes = PASSES * arrays * size.layers * (size.forward + size.backward * (1 + again.passes))
     # A stage that runs again has only its input in a slot.
@@ -513,8 +514,8 @@ def _passes(
         * (size.forward + size.backward)
     )
     # W may have jobs of its own. Then I also copies the arrays that it computes for W (`handed`)
-    # into a slot, and W copies them and the kept arrays out. Such a layout computes nothing again
-    # (`counts`), so a layer keeps `everything`.
+    # into a slot, and W copies them and the kept arrays out. `check` refuses such a layout if it
+    # computes arrays again, so a layer keeps everything (`residuals.everything`).
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         kept = residuals.everything(*sizes, kernel=kernel)

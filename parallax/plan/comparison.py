@@ -29,7 +29,7 @@ class Comparison(NamedTuple):
     def off(self) -> Number:
         """The relative difference, above 0 if too much was predicted. If the prediction and the
         program's number are both 0, the difference is 0. If only the program's number is 0, the
-        difference is 1."""
+        difference is 1, with the sign of the prediction."""
         return (
             self.predicted / self.program - 1
             if self.program

@@ -181,7 +181,7 @@ class Reading:
         # For each equation, whether each of its results is needed; None if the equation is not.
         _, needed_results = self.needed(jaxpr, used)
         # How many operations read each variable. An equation without results, such as a print, is
-        # no reader here: its `needed` is `()`.
+        # not counted (its `needed` is `()`): it puts its operands into buffers anyway.
         uses = Counter(
             atom
             for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)
@@ -257,7 +257,8 @@ class Reading:
     ) -> list[Value]:
         """Returns the results of an equation. Control flow and the library's collectives have
         methods of their own. The operations in the jaxpr of a call, such as a `jit`, are added to
-        those around the call. Every other equation is a plain operation."""
+        those around the call; in a function of JAX they get the line of the call (`hidden`). Every
+        other equation is a plain operation."""
         name = eqn.primitive.name
         control = {
             "shard_map": self._shard_map,
@@ -299,9 +300,10 @@ class Reading:
         return self._inlined(eqn, program, operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns the value that a barrier makes of `value`. The new value has a buffer of its own.
-        For `_once`, an equation that reads the new value never equals an equation that reads the
-        old value. A value that is made only of literals is returned unchanged."""
+        """Returns the value that a barrier makes of `value`. The new value has the buffer of
+        `value`, which gets one if it has none. For `_once`, an equation that reads the new value
+        never equals an equation that reads the old value. A value that is made only of literals is
+        returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -314,16 +316,19 @@ class Reading:
         and messages.
 
         The result of an elementwise operation or a view gets no buffer (it is fused). The operation
-        that returns the index of a device or a platform reads no memory. All other operations first
-        put their operands into buffers, and then their results. Only the operands of a reduction
-        may stay without buffers: the reduction computes its operands as it reads them.
+        that returns the index of a device or a platform reads no memory. Barriers and updates have
+        methods of their own. All other operations first put their operands into buffers, and then
+        their results. Only the operands of a reduction may stay without buffers: the reduction
+        computes its operands as it reads them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
             return [self._fused_or_held(eqn, operands, readers[0])]
         if name in ("platform_index", "axis_index"):
             return [self._index(eqn)]
-        if name == "empty" and self.habits.zeros:  # a ring's all-gather begins with `lax.empty`
+        # `lax.empty`, with which a ring's all-gather begins. A compiler that shares the buffers of
+        # zeros (`habits.zeros`) makes zeros of it.
+        if name == "empty" and self.habits.zeros:
             return [self._zeros(eqn)]
         if name == "optimization_barrier":
             return [self._apart(value) for value in operands]
@@ -390,11 +395,12 @@ class Reading:
         """Returns the first operand with a part of it rewritten. The operand is rewritten in place
         if no later operation reads its old numbers."""
         if eqn.primitive.name != "dynamic_update_slice":
-            # A scatter begins with an array of its own, not with the zeros that others share.
+            # An update of a slice may begin in the buffer that all zeros of its size share. A
+            # scatter of zeros begins with an array of its own.
             operands[0].root.is_zeros = False
         self.hold(operands[0])
-        # The bytes of the update. The operands are (array, update, ...) in a slice's update, and
-        # (array, indices, updates) in a scatter.
+        # The bytes of the update: only these are read and written. The operands are (array, update,
+        # ...) in a slice's update, and (array, indices, updates) in a scatter.
         part = nbytes(
             jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
         )
@@ -470,8 +476,10 @@ class Reading:
         ]
 
     def _copied_counts(self):
-        """Returns copies of all counts so far. `_cond` gives these copies to `_restore_counts`, so
-        that each branch starts from the same counts."""
+        """Returns copies of all counts so far: the operations of matmuls by dtype and by line, the
+        bytes read and written, the messages, and the lines of loops whose number of trips is not
+        known. `_cond` gives these copies to `_restore_counts`, so that each branch starts from the
+        same counts."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -576,6 +584,7 @@ class Reading:
             # A constant that is made only of literals needs no buffer: the loop computes it.
             if is_wanted and value.root.reads:
                 self.hold(value)
+        # `_carries` finds the variable of each carry behind those of the constants.
         carried = [
             self._start(eqn, value, var.aval, is_needed)
             for value, var, is_needed in self._carries(body, constants, starts, needed_results)
@@ -621,6 +630,9 @@ class Reading:
         # The ends live to the end of a trip. The body may write over the starts (`given`).
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
+        # An unrolled loop has several layers in its body, but the jaxpr that is read has only one.
+        # The compiler makes some arrays for all layers at once, so those of the others are added:
+        # copies of slices and, with `habits.together`, gathered weights and recomputed values.
         slice_copies = self._slices_of_further_layers(
             eqn, sliced, wanted[len(wanted) - len(sliced) :]
         )

@@ -10,7 +10,6 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, I the input's g
 weights' gradient.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -58,7 +57,8 @@ class Jobs(NamedTuple):
 
 def jobs(layout: Layout) -> Jobs:
     """Returns how often a layout's step calls each part of the model on one device, and how many
-    slots (places in a buffer for arrays that wait) the device needs."""
+    slots (places in a buffer for arrays that wait) the device needs. The class `Jobs` explains the
+    fields of the result."""
     P, M, v = layout.stage, layout.microbatches, layout.chunks
     if not in_lockstep(layout):
         table = table_of(layout)
@@ -131,7 +131,5 @@ def table_of(layout: Layout) -> Schedule:
 def _table(name: str, stage: int, microbatches: int, chunks: int) -> Schedule:
     """Returns the table of the schedule `name` for these numbers of stages, microbatches and
     chunks. The table does not depend on the rest of the layout."""
-    layout = dataclasses.replace(
-        Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name
-    )
+    layout = Layout(stage=stage, microbatches=microbatches, chunks=chunks, schedule=name)
     return recipe.schedule_of(layout)

@@ -80,9 +80,10 @@ def search(
     Raises:
         ValueError: no layout has exactly `devices` devices, or none of these layouts fits (then the
             message names the layout that needs the least memory). The error is also raised if
-            `devices` or `batch` is below 1, or if a precision or a schedule is unknown.
+            `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if `plan`
+            has no closed forms for the model.
     """
-    known(config)
+    known(config)  # refuses a model without closed forms
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
     Layout(precision=choices.precision)
     for schedule in choices.schedules:
@@ -250,7 +251,7 @@ def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> N
     """Returns a lower bound of the bytes that a device needs: the sum of the step's arguments
     and of the arrays that the layers keep for the backward pass."""
     # With an attention kernel the layers keep no scores. `hardware.short` is the bytes of a number
-    # of a 16-bit type.
+    # of a 16-bit type: 2, or 4 if the hardware's compiler widens such numbers.
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)

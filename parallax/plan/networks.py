@@ -98,7 +98,8 @@ class Nested(NamedTuple):
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
         message, and the bytes of one message. A message uses the links inside the smallest group
         that has both its sender and its receiver. It also uses the links by which it leaves each
-        smaller group. The rate of the links out of a group follows from `Level.shared`.
+        smaller group. The devices of a group share the links out of it, whose rates add up to those
+        of the devices' own links divided by `Level.shared`.
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -373,6 +374,7 @@ def along(
     names = list(sizes)
     stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
     network = of(hardware, math.prod(sizes.values()))
+    # On a torus, the chip of each device depends on the sizes of all axes of the mesh.
     if isinstance(network, Torus):
         network = _laid(network, tuple(sizes.values()))
     return choose(calls, network, Group(sizes[axis], stride))

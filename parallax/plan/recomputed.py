@@ -60,6 +60,9 @@ def recomputed(layout: Layout) -> Recomputed:
     keeps = "products" if word == "products" else "inputs" if word == "block" else "everything"
     # ZeRO-3 gathers a layer's weights again even if the layer keeps all other arrays.
     gathers_again = keeps == "everything" and (word == "gathers" or layout.zero == 3)
+    # With ZeRO-3, remat `attention` recomputes nothing of attention: the layer is then wrapped in
+    # `remat.gathers`, which keeps all arrays but gathered ones, also those inside attention's own
+    # `jax.checkpoint`.
     attention_again = word == "attention" and not gathers_again
     whole_stage = word == "stage"
     if whole_stage or keeps != "everything":
@@ -68,8 +71,6 @@ def recomputed(layout: Layout) -> Recomputed:
         # Of attention's two matmuls the one for the scores runs again. Attention's arrays are taken
         # as half of those between matmuls.
         scores, passes = 0.5, 0.5
-    # With ZeRO-3 also for remat `attention`: a layer is then wrapped in `remat.gathers`, which
-    # keeps all arrays but gathered ones, also those inside attention's own `jax.checkpoint`.
     else:
         scores, passes = 0.0, 0.0
     # A layer gathers before attention and before the feed-forward, and sums after each of them. No

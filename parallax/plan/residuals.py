@@ -8,9 +8,10 @@ The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show.
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
 activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
 `layout.token_shards` the number of devices among which the residual stream is split by tokens.
-`short` is the bytes of a number in 16-bit precision, and `kernel` says whether attention runs in a
-kernel that keeps no scores. A `Layer` has the widths `queries`, `keys` and `hidden`, and
-`column_parallel` says how many numbers a token has in the results of its column-parallel matmuls.
+`short` is the bytes of a number in 16-bit precision: 2, or 4 if the compiler widens such numbers.
+`kernel` says whether attention runs in a kernel that keeps no scores. A `Layer` has the widths
+`queries`, `keys` and `hidden`, and `column_parallel` says how many numbers a token has in the
+results of its column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits, for b sequences of T tokens, width D and H heads.
@@ -82,6 +83,7 @@ def everything(
     result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps two copies of its
     result, one in float32 and one in the type of the computation, and two numbers for each row of
     scores (each query of each head). With a `kernel`, or over a context axis, no scores are kept.
+    The numbers that a kernel keeps for each row are not counted.
     """
     size, b, T = (
         sizes(config, layout, batch, short),

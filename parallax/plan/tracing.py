@@ -164,7 +164,7 @@ def trace(
         donated=sum(buffer.bytes for var, buffer in buffer_of.items() if var in donated),
         results=sum(value.bytes for value in left),
         temporaries=peak.bytes,
-        at_peak=_told(peak.held),
+        at_peak=_by_line(peak.held),
         unbounded=list(dict.fromkeys(reading.unbounded)),
     )
     return found if hardware is None else found._replace(seconds=seconds(found, hardware))
@@ -245,9 +245,11 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
             )
 
 
-def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
+def _by_line(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
     """Returns the buffers that are in memory at the moment when they have the most bytes, the
-    largest first. Buffers of the same operation on the same line are added up into one `Held`."""
+    largest first. Buffers of the same operation on the same line are added up into one `Held`.
+    Each entry of `held` has the bytes to count, and a buffer. A buffer that stands for several
+    copies has the bytes of all copies."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn

@@ -135,7 +135,7 @@ class Sizes(NamedTuple):
 
 def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
-    `batch` sequences.
+    `batch` sequences. The class `Sizes` explains the fields.
 
     `jobs` counts the calls. If all stages run the same kinds of job in a tick (lockstep), idle
     stages run these jobs too, on garbage. A kind of job then counts in each tick in which at least
@@ -331,6 +331,7 @@ class _Step:
         # a loop. For n = 3 the loop has one trip: XLA unrolls it, and sends that message once too.
         hops = (n - 1) * passes + passes_again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
+        # The sum of a device's gradients starts at the next device, so n - 1 hops bring it home.
         gradients = 2 * (n - 1) * size.layers * size.backward
         yield self.term(
             "their gradients", ("context",), send_next, keys * self.wide, gradients, self.wide
@@ -349,9 +350,10 @@ class _Step:
             )
         else:
             yield from self.all_reduce("vocabulary", ("tensor",), self.stream, ends)
-        # The loss is computed for blocks of tokens. For each token it needs the largest logit and
-        # two sums (hence `2 * maxima`): the sum of exponentials, and the target's logit, which only
-        # one device has.
+        # The loss is computed for blocks of at most `most` tokens. The devices of both axes split
+        # the logits of a block, so with more devices a block has more tokens. For each token the
+        # loss needs the largest logit and two sums (hence `2 * maxima`): the sum of exponentials,
+        # and the target's logit, which only one device has.
         most = BLOCK_TOKENS * self.layout.stage * self.layout.tensor
         blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)

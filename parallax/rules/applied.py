@@ -306,10 +306,10 @@ def _idle(
     if left:
         what = f"rule {name} gives None for {left[0]}, which it matches"
         return Refusal("idle-rule", name, what, "give it a PartitionSpec, or remove it")
-    by = taken[hits[0]]  # `by.by` is its rule in words
+    earlier = taken[hits[0]]  # the placement of the first leaf that the pattern matches
     what = (
         f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken "
-        f"by earlier rules ({by.path} by {by.by})"
+        f"by earlier rules ({earlier.path} by {earlier.by})"  # `earlier.by`: its rule in words
     )
     return Refusal("idle-rule", name, what, "put it before them, or remove it")
 

@@ -216,7 +216,8 @@ class Checkpoints:
                 folder and the newest good checkpoint.
         """
         self.wait()
-        # Two dicts by path, of the state in its stored form (see the argument `form`).
+        # The stored form is the same for all layouts: for example, a pipeline's chunks are joined.
+        # `stored.stored` returns its arrays and its plain numbers, as two dicts by path.
         in_stored_form = state if self._to_disk is None else self._to_disk(state)
         arrays, numbers = stored.stored(in_stored_form)
         # `_lost` starts the search for nan and inf, which runs on the devices while Orbax begins to

@@ -199,9 +199,11 @@ def run(main: Callable[[], Any], job: Job) -> None:
     folder), the message is one line.
     """
     several = jax.distributed.is_initialized()
-    # A signal asks a job of several processes to stop together; a single process ends at once.
+    # A signal asks a job of several processes to stop together: `hear` passes it on to JAX's
+    # preemption service, which tells all processes. A single process ends at once.
     hear = StopRequest(several).hear if several else interrupted
-    # SIGTERM is not listened to: in a job of several processes, JAX's service catches it.
+    # SIGTERM is not listened to: in a job of several processes, JAX's service catches it. A single
+    # process is ended by SIGHUP and SIGTERM anyway.
     numbers = (signal.SIGINT, signal.SIGHUP) if several else (signal.SIGINT,)
     try:
         with signals.listening(hear, *numbers):

@@ -147,6 +147,7 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
         manifest.need(
             isinstance(entries[name], dict), f"{path}: {name}", "an object", entries[name]
         )
+    # A complex number is stored as two numbers: its real and its imaginary part.
     for name, number in entries["numbers"].items():
         manifest.need(
             _is_number(number), f"{path}: numbers: {name}", "a finite number, or two", number

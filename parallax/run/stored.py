@@ -76,7 +76,8 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses. `like` holds
+    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses: the stored
+    arrays may have other shapes than those of `like`, whose shardings then do not fit. `like` holds
     arrays or shapes; nothing is computed.
     """
     arrays, convert, statics = _of_arrays(to_disk, like)

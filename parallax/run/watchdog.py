@@ -81,7 +81,8 @@ class Watchdog:
 
     def step(self, number: int, phase: str = "begin") -> None:
         """Notes that step `number` begins now, and sets the phase of this rank to `phase`. The time
-        of the step is counted from now on.
+        of the step is counted from now on. The steps are also counted, since the first step after
+        a start, whatever its number, is compiled and may take longer.
         """
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()

@@ -202,8 +202,8 @@ class Schedule:
         stage has two jobs in one tick. Otherwise it runs in lockstep.
         """
         jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)  # of each cell
-        # Per stage I and W are always separate jobs. So a table without W runs in lockstep, even if
-        # no stage has two jobs in a tick.
+        # The executor of schedules that run per stage has only the jobs F, I and W, and no job B.
+        # So a table without W runs in lockstep, even if no stage has two jobs in a tick.
         return self.weight is not None and not (jobs > 1).any()
 
     @cached_property
@@ -292,8 +292,8 @@ class Schedule:
         A cost is the time of one microbatch through all chunks of a stage, and `hop` is the time of
         the exchange after a tick. By default `backward` is 1 if the weight gradient is a separate
         job, and else 2. So the arguments are those of `makespan`, and with `hop=0` the last job
-        ends at the makespan. The method is also for schedules that run per stage: all stages then
-        start the jobs of a tick together.
+        ends at the makespan. The method is not only for schedules that run in lockstep. In a
+        schedule that runs per stage, all stages start the jobs of a tick together.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0

@@ -193,7 +193,8 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
     if loop is None:
         return results, set(range(len(eqn.invars)))
     # If a trip reads a carry, the trip before must compute it, and may read more carries for this.
-    # So carries are added until no more are found. Carry i is operand consts + i and result i.
+    # So carries are added until no more are found. Carry i is operand consts + i and result i;
+    # `inits()` are the indices of the carries among the operands.
     while True:
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}

@@ -43,7 +43,8 @@ class Number:
         fields disagree, or if a field is of another type.
         """
         stated: dict[str, Any] = {}
-        # Each of `names` has the default, unless the file states it.
+        # Each of `names` has the default, unless the file states it. An alias alone, with another
+        # value than the default, disagrees with the default and is refused.
         if self.default is not None:
             default = self.default(fields) if callable(self.default) else self.default
             stated = dict.fromkeys(self.names, default)
@@ -162,7 +163,8 @@ class Fields:
 
         A difference is the name of a free field (one that changes no logits), or of a field of
         `only`, with the field's value as JSON. The value is "" for a free field that a new model's
-        file has and `file` leaves out. `save` writes these values.
+        file has and `file` leaves out. `save` repeats the differences: it writes the values, and
+        leaves out the fields with "".
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.
@@ -176,7 +178,8 @@ class Fields:
             self._check_known(fields, {*supported, *derived})
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        kept = {*FREE, *self.free, *supported}  # the fields that `save` writes again
+        # The fields that may differ from a new model's. A derived field follows from the numbers.
+        kept = {*FREE, *self.free, *supported}
         stated = _as_json({name: fields[name] for name in fields.keys() & kept})
         new = _as_json(self._new(numbers))
         # All fields that the file states, and the free fields that it leaves out. A field of `only`
@@ -241,7 +244,8 @@ class Fields:
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
         """Refuses fields that are neither in a table nor in `others`, the names of fields whose
         values are checked already. Also refuses fields in `free` or `FREE` whose values are of a
-        wrong type.
+        wrong type. The fields `WRITTEN_ANEW`, such as `torch_dtype`, may have any value: `save` or
+        transformers sets them in a new file.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():

@@ -42,8 +42,9 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the `Origin` of a model in `folder`, with the argument `fields` as its `fields`.
-        Raises `ValueError` for damaged JSON.
+        """Returns the `Origin` of a model in `folder`. `fields` are the names and JSON values of
+        the fields of `config.json` that differ from a new model's. Raises `ValueError` for damaged
+        JSON.
         """
         generation = folder / GENERATION
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)

@@ -149,7 +149,8 @@ def queries_keys_values(
 ]:
     """Returns this device's heads of queries, and the heads of keys and values that these queries
     attend to. Queries and keys are normalised head by head, if the model has norms for them, and
-    then `rotated` by the angles of their positions.
+    then `rotated` by the angles of their positions. `turns` has the cosines and sines of these
+    angles for the tokens of `y`, from `rotary`.
     """
     heads = weights.query.weight.shape[1]  # of [D, H, K]: this device's heads
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
