@@ -33,8 +33,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 def straight(n: int) -> Route:
     """Returns the table in which each block goes straight to the device that owns it.
 
-    Each hop has a different distance, so the hops cannot be a loop, and the program grows with the
-    number of devices.
+    Each hop has a different distance, so the hops cannot be a loop, and the program grows with n,
+    the number of devices.
     """
     # (n,): the devices form a box of one dim, a row of n. {k: [k]} sends the block of the device
     # that is k places further on straight there. Each hop is a round of its own: one round of all
