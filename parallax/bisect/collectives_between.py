@@ -27,6 +27,7 @@ from parallax.jaxprs import (
     every,
     inner,
     is_literal,
+    opened,
     scan_parts,
 )
 from parallax.source_lines import is_jax_function
@@ -236,21 +237,38 @@ class _SliceReader:
         variable is returned with the body whose jaxpr it belongs to.
 
         The returned list has the operand that the equation around `body` passes as `atom`. If
-        `atom` is the carry of a `scan`, the list also has the carry that the iteration before
-        returned, which is a result of `body`. The list is empty for an argument of the whole
-        program and for a constant.
+        `atom` is the carry of a loop, the list also has the carry that the iteration before
+        returned, which is a result of the loop's body. The list is empty for an argument of the
+        whole program and for a constant.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
         place = body.jaxpr.invars.index(atom)
         # In a call, a `shard_map` or a `scan`, the equation's operands stand in the order of the
         # jaxpr's inputs. A Pallas kernel has more inputs than its equation has operands, so the
-        # slice may be empty.
-        outside = [(operand, body.parent) for operand in body.eqn.invars[place : place + 1]]
-        if body.eqn.primitive.name == "scan":
-            consts, carries = scan_parts(body.eqn)
-            if consts <= place < consts + carries:
-                outside.append((body.jaxpr.outvars[place - consts], body))
+        # slice below may be empty.
+        operands, params = body.eqn.invars, body.eqn.params
+        # The body of the loop, and the places of the carry among the inputs of `body.jaxpr`.
+        step, carry = body.jaxpr, range(0)
+        match body.eqn.primitive.name:
+            case "cond":
+                operands = operands[1:]  # the first one chooses the branch
+            case "scan":
+                consts, carries = scan_parts(body.eqn)
+                carry = range(consts, consts + carries)
+            case "while":
+                # The operands are constants of the condition, constants of the body, and the carry.
+                # `body.jaxpr` is either the condition or the body.
+                step = opened(params["body_jaxpr"])
+                first, second = params["cond_nconsts"], params["body_nconsts"]
+                of_step = body.jaxpr is step
+                own = operands[first : first + second] if of_step else operands[:first]
+                operands = [*own, *operands[first + second :]]
+                carry = range(len(own), len(operands))
+        outside = [(operand, body.parent) for operand in operands[place : place + 1]]
+        if place in carry:
+            after = step.outvars[place - carry.start]
+            outside.append((after, self._inside(step, body.parent, body.eqn)))
         return outside
 
     def _inside(self, jaxpr: Jaxpr, body: _Body, eqn: JaxprEqn) -> _Body:
