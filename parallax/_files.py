@@ -1,4 +1,4 @@
-"""Files that must survive a power failure, and safe reads of files that others may write."""
+"""Files that must survive a power failure, and safe reads of files that other processes write."""
 
 import errno
 import io

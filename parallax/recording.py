@@ -31,10 +31,11 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Sets the `layer` or the `microbatch` that a tap in the `with` block reports with a value.
+    """Sets the `layer` or the `microbatch` that a tap (a place in the model that reports a value)
+    in the `with` block reports with the value.
 
-    The numbers are integers or arrays. None keeps the number that an enclosing `at` has set.
-    Nothing is set while no record is made.
+    `layer` and `microbatch` are integers or arrays. None keeps the number that an enclosing `at`
+    has set. Nothing is set while no record is made.
     """
     if not is_on():
         yield

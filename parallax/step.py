@@ -73,7 +73,9 @@ REDUCING = "grads.averaged, zero.reduce_scattered or ZeRO.grad"
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
-    """Returns the model: the default `after_update`, for a model that only gradients change."""
+    """Returns the model: the default `after_update`, for a model that is changed only by its
+    gradients.
+    """
     return model
 
 
@@ -109,8 +111,9 @@ def make(
             each device updates only its shards.
         max_norm: the largest global norm of the gradients, over all shards; larger gradients are
             scaled down to this norm.
-        reduce_norm_over: axes, such as `ring("data")`, whose own algorithms add the shards' sums of
-            squares for the norm; over all other axes `lax.psum` adds these sums.
+        reduce_norm_over: axes with an algorithm, such as `ring("data")`. For the norm, the shards'
+            sums of squares are added over these axes by this algorithm, and over all other axes by
+            `lax.psum`.
         after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
             changes, such as batch statistics.
         extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`. By
@@ -178,8 +181,9 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """Returns the gradient function for a step; `scale` is the loss scale in the step's state. Only
-    a `precision.ScaledGrad` uses the scale; any other `grad` is returned as it is."""
+    """Returns the gradient function for a step; `scale` is the loss scale in the step's state, or
+    None if the loss is not scaled. Only a `precision.ScaledGrad` uses the scale; any other `grad`
+    is returned as it is."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)
@@ -191,10 +195,10 @@ def _lost(
     """Returns whether any number is finite in `old` and not in `new`, on any device: one scalar,
     the same on all devices.
 
-    A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    is used only for its dtype, in which the lost numbers are added up. The devices' numbers are
-    added as in `grads.norm`: along the axes in `axes` by the algorithms of these axes, and along
-    all other axes by `lax.psum`.
+    A number that was already not finite in `old`, such as in a mask of -inf, does not count. `norm`
+    is used only for its dtype, in which each device counts the leaves with a number that became
+    infinite or NaN. The devices' counts are added as in `grads.norm`: along the axes in `axes` by
+    the algorithms of these axes, and along all other axes by `lax.psum`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -216,7 +220,9 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
     over the shards of their parameter."""
 
     def check(path, gradient, weight):
-        """Refuses one gradient if its varying axes do not fit those of its parameter."""
+        """Raises `ValueError` if the gradient varies along an axis along which its parameter is the
+        same, or the parameter along an axis along which the gradient is the same.
+        """
         # `local` are axes along which only the gradient differs: the gradient was not reduced
         # there. `mixed` are axes along which only the parameter differs: the parameter is sharded
         # there. Axes of one device do not count: types may differ there, and nothing is wrong.
@@ -272,9 +278,9 @@ def _check_joined(aux: PyTree) -> None:
         if local := axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
                 f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along "
-                f"{local}, and Info is the same on all devices. Average or sum it over "
-                "the devices: grads.averaged(grad, axis, aux=...) takes a function of the values "
-                "and the axis."
+                f"{local}, but every value of Info must be the same on all devices. Average or sum "
+                "it over the devices: grads.averaged(grad, axis, aux=...) takes a function of the "
+                "values and the axis."
             )
 
 
@@ -353,7 +359,8 @@ def init(
             (a traced array), or a tree of booleans that is a prefix of the model. For all other
             leaves the gradient function gives None.
         batch_axes: the mesh axes that split the batch. Only `rules.fsdp` and `rules.experts` may
-            split a parameter over these axes; `rules.specs` refuses any other rule that does.
+            split a parameter over these axes; `rules.specs` refuses any other rule that splits a
+            parameter over them.
 
     Raises:
         ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the

@@ -2570,7 +2570,19 @@ BISECT = (
     ),
     Mutant(
         "_SliceReader._outside",
-        "outside.append((body.jaxpr.outvars[place - consts], body))",
+        "operands = operands[1:]",
+        "pass",
+        "test_bisect.py::test_what_a_branch_and_a_loop_take_is_followed",
+    ),
+    Mutant(
+        "_SliceReader._outside",
+        "operands[first : first + second] if of_step",
+        "operands[second : first + second] if of_step",
+        "test_bisect.py::test_what_a_branch_and_a_loop_take_is_followed",
+    ),
+    Mutant(
+        "_SliceReader._outside",
+        "outside.append((after, self._inside(step, body.parent, body.eqn)))",
         "pass",
         "test_bisect.py::test_a_fault_is_named",
     ),

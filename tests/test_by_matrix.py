@@ -186,7 +186,8 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
         "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
-        "be a multiple of 8, the number of their owners. Use optimizers.whole, or other axes."
+        "be a multiple of 8, the number of devices among which these layers are divided. Use "
+        "optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, PARAMS)
@@ -200,7 +201,7 @@ def test_by_matrix_refuses_whole_layers_that_do_not_divide():
     run = mesh.spmd(optimizer.init, mesh=over, in_specs=(P(),), out_specs=P())
     message = (
         "weight has 12 layers on a device (dim 0 of (12, 2, 2)), which must be a multiple of 8, "
-        "the number of their owners."
+        "the number of devices among which these layers are divided."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, params)

@@ -707,9 +707,9 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(grad_fn):
         layers = 6 if specs == P() else 8
         message = (
             f"pipeline: the blocks' array {at}, of shape (1, {layers}, 8, 8) on a stage, is the "
-            "same along 'stage', so each of the 4 stages would run all layers. Split its layers "
-            "dim, as [1, L / 1, ...] under P(None, 'stage'); L must be a multiple of 4, "
-            "the number of chunks of all stages."
+            "same along 'stage', so each of the 4 stages would run all layers. Shape the array "
+            "as [1, L / 1, ...] for L layers, and split its dim 1 by the spec P(None, 'stage'); L "
+            "must be a multiple of 4, the number of chunks of all stages."
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             jax.eval_shape(on_stages(specs), model(pairs, 1, layers), batch_of(16))

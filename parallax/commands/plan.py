@@ -116,9 +116,10 @@ def plan(options: argparse.Namespace) -> str:
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     """Returns a text in several parts: a table of the fastest layouts of `--devices`; the plan of
-    the simplest layout among those that are nearly as fast as the first; a table of the fastest
-    algorithm for each axis of this layout along which `jax.lax` moves data, if there is such an
-    axis; and the best interval between checkpoints, if `--failures-per-device-year` is given.
+    the simplest layout among those that are nearly as fast as the fastest one; a table with the
+    algorithm (such as a ring) that is predicted to be the fastest for the collectives of `jax.lax`
+    along each axis of this layout, if the plan has such collectives; and the best interval between
+    checkpoints, if `--failures-per-device-year` is given.
 
     Raises:
         ValueError: `--devices` is missing or below 1, or nothing fits.
@@ -158,8 +159,9 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
 
 def kernel_of(options: argparse.Namespace) -> bool | None:
-    """Returns True with `--attention-kernel`: the attention keeps no scores. Returns None without
-    this option: the plan assumes the attention that the training recipe uses on the chip.
+    """Returns True with `--attention-kernel`: the attention does not store its scores for the
+    backward pass. Returns None without this option: the plan assumes the attention that the
+    training recipe uses on the chip.
     """
     return options.attention_kernel or None
 
@@ -193,7 +195,7 @@ def checkpoint_interval(options: argparse.Namespace, devices: int) -> str:
     "" if this option is not given. `devices` is the number of devices that may fail.
 
     Raises:
-        ValueError: the rate is negative.
+        ValueError: `--failures-per-device-year` is negative.
     """
     if options.failures_per_device_year is None:
         return ""

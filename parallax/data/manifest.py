@@ -166,7 +166,7 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
     if stored != number:
         raise ValueError(
             f"{path}: it is of format {stored}, and this program reads format {number}. "
-            "Use the version that wrote it, or write it again."
+            "Use the version of the package that wrote this file, or write the file again."
         )
 
 
@@ -230,7 +230,10 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(f"{path}: needed only files that the manifest lists; it lacks this file.")
+            raise Damaged(
+                f"{path}: needed only files that the manifest lists; the manifest does not list "
+                "this file."
+            )
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:

@@ -1,5 +1,5 @@
 """The axes along which a parameter or a gradient differs between devices, and a record of the
-gradient functions around the code being traced: they change the types of the parameters.
+gradient functions inside which JAX traces now. These functions change the types of the parameters.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
@@ -22,10 +22,11 @@ class Enclosing(NamedTuple):
     """What the gradient functions around the code being traced did to the types of the parameters.
 
     Attributes:
-        declared: the axes of these functions. Each function typed all parameters as varying along
-            its axes, also the parameters that are copies.
-        shares: the axes in `declared` along which some parameters are shares. The types of shares
-            varied already before a function declared them varying.
+        declared: the axes of the gradient functions that enclose the code being traced. Each
+            function typed all parameters as varying along its axes, also those that are the same on
+            all devices.
+        shares: the axes in `declared` along which a device has only a part of some parameters. The
+            types of these parameters varied already before a function declared them varying.
     """
 
     declared: frozenset[str] = frozenset()

@@ -33,8 +33,8 @@ class Scope(NamedTuple):
             those of the calls, conditionals and loops around it, the innermost first.
         is_hidden: whether a function of JAX or of this library made the operation; the operation's
             own source line then tells a user nothing.
-        on_purpose: whether the operation is part of a gather that each trip of a loop is meant to
-            repeat.
+        on_purpose: whether the operation is part of a gather that each iteration of a loop is meant
+            to repeat.
         predicates: the ids of the values that decide whether the operation runs.
     """
 
@@ -126,9 +126,11 @@ class Flat:
         return value
 
     def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
-        """Adds the operations of a jaxpr, and returns the ids of its results.
+        """Adds the operations of a jaxpr to `nodes`, and returns the ids of the jaxpr's results.
 
-        `arguments` are the ids of the jaxpr's arguments.
+        `arguments` are the ids of the jaxpr's arguments. `scope` is the place of the jaxpr:
+        `scope.at` has the equations around it, the innermost first, and `scope.is_hidden` says
+        whether the jaxpr belongs to a function of JAX or of this library.
         """
         ids = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> id
         ids |= zip(jaxpr.constvars, self._new_ids(jaxprs.types(jaxpr.constvars)), strict=True)
@@ -172,8 +174,9 @@ class Flat:
     def _conditional(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
         """Adds the operations of a conditional, and returns the ids of its results.
 
-        The comment at `COND` and `CHOSEN` lists these operations. Result j depends on the predicate
-        and on result j of every branch, whichever branch runs.
+        The conditional becomes a `COND`, the operations of all branches, and a `CHOSEN` for each
+        result. Result j depends on the predicate and on result j of every branch, whichever branch
+        runs.
         """
         predicate, *operands = inputs
         self._node(COND, eqn, inputs, types=[], sent=None, scope=scope)
@@ -222,8 +225,8 @@ def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
 
 
 def sliced(eqn: JaxprEqn) -> range:
-    """Returns the places of the operands that a loop slices: each trip (iteration) gets one slice
-    of each such operand."""
+    """Returns the places of the operands that a loop slices: each iteration gets one slice of each
+    such operand."""
     if eqn.primitive.name != "scan":
         return range(0)
     # The constants and the carries, which `scan_parts` counts, come first.

@@ -1,5 +1,5 @@
-"""Checks that an optimizer acts element by element. Then the update of a shard has the same numbers
-as that shard of the update of the whole leaf.
+"""Checks that an optimizer acts element by element. Then it makes no difference whether a shard is
+updated alone, or the whole leaf is updated and then cut into shards.
 
 `checked` makes this check once for each set of shapes. It traces the update on leaves whose split
 dims have an unknown size, and follows the traced program (`parallax.optimizers.programs`). It
@@ -48,18 +48,19 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
-    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type.
+    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type. It is
+    # typed `Any` here, since a type checker would refuse the types of its functions.
     if isinstance(optimizer, optax.MultiSteps):
-        several: Any = optimizer
-        return optax.GradientTransformationExtraArgs(several.init, several.update)
+        multi_steps: Any = optimizer
+        return optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
     return optax.with_extra_args_support(optimizer)
 
 
 def checked(
     update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
 ) -> Update:
-    """Returns `update` with a check that the update of a shard of a leaf is that shard of the
-    update of the whole leaf.
+    """Returns `update` with a check that a shard of a leaf can be updated alone, with the same
+    result as in the update of the whole leaf.
 
     Args:
         update: the update of an optimizer.
@@ -82,8 +83,8 @@ def checked(
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
-        """Returns the optimizer's update. The update is checked first, unless arguments of these
-        types have passed the check before: `decided` has the keys of such types."""
+        """Returns the optimizer's update. The update is checked first, unless arguments of the same
+        types have passed the check before: then `decided` has the key of these types."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
@@ -116,8 +117,7 @@ class _Leaf(NamedTuple):
         path: the path in the tree of parameters.
         gradient: the gradient.
         weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
-        split: the axes, of more than one device each, along which the gradient or the parameter
-            differs.
+        split: the axes that split the gradient or the parameter. Axes of one device are left out.
         whole: the shape of the whole parameter.
         is_open: whether the specs leave open which dim is split. If they do, `whole` is an upper
             bound, in which every dim is multiplied by the number of devices.
@@ -274,8 +274,9 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the `Value` of an array of the optimizer's state with this owner. If `mixes` of
-        this `Value` is not empty, `judge` refuses each result that uses the array."""
+        """Returns the `Value` of an array of the optimizer's state with this owner. If elementwise
+        use of the array would be wrong on shards, `mixes` of this `Value` gives the reason, and
+        `judge` refuses each result that uses the array."""
         # A single number that no axis splits, such as a step count, may be combined with all
         # elements, so it has no sources.
         if np.size(x) <= 1 and not self.axes(x):

@@ -22,8 +22,9 @@ class Exchange(NamedTuple):
 
     Attributes:
         part: `tree -> parts`: returns the arrays that this device sends.
-        whole: `(parts, like) -> tree`: makes the tree that was sent from the received parts. `like`
-            has the shapes and types of that tree; the types say along which axes an array varies.
+        whole: `(parts, like) -> tree`: rebuilds, from the received parts, the tree that was sent.
+            `like` has the shapes and types of that tree; the types say along which axes an array
+            varies.
     """
 
     part: Callable[[PyTree], PyTree]

@@ -15,7 +15,8 @@ unknown. If a value was gathered from all stages, `gathered` is the dim in which
 stages stand one after the other.
 
 From `FollowingAlong`: `run` reads a program, `met` joins the terms of all operands, and `is_sent`
-says whether an equation communicates over the axis. `stages` are the indices of the early stages.
+says whether an equation communicates over the axis. `stages` are the indices of all stages but the
+last.
 """
 
 import functools
@@ -36,14 +37,15 @@ SMALL = 4096  # elements: the numbers of a larger array are not computed
 
 
 class Terms(NamedTuple):
-    """The dependence of a value on a stage.
+    """How a value in the head's program depends on the `x` and on the index of a stage.
 
     Attributes:
-        early: whether the value depends on the `x` of an early stage.
-        is_number: whether the value depends on no argument.
+        early: whether the value depends on the `x` of a stage before the last.
+        is_number: whether the value depends on no argument of the head's program, so that it can be
+            computed here.
         indexed: whether the value depends on the stage's index.
-        by_index: for a number, the function from a stage's index to the number's value; None if
-            this value is unknown.
+        by_index: if `is_number`, the function from a stage's index to the value on that stage; None
+            if this value is unknown.
         gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
             stand one after the other; None for other values.
     """
@@ -79,7 +81,7 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 class _Sums(jaxprs.FollowingAlong):
     """Reads a program for sums over the devices of an axis. `added` says whether a sum has a term
-    that an early stage computed from its `x`."""
+    that a stage before the last computed from its `x`."""
 
     unknown = Terms()
 
@@ -90,8 +92,8 @@ class _Sums(jaxprs.FollowingAlong):
         self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
-        """Returns the `Terms` of a constant of the program. A constant whose value is known is a
-        number."""
+        """Returns the `Terms` of a constant of the program. A constant whose value is known is
+        marked `is_number`."""
         # None is an unknown constant. A traced constant has no value either.
         if value is None or isinstance(value, core.Tracer):
             return Terms()
@@ -99,7 +101,7 @@ class _Sums(jaxprs.FollowingAlong):
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
-        the operands. Sets `added` if the equation sums terms of early stages."""
+        the operands. Sets `added` if the equation sums terms of stages before the last."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
@@ -162,9 +164,9 @@ class _Sums(jaxprs.FollowingAlong):
     def loop(self, body, constants, carry, sliced):
         """Returns the `Terms` of a loop's results. `body` is the program of one iteration, and the
         other arguments are the `Terms` of the loop's operands, by kind: constants, carries and
-        arrays that are sliced by iteration. If a carry, a slice or a result is a number, it may
-        change in each iteration, so its value becomes unknown. The values of constants stay
-        known."""
+        arrays that are sliced by iteration. If a carry, a slice or a result depends on no argument
+        (`is_number`), it may still change in each iteration, so its value becomes unknown. The
+        values of constants stay known."""
 
         def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
@@ -172,8 +174,8 @@ class _Sums(jaxprs.FollowingAlong):
         return unnumbered(super().loop(body, constants, unnumbered(carry), unnumbered(sliced)))
 
     def _index(self, axis: str) -> Terms:
-        """Returns the terms of `axis_index(axis)`: along the axis that is checked, this is the
-        stage's index; along another axis, this is the last index of that axis."""
+        """Returns the `Terms` of `axis_index(axis)`. For the axis that is checked, the value is the
+        stage's index; for another axis, the value is taken to be the last index of that axis."""
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # If the stages are several mesh axes, this check runs once for each of them. The last stage
@@ -192,8 +194,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns the value of a number on each early stage, or an empty list if the value is
-        unknown."""
+        """Returns, for a value that depends on no argument (`is_number`), its value on each stage
+        before the last, or an empty list if the value is unknown."""
         if value.by_index is None:
             return []
         try:
@@ -203,15 +205,17 @@ class _Sums(jaxprs.FollowingAlong):
             return []
 
     def _is_zero(self, factor: Terms) -> bool:
-        """Returns whether a factor is a number that depends on the stage's index, and is zero on
-        all early stages. A factor whose values are unknown counts as zero there."""
+        """Returns whether a factor depends on the stage's index and on no argument (`is_number`),
+        and is zero on all stages before the last. A factor whose values are unknown counts as zero
+        there."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the terms of `select_n(which, *cases)`, joined over the cases that any early
-        stage selects. `which` is a number: the index of the case, for each element. If the values
-        of `which` are unknown, no case is joined, so the choice is accepted."""
+        """Returns the terms of `select_n(which, *cases)`, joined over the cases that any stage
+        before the last selects. `which` is the index of the case for each element, and depends on
+        no argument (`is_number`). If the values of `which` are unknown, no case is joined, so the
+        choice is accepted."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -219,7 +223,8 @@ class _Sums(jaxprs.FollowingAlong):
 
 
 def _number_of(value: Any) -> Terms:
-    """Returns the terms of a number that is the same on all stages."""
+    """Returns the `Terms` of `value`, which depends on no argument and is the same on all
+    stages."""
     return Terms(is_number=True, by_index=lambda index: value)
 
 

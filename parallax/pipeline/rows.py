@@ -26,17 +26,20 @@ class Row(NamedTuple):
     over the ticks, a `Row` has only one tick, and its arrays are `[stages]`.
 
     Attributes:
-        jobs: for each lane, microbatch * v + chunk, or -1 for no job. The three parts that all
-            stages run together have one microbatch per tick, or -1, in an array `[ticks]`: "embed"
-            has the microbatch of F at the first place, "head" the one of F at the last place, and
-            "embed_backward" the one of B, or I, at the first place.
+        jobs: for each lane (kind of job), microbatch * (chunks per stage) + chunk, or -1 for no
+            job. The three parts that all stages run together have one microbatch per tick, or -1,
+            in an array `[ticks]`: "embed" has the microbatch for which a stage runs the forward job
+            of the model's first chunk, "head" the microbatch of the forward job of the last chunk,
+            and "embed_backward" the microbatch of the backward job of the first chunk.
         saved: for each lane, the slot of its job in this tick: F writes this slot, and B, or I and
-            W, read it. If the stage has no F, the lane "forward" has a slot that is free.
+            W, read it. In a tick without a forward job, the lane "forward" has a slot that is free,
+            so that the write does no harm.
         deferred: for each lane, the slot of its job in this tick: I writes this slot, and W reads
-            it. If the stage has no I, the lane "backward" has a slot that is free.
+            it. In a tick without a job I, the lane "backward" has a slot that is free, so that the
+            write does no harm.
         arrival: for each lane, the slot from which F, B or I reads its message in this tick.
         arriving: for each distance d, the slot for the message that arrives at the end of this tick
-            from the stage d before this one.
+            from the stage that is d stages before this one.
         from_head: the slot for the head's cotangent.
     """
 
@@ -74,7 +77,7 @@ def rows(schedule: Schedule) -> Row:
 
     def microbatches(jobs, chunk, stage):
         """Returns for each tick the microbatch for which the stage runs a job of this chunk, or -1
-        if it runs none. A number in `jobs` is microbatch * v + chunk."""
+        if it runs none. A number in `jobs` is microbatch * (chunks per stage) + chunk."""
         jobs = jobs[:, stage]
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
@@ -99,8 +102,8 @@ def rows(schedule: Schedule) -> Row:
 
 
 def forward_alone(row: Row) -> Row:
-    """Returns the rows of the ticks in which any stage runs F, for the loss without gradients. The
-    messages keep their slots."""
+    """Returns the rows of the ticks in which any stage runs a forward job, for the loss without
+    gradients. The slots of the messages are those of the whole schedule."""
     runs = (row.jobs["forward"] >= 0).any(axis=1)
     return jax.tree.map(operator.itemgetter(runs), row)
 

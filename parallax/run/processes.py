@@ -54,8 +54,9 @@ def initialize(
 
     `jax.distributed.initialize` detects the launchers Slurm, Open MPI, Kubernetes and Cloud TPU.
     For other launchers pass `coordinator`, `processes` and `rank`, or set JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. `coordinator` alone replaces the address that JAX detects.
-    A process that no launcher started is a job of one process, and connects to nothing.
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. If you pass only `coordinator`, it replaces the address
+    that JAX detects. A process that no launcher started is a job of one process, and connects to
+    nothing.
 
     Args:
         coordinator: the address `host:port` at which JAX's coordination service of rank 0 listens.
@@ -68,9 +69,9 @@ def initialize(
             Open MPI the default is one accelerator per process, the one whose number is the rank of
             the process on its machine.
         initialization_timeout: the seconds within which all processes must connect; a process that
-            still waits then prints a message and ends. The seconds count from the start of the
-            process, because the other processes also wait for slow imports; but this call gets at
-            least half of the seconds.
+            still waits then prints a message and ends. The seconds are counted from the start of
+            the process, imports included, since the other processes also wait for this process's
+            imports; but this call gets at least half of the seconds.
         heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
         say: prints the number of processes, on rank 0.
 
@@ -149,7 +150,9 @@ def _is_local(coordinator: str | None) -> bool:
 
 
 def _age() -> float:
-    """Returns the seconds since this process began, with imports; 0 on a system without /proc."""
+    """Returns the seconds since this process began, including the time of imports; 0 on a system
+    without /proc.
+    """
     try:
         # Field 22 of the file is the start in clock ticks after boot; fields 1 and 2 are cut off.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -196,9 +199,11 @@ def run(main: Callable[[], Any], job: Job) -> None:
     folder), the message is one line.
     """
     several = jax.distributed.is_initialized()
-    # A signal asks a job of several processes to stop together; a single process ends at once.
+    # A signal asks a job of several processes to stop together: `hear` passes it on to JAX's
+    # preemption service, which tells all processes. A single process ends at once.
     hear = StopRequest(several).hear if several else interrupted
-    # SIGTERM is not listened to: in a job of several processes, JAX's service catches it.
+    # SIGTERM is not listened to: in a job of several processes, JAX's service catches it. A single
+    # process is ended by SIGHUP and SIGTERM anyway.
     numbers = (signal.SIGINT, signal.SIGHUP) if several else (signal.SIGINT,)
     try:
         with signals.listening(hear, *numbers):

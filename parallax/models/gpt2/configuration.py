@@ -13,8 +13,8 @@ def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a new GPT-2's `config.json`, without those for its sizes and rates.
     This function is the argument `new` of GPT-2's `Fields`.
 
-    The token that ends a text is GPT-2's own if the vocabulary has that token; otherwise the field
-    is null.
+    The fields `bos_token_id` and `eos_token_id` have GPT-2's own token for the end of a text if the
+    vocabulary has that token; otherwise both fields are null.
     """
     end = _END if numbers["vocabulary"] > _END else None
     return {

@@ -120,9 +120,9 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. It is a
-    function of the model's numbers, which it ignores: it returns fields of a new `config.json` that
-    do not depend on these numbers.
+    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. The
+    returned function takes the model's numbers and does not use them: the fields of a new
+    `config.json` that it returns are the same for all sizes.
 
     The fields of the special tokens are null: if they were left out, transformers would use its
     default tokens.
@@ -186,7 +186,8 @@ FIELDS = {
 
 
 def leaves(config: Config) -> dict[str, Leaf]:
-    """Returns the tensors of each leaf of the model, by the leaf's path, for any of the four kinds.
+    """Returns the tensors of each leaf of the model, by the leaf's path, for Llama, Qwen 2, Qwen 3
+    and Mixtral.
 
     Shapes are those in the file, where matrices are [out, in].
     """
