@@ -102,7 +102,7 @@ class Compute:
         comms: how blocks communicate if the tokens are split over the tensor axis. An example is
             `sequence.overlapping`, which computes the matrix product of some tokens while it sends
             others. None: `sequence.comms`, which gathers the tokens first. On a mesh of TPUs, None
-            also means `on_tpu=True`.
+            also means `on_tpu=True`, but not in a pipeline.
         grad_of: the function that composes the gradient function; None: `recipe.grad_of`.
     """
 
@@ -461,7 +461,8 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
             from parallax import sequence
 
             comms = sequence.comms
-        if setup.platform == "tpu":
+        # In a pipeline it gains nothing: three arrays go into slots and out of them, in place of one.
+        if setup.platform == "tpu" and not layout.pipelined:
             comms = functools.partial(comms, on_tpu=True)
     if layout.context > 1:
         from parallax import context
