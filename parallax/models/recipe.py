@@ -461,7 +461,7 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
             from parallax import sequence
 
             comms = sequence.comms
-        # In a pipeline it gains nothing: three arrays go into slots and out of them, in place of one.
+        # Not in a pipeline: three arrays would go into slots and out of them, in place of one.
         if setup.platform == "tpu" and not layout.pipelined:
             comms = functools.partial(comms, on_tpu=True)
     if layout.context > 1:
