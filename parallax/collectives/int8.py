@@ -422,13 +422,14 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """Returns this device's part of the sum over devices, and the rounding errors of this device's
-    terms of all n parts of the sum.
+    """Returns this device's part of the sum over devices, and the rounding errors of the numbers
+    that this device sends.
 
-    Row j of `parts` is this device's term of part j. The shapes are
-    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since its exact
-    numbers are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it would come
-    back in every later call.
+    The sum has n parts, one for each device. Row j of `parts` is this device's term of part j, and
+    row j of the errors is the rounding error of this term. The shapes are
+    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since the exact
+    numbers of this part are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it
+    would come back in every later call.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.

@@ -347,7 +347,7 @@ def _put(y, block, j, dim: int):
 
 
 def _zeros(shape, dtype, *, like):
-    """Returns zeros that vary along the axes of `like`."""
+    """Returns zeros, typed as varying along the axes along which `like` varies."""
     return varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 

@@ -407,8 +407,9 @@ def local_gradients(
     """
     types.check_typed()  # raises an error under `check_vma=False`
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
-    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits leaves with different
-    # numbers of rows.
+    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits several leaves with
+    # different numbers of rows. In a batch, one of these leaves is probably a table, such as a
+    # weight for each class, that was split by mistake. So such a batch is refused.
     _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
     shares = _shares(params, names)  # by axis, the paths of parameters that vary along it
     if axes_with_shares := sorted(enclosing.shares.intersection(shares)):

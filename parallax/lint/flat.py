@@ -115,7 +115,7 @@ class Flat:
         return self.types[value].shape
 
     def _new_ids(self, types: Sequence[Any]) -> tuple[int, ...]:
-        """Returns new ids for values of these types."""
+        """Adds a value for each type in `types`, and returns the ids of these values."""
         self.types += types
         return tuple(range(len(self.types) - len(types), len(self.types)))
 

@@ -303,8 +303,9 @@ def embed(
     `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
     applies the dropout. Each device looks up the tokens whose rows of the embedding it has, with
     zeros for all other tokens, and `comms` sums the results over the devices that share the
-    vocabulary. In a pipeline, all stages share the vocabulary, and only the first stage uses the
-    sum. The caller then passes `pipeline.sum_to_first` over the stages as `across`.
+    vocabulary. In a pipeline the stages share the vocabulary too. There `across`, which is applied
+    to the sum that `comms` computes, is `pipeline.sum_to_first` with the axis of the stages: it
+    sums over the stages for the first stage, which alone uses the sum.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
     of 0 in `weights`, for example in padding: the loss does not depend on such a token.

@@ -180,6 +180,8 @@ class _Update:
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
         # An axis that the spec does not name may split any dim, so each dim counts as split by it.
+        # Then `whole` is only an upper bound. That is enough: `of_any_size` uses `whole` as the
+        # bound of a symbolic size, and `split_alike` does not rely on the shapes of an open leaf.
         # Axes that split only the gradient (ZeRO-1) do not count: the parameter is whole already.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))

@@ -102,9 +102,10 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the backward job, or its part for the input, and sends the cotangent of the chunk's
-    input to the stage before. Then runs the backward pass of the embedding, which adds gradients
-    only for the first chunk of the model."""
+    """Runs the backward job: B, or only I if the schedule splits B into I and W. B and I both
+    compute the cotangent of the chunk's input, and the function sends this cotangent to the stage
+    before. Then it runs the backward pass of the embedding, which adds gradients only for the first
+    chunk of the model."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
@@ -258,7 +259,9 @@ def stretches(table: Row) -> list[Stretch]:
     successive ticks in which these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
     # fewer ticks than F, only in those in which the last chunk of the model has run. `phases_of`
-    # joins successive ticks with the same lanes.
+    # joins successive ticks with the same lanes. The entries "embed" and "embed_backward" are no
+    # lanes: every tick of the lane "forward" runs the embedding, and every tick of the lane
+    # "backward" runs the backward pass of the embedding.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
         for lane, jobs in table.jobs.items()

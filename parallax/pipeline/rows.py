@@ -27,16 +27,18 @@ class Row(NamedTuple):
 
     Attributes:
         jobs: for each lane (kind of job), microbatch * (chunks per stage) + chunk, or -1 for no
-            job. The three parts that all stages run together have one microbatch per tick, or -1,
-            in an array `[ticks]`: "embed" has the microbatch for which a stage runs the forward job
-            of the model's first chunk, "head" the microbatch of the forward job of the last chunk,
-            and "embed_backward" the microbatch of the backward job of the first chunk.
-        saved: for each lane, the slot of its job in this tick: F writes this slot, and B, or I and
-            W, read it. In a tick without a forward job, the lane "forward" has a slot that is free,
-            so that the write does no harm.
-        deferred: for each lane, the slot of its job in this tick: I writes this slot, and W reads
-            it. In a tick without a job I, the lane "backward" has a slot that is free, so that the
-            write does no harm.
+            job. Three more entries are for the parts that all stages run together. Each of them is
+            an array `[ticks]` with one microbatch per tick, or -1. "embed" has the microbatch of
+            the forward job of the model's first chunk. "head" has the microbatch of the forward job
+            of the last chunk. "embed_backward" has the microbatch of the backward job of the first
+            chunk.
+        saved: for each lane, the slot that the lane's job in this tick uses. F, a forward job,
+            writes a slot; the backward job B of the same microbatch reads this slot, and if B is
+            split into I and W, both read it. In a tick without a forward job, the lane "forward"
+            has a slot that is free, so that the write does no harm.
+        deferred: for each lane, the slot that the lane's job in this tick uses. I writes a slot,
+            and W of the same microbatch reads this slot. In a tick without a job I, the lane
+            "backward" has a slot that is free, so that the write does no harm.
         arrival: for each lane, the slot from which F, B or I reads its message in this tick.
         arriving: for each distance d, the slot for the message that arrives at the end of this tick
             from the stage that is d stages before this one.
