@@ -481,8 +481,8 @@ class ZeRO:
         shares = rules.fsdp(
             axis_name, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
         )
-        # The dataclass is frozen, so that its parts always agree; a field can be set only like
-        # this.
+        # The dataclass is frozen, so that its parts always agree. In a frozen dataclass only
+        # `object.__setattr__` can set a field.
         object.__setattr__(self, "optimizer_rule", shares)
         object.__setattr__(
             self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names)

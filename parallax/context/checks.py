@@ -23,7 +23,7 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axes_of_type, varying_axes
 from parallax.trees import is_array
 
-# Each primitive that sends has a name that begins with one of these.
+# The names of all primitives that send begin with one of these words.
 _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")
 
 

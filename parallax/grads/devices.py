@@ -530,9 +530,9 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """Returns the traced program of a gradient function. `declared` are its parameters; some of
-    them are shares, and `shares` has the paths of these by axis. Raises `ValueError` if the
-    function cannot be traced because shapes do not match."""
+    """Returns the traced program of `grad`. `declared` are the parameters. Some parameters are
+    shares; `shares` has the paths of these parameters by axis. Raises `ValueError` if `grad` cannot
+    be traced because shapes do not match."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -550,8 +550,8 @@ def _program_with_shares(
 
 class _Program:
     """The program of a gradient function, traced on given parameters and a batch. It can be checked
-    and run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
-    structure of its results."""
+    and run. `closed` is the closed jaxpr, `arrays` are the arguments of the jaxpr, and `structure`
+    is the tree structure of the results."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
         """Traces `grad(params, batch)`, so that its program can be checked and run. Only arrays can
@@ -627,9 +627,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     # later group also waits for the sums before it. So all devices send in one order.
     before = tree
     # All leaves with the same axes are one group and one all-reduce, so that the algorithm can join
-    # them. All processes must trace one program, so any order of the groups will do that is the
-    # same in all of them: here the most axes first, and then the order of the leaves. (A set
-    # instead of `dict.fromkeys` could have another order in each process.)
+    # them. All processes must trace the same program, so the groups need the same order in all
+    # processes: groups with the most axes come first, and then the order of the leaves counts. (A
+    # set instead of `dict.fromkeys` could have another order in each process.)
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]

@@ -51,8 +51,8 @@ def program(
       maximum of each device's own gradients, and only then summed over the devices. An example is
       `optax.clip_by_global_norm` inside `grads.averaged`. The lint looks for products and quotients
       that scale gradients, but not inside a function that is differentiated. Each device must have
-      several rows of the batch: if it has one row, each example is clipped, as in differentially
-      private training. Clipping of each microbatch's mean is not found.
+      several rows of the batch: if a device has a single row, each example is clipped, as in
+      differentially private training. Clipping of each microbatch's mean is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
       split. The gather goes over the outer axis only, or over both in another order than in the
       argument's spec, so the gathered blocks do not follow each other. Integers, such as tokens,

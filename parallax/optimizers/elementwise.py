@@ -48,8 +48,8 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
-    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type. It is
-    # typed `Any` here, since a type checker would refuse the types of its functions.
+    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type. The
+    # variable is typed `Any`, since a type checker would refuse the functions of `MultiSteps`.
     if isinstance(optimizer, optax.MultiSteps):
         multi_steps: Any = optimizer
         return optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
@@ -332,7 +332,7 @@ class _Update:
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # A leaf is open if it is split over an axis that its spec does not name. That axis may
-        # split any of its dims, and its shapes do not tell which.
+        # split any dim of the leaf, and the shapes of the leaf do not tell which dim.
         is_open = a.is_open or b.is_open
         # Two axes might split the dims of one leaf in another order than those of the other.
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes

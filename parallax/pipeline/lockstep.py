@@ -128,9 +128,9 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the embedding for the next tick that has a forward job. No other work of this tick waits
     for the embedding's messages."""
-    # The row has the microbatch of the next tick with F here: `run` moved the numbers. On a CPU the
-    # embedding's messages wait for the activation's. `jobs.after` makes the parameters wait too,
-    # since a collective of the embedding may depend on them alone.
+    # `row.jobs["embed"]` is the microbatch of the next tick with F: `_run` moved these numbers. On
+    # a CPU the embedding's messages wait for the activation's. `jobs.after` makes the parameters
+    # wait too, since a collective of the embedding may depend on the parameters alone.
     microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
     return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
 

@@ -43,8 +43,9 @@ from parallax.plan.recomputed import layers_in_body, recomputed
 
 BLOCK_TOKENS = 512  # of a block of `cross_entropy.mean`, for each device that splits the logits
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
-# For each collective of `jax.lax`: the function whose time it takes, and a function that returns
-# the bytes of its result, from the bytes that it takes and the number of devices.
+# For each collective of `jax.lax`: the collective of this library whose time is counted for it, and
+# a function that returns the bytes of the result, from the bytes of the operand and the number of
+# devices.
 LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {
     lax.psum: (halving.all_reduce, lambda nbytes, n: nbytes),
     lax.psum_scatter: (halving.reduce_scatter, lambda nbytes, n: nbytes // n),
@@ -341,8 +342,9 @@ class _Step:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums its rows over tensor, and the head the cotangent of its input. With
-        # `sequence` the head gathers its input, and the embedding's transpose its cotangent.
+        # The embedding sums the rows that it looks up over tensor, and the head sums the cotangent
+        # of its input. With `sequence` the head gathers its input, and the transpose of the
+        # embedding gathers the cotangent.
         ends = size.embeds + size.heads
         if self.layout.sequence:
             yield from self.halves(
