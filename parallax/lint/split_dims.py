@@ -205,8 +205,8 @@ class _Operation:
         change their sizes, such as `pad`. For a dim whose size changes, only the fact `rows` is
         kept. The result does not count as a term of a sum.
         """
-        # The zeros that `pad` adds are neither drawn nor counted, and belong to no slice of a split
-        # dim. Some of these operations, such as `cummax`, are no linear functions of a term.
+        # The elements that `pad` adds are neither drawn nor counted, and belong to no block of a
+        # split dim. Some of these operations, such as `cummax`, are no linear functions of a term.
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))

@@ -33,12 +33,13 @@ class Row(NamedTuple):
             of the last chunk. "embed_backward" has the microbatch of the backward job of the first
             chunk.
         saved: for each lane, the slot that the lane's job in this tick uses. F, a forward job,
-            writes a slot; the backward job B of the same microbatch reads this slot, and if B is
-            split into I and W, both read it. In a tick without a forward job, the lane "forward"
-            has a slot that is free, so that the write does no harm.
-        deferred: for each lane, the slot that the lane's job in this tick uses. I writes a slot,
-            and W of the same microbatch reads this slot. In a tick without a job I, the lane
-            "backward" has a slot that is free, so that the write does no harm.
+            writes a slot; the backward job B of the same microbatch and chunk reads this slot. If B
+            is split into I and W, both read the slot. In a tick without a forward job, the lane
+            "forward" has a slot that is free, so that the write does no harm.
+        deferred: for each lane, the slot that the lane's job in this tick uses; empty if no B is
+            split. I writes a slot, and W of the same microbatch and chunk reads this slot. In a
+            tick without a job I, the lane "backward" has a slot that is free, so that the write
+            does no harm.
         arrival: for each lane, the slot from which F, B or I reads its message in this tick.
         arriving: for each distance d, the slot for the message that arrives at the end of this tick
             from the stage that is d stages before this one.

@@ -342,8 +342,8 @@ class _Step:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums the rows that it looks up over tensor, and the head sums the cotangent
-        # of its input. With `sequence` the head gathers its input, and the transpose of the
+        # The embedding sums over tensor the rows that it looks up, and the head sums the cotangent
+        # of the head's input. With `sequence` the head gathers this input, and the transpose of the
         # embedding gathers the cotangent.
         ends = size.embeds + size.heads
         if self.layout.sequence:

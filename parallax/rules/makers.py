@@ -82,8 +82,8 @@ class fsdp:
     one: `first(match("**.bias", P()), fsdp("data", size=8))`.
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps dim 0 of the
-    blocks whole. This is the dim of layers, over which a scan runs. If it were split, each replica
-    would run only some of the layers, and `zero.gathered` would raise an error.
+    blocks whole. This is the dim of layers, over which a scan runs. If this dim were split, each
+    replica would run only some of the layers, and `zero.gathered` would raise an error.
 
     `size` is the size of the mesh axis, or the product of the sizes for a tuple of axes. `size` is
     given here so that a rule needs no mesh; `specs` compares `size` with the mesh.
