@@ -30,7 +30,7 @@ def all_gather(block: Shaped[Array, "*block"], axis_name: str) -> Shaped[Array, 
 
 
 def all_reduce(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "n *block"]:
-    """Returns the sum on every device: `A {U_X} -> A`. A link carries 2 (n - 1)/n of `x`'s bytes."""
+    """Returns the sum on every device: `A {U_X} -> A`. A link carries 2 (n - 1)/n times `x`."""
     return all_gather(reduce_scatter(x, axis_name), axis_name)
 
 
