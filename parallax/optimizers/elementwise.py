@@ -449,8 +449,8 @@ def _first_line(error: Exception) -> str:
 def _is_about_shapes(error: Exception) -> bool:
     """Returns whether an error of JAX or optax is about shapes, or about a state that was made for
     other leaves."""
-    # `lax` raises a `TypeError` for shapes that do not fit; a `ValueError` about a shape may come
-    # from the optimizer's own check. The words "pytree structure" are JAX's, in any error.
+    # `+` and most operations of JAX raise a `TypeError` for shapes that do not fit; a `ValueError`
+    # about a shape may come from the optimizer's own check. "pytree structure" are JAX's words.
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )
