@@ -106,7 +106,8 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
         column=functools.partial(column, axis=axis),
         row=functools.partial(row, axis=axis),
         local_tokens=lambda x, dim: x,
-        copy_to=functools.partial(copy_to, axis=axis),  # for a weight, such as a norm's
+        # For a whole weight between the two layers, such as that of a norm of each head's queries.
+        copy_to=functools.partial(copy_to, axis=axis),
         token_shards=1,  # the tokens are not split
     )
 

@@ -525,7 +525,7 @@ class ZeRO:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
         # In stage 2 the gradients are shares already, which `reduce_scattered` sees by their shape.
         # So `reduce_scattered` only divides the shares, and all-reduces the loss and the leaves
-        # that stay whole.
+        # that stay whole: once, not once per microbatch as with the nesting in this file's head.
         return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
 
     def optimizer(

@@ -115,8 +115,9 @@ def accumulated(
             return jax.tree.map(add, sums, gradients), value
 
         # All sums are 0 when the scan begins, in float32 or wider, and only a trace of `grad` gives
-        # their shapes. `recording.numbered` returns the microbatches' numbers, for taps; if no taps
-        # are recorded, it returns None.
+        # their shapes. `zeros_like` also keeps the axes along which a gradient varies, since the
+        # carry of a scan must keep its type. `recording.numbered` returns the microbatches'
+        # numbers, for taps; if no taps are recorded, it returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, recording.numbered(microbatches)
@@ -430,7 +431,7 @@ def local_gradients(
         # With shares the checks need the program of `grad`. It is also run, so that `grad` is
         # traced once. Without shares `grad` itself runs: in a program the parameters are new
         # arrays, so a pipeline in `grad` could not tell whether an array that the user's functions
-        # read by closure is a parameter (`refuse_closures`).
+        # read by closure is a parameter (`refuse_closures`). With shares this check is given up.
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)

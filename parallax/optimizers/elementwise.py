@@ -289,7 +289,8 @@ class _Update:
                 return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
         # The other arrays belong to a whole leaf or to no leaf. A moment of a whole leaf counts as
-        # whole, whatever its type; any other array must be the same on all devices.
+        # whole, whatever its type: if the type varies, so does that of the new parameter, and the
+        # specs of `mesh.spmd` refuse it. Any other array must be the same on all devices.
         if self.axes(x) and not self.is_moment(x, owner):
             return Value(mixes="its state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
@@ -321,7 +322,8 @@ class _Update:
                         f"{result} is made of {name}, which may be split along another dim", owner
                     )
             # An update made only of whole arrays is the same on all devices, so it is not the shard
-            # of an update.
+            # of an update. An update without sources (`leaves` is empty) passes: its elements are
+            # all equal, as zeros are.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
@@ -447,6 +449,8 @@ def _first_line(error: Exception) -> str:
 def _is_about_shapes(error: Exception) -> bool:
     """Returns whether an error of JAX or optax is about shapes, or about a state that was made for
     other leaves."""
+    # `+` and most operations of JAX raise a `TypeError` for shapes that do not fit; a `ValueError`
+    # about a shape may come from the optimizer's own check. "pytree structure" are JAX's words.
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

@@ -120,7 +120,8 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends the activation to the next stage, and drops `y`, which the carry has only within a
     tick. No other kind of work in this tick waits for this message."""
     # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
-    # run the collectives of a loop in one order.
+    # run the collectives of a loop in one order. It does not wait for the gradients that
+    # embed_backward and the weight lane compute after this cotangent.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
@@ -171,6 +172,7 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     # In lockstep, of all messages only the head's cotangents wait in slots.
     from_head = stacked_zeros(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
+    # (In lockstep the schedule's deferred_count includes such slots.)
     saved_count = int(table.saved["forward"].max()) + 1
     # The embedding for the first tick with F. On a CPU, no other collective may run beside its
     # messages, nor may one that XLA moves out of the loops. So all parameters wait for it.

@@ -4,6 +4,7 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B m
 (the input's cotangent) and W (the gradients of the weights). A place is a chunk's position in the
 model. A lane is a kind of job: "forward" (F), "backward" (B or I), "weight" (W). Arrays wait in
 numbered slots of a stage: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
+`saved_slots` are the slots that F writes and B, I or W reads; I writes `deferred_slots` for W.
 A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
 `target`. The lane of a message is the lane of the job that uses the message, or "head" for the
 head's cotangent. `schedule.arrivals` has the slot in which each message waits, and `schedule.lanes`
