@@ -55,7 +55,8 @@ def mean(
 
     Args:
         x: the input of the head, after `tensor.copy_to`.
-        table: this device's rows of the vocabulary's table, which is split over `axis`.
+        table: this device's rows of the vocabulary's table, which is split over `axis`; in the
+            dtype of `x`.
         targets: indices of rows of the whole table. A target outside the vocabulary makes the loss
             nan, unless its weight is 0.
         axis: the axis or axes that the rows are split over; `()` if the table is whole.

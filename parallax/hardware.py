@@ -2,9 +2,9 @@
 
     hardware.A100                                  # a record: the figures of one device
 
-Figures are for one device (one GPU, or one TPU chip) and for one direction of a link. A GB is 10^9
-bytes, but 2^30 bytes for the memory of a TPU. The figures were written down before any estimate was
-made, and not changed to fit measurements. Sources:
+Figures are for one GPU or one TPU chip, also if JAX shows a chip as two devices, and for one
+direction of a link. A GB is 10^9 bytes, but 2^30 bytes for the memory of a TPU. The figures were
+written down before any estimate was made, and not changed to fit measurements. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
@@ -51,8 +51,8 @@ class Hardware:
         full_rate: the operations per second of matrix products of float32 arrays, the dtype of the
             parameters, as JAX computes them by default.
         bandwidth: the bytes per second from and to memory.
-        domain: the number of devices that fast links join, which are the devices of a machine or a
-            slice.
+        domain: the number of devices that fast links join, which are the GPUs of a machine or the
+            chips of a slice.
         fast: the times of a hop inside a domain, per hop and per byte. On a TPU the hop is over one
             fast link; on a GPU it is over all links from the GPU to the switch.
         slow: the times of a hop between domains.
@@ -137,7 +137,8 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     and `network` is the rate of a device between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
-    # gamma). The head of this file has the sources of the latencies and of the shares reached.
+    # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte
+    # as received and stored. The head has the sources of the latencies and of the shares reached.
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
     slow = Link(14e-6, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, full_rate * TERA, bandwidth * GB  # in the order of `Hardware`'s fields
@@ -154,7 +155,8 @@ def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware
     chip between slices.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
-    # gamma). The head of this file has the sources of the latencies.
+    # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte
+    # as received and stored. The head of this file has the sources of the latencies.
     fast = Link(1e-6, 1 / (link * GB), 1 / (bandwidth * GB))
     slow = Link(1e-5, 1 / (network * GB), 1 / (bandwidth * GB))
     # JAX multiplies float32 arrays on a TPU in bfloat16 by default, so both rates are the same.

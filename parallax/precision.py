@@ -163,8 +163,8 @@ def adjusted(
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
     the scale is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so
-    it is always finite. A greater scale would not help: gradients so small that they need it would
-    vanish in float32 sums anyway.
+    it is always finite. A greater scale would help only gradients below 2^-48, since float16 has
+    numbers down to 2^-24; added in float32 to a gradient of 2^-24 or more, they vanish anyway.
 
     Args:
         scale: the `Scale` of this step.

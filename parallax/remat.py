@@ -108,6 +108,8 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def backward(arguments, cotangent):
         """Returns the cotangents of the arguments."""
+        # No barrier, unlike in `jax.checkpoint`: if the forward and the backward pass are not
+        # separate loops, XLA may reuse the results of the forward pass here.
         return jax.vjp(f, *arguments)[1](cotangent)
 
     f_with_vjp.defvjp(forward, backward)

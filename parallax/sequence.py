@@ -176,9 +176,9 @@ def comms(
         return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
 
     def all_tokens_alike(x):
-        """Gathers the rows `x` of all devices. The result is typed as the same on all devices, and
-        no gradient flows through it. A mixture of experts gathers the experts' ids with this
-        function."""
+        """Gathers the rows `x` of all devices, one row for each token (dim 1). The result is typed
+        as the same on all devices. No gradient flows through it, since `replicated` has no
+        derivative. A mixture of experts gathers the experts' ids with this function."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 

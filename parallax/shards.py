@@ -43,9 +43,9 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
-                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, "
-                f"the last of them innermost, and gathered or scattered over {inside!r}. The "
-                "gathered blocks would not be neighbours in the whole leaf. In the spec, name "
+                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r} "
+                f"in this order, and gathered or scattered over {inside!r} only. The gathered "
+                "blocks would not be neighbours in the whole leaf. In the spec, name "
                 f"{inside!r} last, as in {(*outside, *inside)!r}, or split another dim over "
                 f"{inside!r}."
             )

@@ -165,7 +165,8 @@ def make(
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
         new, old = (model, optimizer_state), (state.model, state.optimizer)
-        # The update of finite gradients can still overflow, such as in Adam's squares.
+        # The update of finite gradients can still overflow, such as in Adam's squares. `_lost`
+        # counts in the dtype of `norm`, and adds up the devices' counts as for the norm.
         finite &= ~_lost(new, old, norm, reduce_norm_over)
         taken = finite  # whether the model and the optimizer's state change
         if limit is not None:
@@ -490,7 +491,8 @@ def _in_place(
     target_shardings = [leaf.sharding for leaf in leaves]
     # Under `jit` each device makes its own shards, so no device holds a whole array.
     compiled_make = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=target_shardings)
-    # Donated: the state keeps the memory of the placed arrays, and no second copy is made.
+    # Donated: the state keeps the memory of the placed arrays, which `_placed_as` makes for this
+    # call only (random keys may be shared with the given model). So no second copy is made.
     compiled_begin = jax.jit(
         lambda model: jax.tree.leaves(begin(model)),
         out_shardings=target_shardings,

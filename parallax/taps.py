@@ -311,7 +311,7 @@ def _differentiated(primals, tangents, **params):
     # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
     # LINEAR tap is the tap of the cotangent. The other ways stay: LINEAR is linear already, and
     # BACKWARD and AFTER are differentiated only if a whole backward pass is, as for a second
-    # derivative.
+    # derivative. Then the tangent is reported too, under the same name.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped

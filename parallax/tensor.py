@@ -114,7 +114,8 @@ def comms(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Com
         column=functools.partial(column, axis=axis, on_tpu=on_tpu),
         row=functools.partial(row, axis=axis, on_tpu=on_tpu),
         local_tokens=lambda x, dim: x,
-        copy_to=functools.partial(copy_to, axis=axis),  # for a weight, such as a norm's
+        # For a whole weight between the two layers, such as that of a norm of each head's queries.
+        copy_to=functools.partial(copy_to, axis=axis),
         token_shards=1,  # the tokens are not split
     )
 

@@ -288,6 +288,8 @@ def _choices(fields: Fields) -> Iterator[Fault]:
     The fields about pipelines come last."""
     shards_state = fields["zero"] > 0
     # ZeRO splits the state over data and context; along `replica` the devices have copies of it.
+    # The sentence says "replicas" for the devices of data and context together, and names `data`,
+    # the axis of the cure.
     if shards_state and fields["data"] * fields["context"] == 1:
         yield Fault(
             "Layout: {zero} splits state over replicas; got {data}.", ({"zero": 0}, {"data": 2})
@@ -322,6 +324,7 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
         yield Fault(
             "Layout: {remat} is for pipelines; got {stage}.", ({"remat": "block"}, {"stage": 2})
         )
+    # The functions `gpipe` and `one_f_one_b` of `schedule` have no argument for chunks.
     if fields["chunks"] > 1 and fields["schedule"] in ("gpipe", "one_f_one_b"):
         needed = "Layout: {schedule} has one chunk per stage; got {chunks}."
         yield Fault(needed, ({"schedule": default},))
@@ -503,7 +506,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     }
     # For an axis that no size limits, the number in the gcd is 0, since gcd(n, 0) is n. Each axis
     # takes its share of the devices that the axes before it left, and `data` takes the rest. So the
-    # order is a priority: an axis that is earlier in the list keeps its old size more often.
+    # order is a priority: an axis that is earlier in the list keeps its old size more often. (Any
+    # order would give sizes that fit.)
     new, devices_left = {}, devices
     for name in ("tensor", "context", "expert", "stage", "replica"):
         new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])

@@ -104,7 +104,8 @@ def reduce_scattered(
         def scattered(gradient, param, splits):
             """Returns this device's share of one gradient, in float32 or wider."""
             # A gradient that does not have the parameter's shape was already scattered inside
-            # `grad`, once in each microbatch (ZeRO-2).
+            # `grad`, once in each microbatch (ZeRO-2). `reduce_scatter` sums in float32 or wider;
+            # the cast after it is for gradients that are not scattered here.
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
             return gradient.astype(accumulation_dtype(gradient.dtype))
@@ -228,9 +229,9 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """Returns this device's share of the mean of a gradient. The gradient has its parameter's
-    shape, and differs between devices along the axes `local`. `splits` are the splits into
-    shares."""
+    """Returns this device's share of the mean of a gradient, which has the shape of its parameter,
+    `weight`. `local` are those axes along which all devices have the same parameter and different
+    gradients. `splits` are the splits into shares."""
     # The devices have different terms only along the axes in `local`. These terms are summed by a
     # reduce-scatter along the splits over such axes, and by an all-reduce along the other axes in
     # `local`.
@@ -244,7 +245,8 @@ def _mean_share(
     # of that gradient.
     total = shards.take(total, [split for split in splits if split not in scattered])
     # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
-    # along these the gradient is already a sum. `over` keeps only the names in `axis`.
+    # along these the gradient is already a sum. Along any other axis all devices have the same
+    # gradient, which is already a mean. `over` keeps only the names in `axis`.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
 
@@ -290,7 +292,7 @@ def gathered_once(
     """Returns `grad` for parameters that are stored as shares: the parameters are gathered once
     before `grad`, and their gradients are summed and scattered after it.
 
-    It is for parameters that all microbatches need, and that are so small that their whole leaves
+    Use it for parameters that all microbatches need, and that are so small that their whole leaves
     can be kept instead of being gathered again in each microbatch. An example is the embeddings of
     a model whose blocks use `gathered`. Leaves whose spec is None or does not name `axis` are
     passed unchanged, and so are their gradients. Wrap the result in `grads.averaged`, which sums
@@ -479,8 +481,8 @@ class ZeRO:
         shares = rules.fsdp(
             axis_name, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
         )
-        # The dataclass is frozen, so that its parts always agree; a field can be set only like
-        # this.
+        # The dataclass is frozen, so that its parts always agree. In a frozen dataclass only
+        # `object.__setattr__` can set a field.
         object.__setattr__(self, "optimizer_rule", shares)
         object.__setattr__(
             self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names)
@@ -523,7 +525,7 @@ class ZeRO:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
         # In stage 2 the gradients are shares already, which `reduce_scattered` sees by their shape.
         # So `reduce_scattered` only divides the shares, and all-reduces the loss and the leaves
-        # that stay whole.
+        # that stay whole: once, not once per microbatch as with the nesting in this file's head.
         return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
 
     def optimizer(

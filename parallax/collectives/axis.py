@@ -228,8 +228,8 @@ def _in_order(parts: list[Axis]) -> Axis:
     the first, as `Axis.of` states. An all-to-all is refused.
 
     The `axis_name` passed to a collective may name all mesh axes of the combined axis, or only some
-    of these mesh axes. `_groups` joins neighbouring axes that have the same algorithm. Then the
-    groups work one after the other.
+    of these mesh axes; their order in `axis_name` counts. `_groups` joins neighbouring axes that
+    have the same algorithm. Then the groups work one after the other.
     """
 
     def all_reduce(x, axis_name):
@@ -238,10 +238,10 @@ def _in_order(parts: list[Axis]) -> Axis:
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's slices of the sum, scattered over `parts` from the first to the
-        last.
+        """Returns this device's slices of the sum, scattered over the axes in `axis_name`, from the
+        first to the last.
 
-        `_groups` gives the axes in `axis_name`, in groups of neighbours with one algorithm.
+        `_groups` gives these axes in their order, in groups of neighbours with one algorithm.
         """
 
         def leaf(x):
@@ -261,7 +261,8 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False):
-        """Returns all devices' blocks, gathered over `parts` from the last to the first."""
+        """Returns all devices' blocks, gathered over the axes in `axis_name`, from the last to the
+        first."""
 
         def leaf(x):
             """Returns the joined blocks of one array: each group of axes gathers along `axis`."""

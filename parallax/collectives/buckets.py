@@ -68,7 +68,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
             parts = [leaves[i] for i in bucket]
             if len(parts) > 1:
                 # On a CPU a bucket waits for `done`, the reduced leaves of the bucket before it, so
-                # that at most one packed copy is in memory at a time.
+                # that at most one packed copy is in memory at a time. Elsewhere no bucket waits:
+                # the order of the buckets is left to XLA.
                 parts = [_packed(sequence_after(parts, done), axis_name)]
             # `parts` has one array by now: the packed bucket, or its only leaf.
             (total,) = algorithm.all_reduce(parts, axis_name)

@@ -80,7 +80,9 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
         If XLA knew that the value equals `leaf`, it would remove the `jnp.where` that selects one
         of the two.
         """
-        # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
+        # `~leaf` never equals `leaf`, so a constant waits too, such as the number of a microbatch.
+        # Floating-point types have no `~`: there the value is 0, and a leaf of constant zeros may
+        # not wait.
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)  # or complex
         return jnp.zeros((), leaf.dtype) if is_float else ~leaf
 

@@ -323,7 +323,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     stacks = {table: empty_stacks(message) for table, message in first.items() if sent_on_later}
     last, stacks, result = _loop(length, hop, (first, stacks, result))
     for table, step, offsets in messages:
-        # If no round remains, the earlier blocks are not kept: nobody sends them again.
+        # If no round remains, no block is sent again. There are no stacks then, and nobody reads
+        # the last blocks, which are stored here.
         by_trip = {length - 1: last[table]}
         if sent_on_later:
             by_trip = {trip: [stack[trip] for stack in stacks[table]] for trip in range(length)}

@@ -247,7 +247,8 @@ class ErrorFeedback:
     Here the argument `error` has the rounding errors of the call before, and the new error those of
     this call. The result plus the sum of the new errors over the devices is the sum over the
     devices of (x + error), up to the rounding of the float additions. So nothing is lost: after any
-    number of calls, the sum of their results has only the error of the last call. For a block (the
+    number of calls, the sum of their results has only the error of the last call. (If `x` has 16
+    bits, the rounding of the sum to 16 bits is lost in `all_reduce`.) For a block (the
     numbers that share a scale) with an infinity or NaN, the new error is 0. There is no derivative:
     use an `ErrorFeedback` on gradients, after differentiation.
 
@@ -283,7 +284,8 @@ class ErrorFeedback:
     def all_reduce(self, x: Tree, error: PyTree) -> tuple[Tree, PyTree]:
         """Returns `quantized.all_reduce` of `x + error`, and this device's new error.
 
-        `error` is `initial(x)`, or the new error that the call before returned.
+        `error` is `initial(x)`, or the new error that the call before returned. If `x` has 16 bits,
+        the new error does not include the rounding of the sum to 16 bits.
         """
         axis_name = self.axis_name
 
@@ -422,13 +424,14 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """Returns this device's part of the sum over devices, and the rounding errors of this device's
-    terms of all n parts of the sum.
+    """Returns this device's part of the sum over devices, and the rounding errors of the numbers
+    that this device sends.
 
-    Row j of `parts` is this device's term of part j. The shapes are
-    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since its exact
-    numbers are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it would come
-    back in every later call.
+    The sum has n parts, one for each device. Row j of `parts` is this device's term of part j, and
+    row j of the errors is the rounding error of this term. The shapes are
+    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since the exact
+    numbers of this part are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it
+    would come back in every later call.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.

@@ -1,11 +1,11 @@
 """Matrix products that overlap with their collective, hop by hop.
 
-If a product begins only after its operand is gathered, the matrix units wait for the links. Here a
-device multiplies a block while the next blocks arrive from both neighbours. In a product before a
-scatter, the partial sums of a block travel around a ring, in both directions, to the device that
-owns the block. In each hop a device adds its term: its rows of this block times its share of the
-weight. The whole gathered operand, or the whole product before the scatter, never exists, neither
-forward nor backward.
+If a product begins only after its operand is gathered, the matrix units wait for the links. In this
+module, a device multiplies a block while the next blocks arrive from both neighbours. In a product
+before a scatter, the partial sums of a block travel around a ring, in both directions, to the
+device that owns the block. In each hop a device adds one term: the block's rows of the device's
+operand, times the device's share of the weight. The whole gathered operand, or the whole product
+before the scatter, never exists, neither forward nor backward.
 
 Legend: T is the number of rows (tokens), D and F are the sizes of the weight, n is the number of
 devices on axis X, and S is the bytes of one device's `[T_X, D]`. T_X means that each device has 1/n
@@ -232,7 +232,9 @@ def _matmul_reduce_scatter(x, weight, axis_name, dim):
     def product(j):
         """Returns this device's term of device j's block: the block's rows of `x`, times
         `weight`."""
-        # All dims of the weight [*F, D] but the last are summed over.
+        # All dims of the weight [*F, D] but the last are summed over. The term has the dtype of
+        # `x`, as the partial sums have: these are sent, and in float32 they would take twice the
+        # bytes of 16-bit numbers.
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
     return _towards_their_owner(product, axis_name)
@@ -347,7 +349,7 @@ def _put(y, block, j, dim: int):
 
 
 def _zeros(shape, dtype, *, like):
-    """Returns zeros that vary along the axes of `like`."""
+    """Returns zeros, typed as varying along the axes along which `like` varies."""
     return varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 

@@ -48,7 +48,8 @@ from parallax.collectives.route import Point, Route
 # algorithms that of `lax`.
 @functools.partial(algorithm, all_to_all=all_to_all)
 def ring(n: int) -> Route:
-    """In each round a device sends one block to its right neighbour.
+    """In each round a device sends one block to its right neighbour. (`ring.all_to_all` does
+    not use this table: it sends each block straight to its new device.)
 
     After the first round the block that is sent is the one that just arrived. If there are many
     devices, `execute` runs such rounds, which pass on the block that just arrived, as a loop. So

@@ -148,6 +148,8 @@ def _in_rows(flat, size: int, blocks: int):
     """
     if size < 2**31:
         return flat
+    # A row cannot be cut between two blocks. One dim of the size that the message asks for is
+    # enough, since `flat.size` is the product of the array's dims.
     if flat.size % (128 * blocks):
         raise ValueError(
             f"An array of {size} numbers needs a dim whose size is a multiple of {128 * blocks}. "

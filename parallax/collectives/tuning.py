@@ -111,7 +111,10 @@ def fit(
     for nbytes in sizes:
         size = nbytes // 4
         # (a function, the number of numbers that it takes, its options). A gather of `size // n`
-        # returns about `size` numbers; a tiled scatter needs a multiple of n.
+        # returns about `size` numbers; a tiled scatter needs a multiple of n. A call of `send_next`
+        # is one hop, and a call of the ring n - 1: this tells the time of a hop from that of a
+        # call. Two rings send two messages in a round, through one port or two. The last two
+        # functions also add.
         probes = [
             (send_next, size, {}),
             (ring.all_gather, size // n, {}),
@@ -271,7 +274,8 @@ def auto(
         sizes: the bytes per device of the arrays on which the functions are timed first, in rising
             order.
         rounds: the number of measurements of each function at each size; the median counts.
-        link: the link of these axes, if it was fitted before.
+        link: a link that was fitted before. It is used for all of `axis_names`, in place of a call
+            of `fit` for each.
     """
     choices: dict[tuple[str, ...], Choice] = {}
     report = []

@@ -125,7 +125,8 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
     other axes the type stays. As with `replicated`, the declaration must be true, and there is no
     derivative: use `cast_unchecked` inside `linear`.
     """
-    # All axes become varying first: `lax.pcast` has no direct way between the other states.
+    # All axes become varying first, so that one path serves all states: `lax.pcast` has a direct
+    # way between few of the other states, such as from invariant to reduced.
     for axis, state in reduction_state(x).items():
         if axis in states and state == "unreduced":
             x = terms_p.bind(x, axis=axis)

@@ -122,7 +122,8 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     checkpoints, if `--failures-per-device-year` is given.
 
     Raises:
-        ValueError: `--devices` is missing or below 1, or nothing fits.
+        ValueError: `--devices` is missing; `--devices` or `--batch` is below 1; `--precision` is
+            unknown; or no layout has as many devices and fits into their memory.
     """
     from parallax import validate
     from parallax.layout import Layout

@@ -23,7 +23,7 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axes_of_type, varying_axes
 from parallax.trees import is_array
 
-# Each primitive that sends has a name that begins with one of these.
+# The names of all primitives that send begin with one of these words.
 _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")
 
 
@@ -103,7 +103,8 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
     mask does. A count is an array 0, 1, 2, ... that the program makes itself.
 
     `counts` maps each argument of the program to the ids of the counts on which the argument
-    depends. The id of a count is the `id` of the equation that makes it.
+    depends. The id of a count (an array 0, 1, 2, ...) is Python's `id` of the equation that makes
+    the array.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -180,8 +181,8 @@ def check_kernel(
 
 
 def _constant_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the tables, such as masks, that do not depend on a program's arguments, and that the
-    program combines with values that do.
+    """Returns the constant tables of a program, such as masks: tables that do not depend on the
+    program's arguments, but are combined with values that depend on the arguments.
 
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other],
     where `other` joins all remaining dims.
@@ -194,7 +195,7 @@ def _constant_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     tables, inner_tables = [], []
     for eqn in jaxpr.eqns:
         # An equation whose results do not depend on the arguments combines nothing with a value
-        # that does.
+        # that depends on them.
         if reached.isdisjoint(eqn.outvars):
             continue
         tables += [

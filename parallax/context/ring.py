@@ -140,12 +140,12 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Returns `sums` with the attention of the pairs of chunks `pairs` merged in. `sums` are
-        (output, log-sum-exp) of all chunks of queries."""
+        """Merges the attention of the pairs of chunks `pairs` into `sums`, and returns the new
+        `sums`: (output, log-sum-exp) of all chunks of queries."""
 
         def add_pair(sums, pair):
-            """Returns the output and the log-sum-exp, `sums`, with the attention of one chunk of
-            queries to one chunk of keys merged in.
+            """Merges the attention of one chunk of queries to one chunk of keys into `sums`, which
+            is (output, log-sum-exp), and returns the new `sums`.
 
             `queries` are (q, segments), and `keys` are (k, v, segments). Each array is cut into
             chunks, [chunks, batch, tokens of a chunk, ...]. Each query of the chunk sees all keys
@@ -194,12 +194,12 @@ def _backward(ring: _Ring, residuals, ct):
     queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
 
     def visit(dq, sums, keys, pairs):
-        """Returns `dq` and `sums` with the terms of the pairs of chunks `pairs` added. `sums` are
-        the gradients of k and v."""
+        """Adds the terms of the pairs of chunks `pairs` to `dq` and `sums`, and returns both.
+        `sums` are the gradients of k and v."""
 
         def add_pair(carry, pair):
-            """Returns the gradients with the terms of one chunk of queries and one chunk of keys
-            added.
+            """Adds the terms of one chunk of queries and one chunk of keys to the gradients, and
+            returns the new gradients.
 
             `queries` are (q, out, lse, ct, segments), and `keys` are (k, v, segments), in chunks.
             Each query of the chunk sees all keys of the other chunk, so `causal` is False.

@@ -24,11 +24,12 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     The first line has the numbers of devices, rounds and messages. Its last number, before the
     words "in a row", is the length of the longest chain of messages in which each message waits for
     the one before it. The *owner* of a block is the device that gets the block's sum in the end. A
-    block is named by its offset: how far its owner is from the device that holds it. Offsets are
-    numbered in row-major order of the box, which is the grid of the devices. The numbers after a
-    block list the devices whose parts are summed in it: d stands for the device from which the
-    owner is at offset number d (on a ring, d places before the owner), and 0 for the owner itself.
-    The table is of a reduce-scatter; for a gather, read the rounds from the last to the first.
+    block is named by its offset: how far the block's owner is from the device that holds the block.
+    Offsets are numbered in row-major order of the box, which is the grid of the devices. The
+    numbers after a block stand for the devices whose parts are summed in the block. The number of a
+    device is the number of the offset from this device to the owner: 0 is the owner itself, and on
+    a ring, 2 is the device two places before the owner. The table is of a reduce-scatter; for a
+    gather, read the rounds from the last to the first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -75,8 +76,8 @@ def _lines(table: Route) -> Iterator[str]:
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
     """Returns a triple for each block that is sent in round r: the index, in the round, of the
-    message with this block, and the block's offset (how far its owner is from the device that holds
-    it) before and after the message. Offsets are numbered in row-major order.
+    message with this block, and the block's offset (how far the block's owner is from the device
+    that holds the block) before and after the message. Offsets are numbered in row-major order.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -88,10 +89,11 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     """Yields the blocks that a device holds, first at the start and then after each round.
 
-    Each result is a dict. A key is the offset of a block: how far the block's owner, the device
-    that gets its sum in the end, is from the device that holds it. The value is the set of the
-    devices whose parts are summed in the block: d stands for the device from which the owner is at
-    offset number d, and 0 for the owner itself. Offsets are numbered in row-major order.
+    Each result is a dict. A key is the number of a block's offset: how far the block's owner, the
+    device that gets the block's sum in the end, is from the device that holds the block. The value
+    is a set of numbers, one for each device whose part is summed in the block. The number of a
+    device is the number of the offset from this device to the owner: 0 is the owner itself, and on
+    a ring, 2 is the device two places before the owner. Offsets are numbered in row-major order.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.

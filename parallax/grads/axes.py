@@ -39,7 +39,7 @@ ENCLOSING = jax.make_user_context(Enclosing())
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
-    """Returns the names of an axis, always as a tuple."""
+    """Returns the names of the mesh axes that `axis` joins, as a tuple even if there is one."""
     return types.axes(axis.names)
 
 
@@ -49,13 +49,13 @@ def axes_of_several_devices(names: Iterable[str]) -> list[str]:
 
 
 def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns the names in `axis` along which `x` is the same on all devices."""
+    """Returns those mesh axes of `axis` along which `x` is the same on all devices."""
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
 
 
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns the names in `axis` along which all devices have the same parameter `x`, even if an
-    enclosing gradient function declared `x` varying."""
+    """Returns those mesh axes of `axis` along which all devices have the same parameter `x`, even
+    if an enclosing gradient function declared `x` varying."""
     # `declared` has the axes of the functions around the one whose gradients are reduced now. If
     # some parameters were shares along one of these axes, `local_gradients` would have refused to
     # nest the two functions. So `x` is a copy there, although its type varies.
@@ -64,5 +64,5 @@ def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
 
 
 def varies_along(x: Array, axis: AxisLike) -> bool:
-    """Returns whether the type of `x` varies along every name in `axis`."""
+    """Returns whether the type of `x` varies along every mesh axis of `axis`."""
     return not replicated_axes(x, Axis.of(axis))

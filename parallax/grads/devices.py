@@ -115,8 +115,9 @@ def accumulated(
             return jax.tree.map(add, sums, gradients), value
 
         # All sums are 0 when the scan begins, in float32 or wider, and only a trace of `grad` gives
-        # their shapes. `recording.numbered` returns the microbatches' numbers, for taps; if no taps
-        # are recorded, it returns None.
+        # their shapes. `zeros_like` also keeps the axes along which a gradient varies, since the
+        # carry of a scan must keep its type. `recording.numbered` returns the microbatches'
+        # numbers, for taps; if no taps are recorded, it returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, recording.numbered(microbatches)
@@ -407,8 +408,9 @@ def local_gradients(
     """
     types.check_typed()  # raises an error under `check_vma=False`
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
-    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits leaves with different
-    # numbers of rows.
+    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits several leaves with
+    # different numbers of rows. In a batch, one of these leaves is probably a table, such as a
+    # weight for each class, that was split by mistake. So such a batch is refused.
     _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
     shares = _shares(params, names)  # by axis, the paths of parameters that vary along it
     if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
@@ -429,7 +431,7 @@ def local_gradients(
         # With shares the checks need the program of `grad`. It is also run, so that `grad` is
         # traced once. Without shares `grad` itself runs: in a program the parameters are new
         # arrays, so a pipeline in `grad` could not tell whether an array that the user's functions
-        # read by closure is a parameter (`refuse_closures`).
+        # read by closure is a parameter (`refuse_closures`). With shares this check is given up.
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)
@@ -529,9 +531,9 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """Returns the traced program of a gradient function. `declared` are its parameters; some of
-    them are shares, and `shares` has the paths of these by axis. Raises `ValueError` if the
-    function cannot be traced because shapes do not match."""
+    """Returns the traced program of `grad`. `declared` are the parameters. Some parameters are
+    shares; `shares` has the paths of these parameters by axis. Raises `ValueError` if `grad` cannot
+    be traced because shapes do not match."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -549,8 +551,8 @@ def _program_with_shares(
 
 class _Program:
     """The program of a gradient function, traced on given parameters and a batch. It can be checked
-    and run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
-    structure of its results."""
+    and run. `closed` is the closed jaxpr, `arrays` are the arguments of the jaxpr, and `structure`
+    is the tree structure of the results."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
         """Traces `grad(params, batch)`, so that its program can be checked and run. Only arrays can
@@ -626,9 +628,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     # later group also waits for the sums before it. So all devices send in one order.
     before = tree
     # All leaves with the same axes are one group and one all-reduce, so that the algorithm can join
-    # them. All processes must trace one program, so any order of the groups will do that is the
-    # same in all of them: here the most axes first, and then the order of the leaves. (A set
-    # instead of `dict.fromkeys` could have another order in each process.)
+    # them. All processes must trace the same program, so the groups need the same order in all
+    # processes: groups with the most axes come first, and then the order of the leaves counts. (A
+    # set instead of `dict.fromkeys` could have another order in each process.)
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]

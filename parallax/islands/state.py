@@ -132,8 +132,8 @@ def state_init(
     """Returns a `StateInit`: a function that makes the state of islands from the state of one
     island, and the shapes and the specs of the result.
 
-    Nothing is computed until the function is called, so the shapes of the state of one island are
-    enough here.
+    The state of islands is computed only when the returned function is called. So the argument
+    `state` may be the shapes of one island's state.
 
     Args:
         state: the state of one island, or its shapes.

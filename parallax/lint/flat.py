@@ -115,7 +115,7 @@ class Flat:
         return self.types[value].shape
 
     def _new_ids(self, types: Sequence[Any]) -> tuple[int, ...]:
-        """Returns new ids for values of these types."""
+        """Adds a value for each type in `types`, and returns the ids of these values."""
         self.types += types
         return tuple(range(len(self.types) - len(types), len(self.types)))
 
@@ -209,12 +209,12 @@ class Flat:
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns a pair for each carry of a loop: the carry's place among the loop's operands, and its
-    place among the loop's results.
+    """Returns a pair for each carry of a loop: the carry's place among the loop's operands, and the
+    carry's place among the loop's results.
 
-    The operands of a `scan` are constants, carries and sliced arrays; its results are the carries
-    and then stacked arrays. The operands of a `while` are the constants of its condition, the
-    constants of its body, and the carries; its results are the carries.
+    The operands of a `scan` are constants, carries and sliced arrays; the results are the carries
+    and then stacked arrays. The operands of a `while` are the constants of the condition, the
+    constants of the body, and the carries; the results are the carries.
     """
     if eqn.primitive.name == "scan":
         first, count = jaxprs.scan_parts(eqn)  # how many constants and carries there are

@@ -145,7 +145,7 @@ def gathered_out_of_order(
     return Finding(
         "gathered-out-of-order",
         where,
-        f"dim {dim} of this {shown(aval)} is split over {split}, the last of them innermost, and "
+        f"dim {dim} of this {shown(aval)} is split over {split} in this order, and "
         f"is gathered over {axes}: the "
         "gathered blocks do not follow each other in the whole array.",
         f"Gather over {split[-len(axes) :]} first, or name the axes of dim {dim} in another order "

@@ -41,8 +41,8 @@ def program(
       that shard, with no collective over the shard's axes in between. Examples are `optax.lamb` and
       clipping by a norm, on shards. An update is the term `u` of an output `w + u` that has the
       shape and the spec of the argument `w`. The lint looks at the values from which elementwise
-      operations compute the update. It finds operations that reduce one of these values, or an
-      elementwise function of one, to one number. A reduction over only some dims is found only if
+      operations compute the update. It finds operations that reduce such a value, or an elementwise
+      function of such a value, to a single number. A reduction over only some dims is found only if
       optax's code makes it.
     * `shards-summed`: a sum over an axis that splits an argument `w`, of a value from which the
       update `u` of `w` is computed. The sum adds different shards. The value counts only if it
@@ -51,8 +51,8 @@ def program(
       maximum of each device's own gradients, and only then summed over the devices. An example is
       `optax.clip_by_global_norm` inside `grads.averaged`. The lint looks for products and quotients
       that scale gradients, but not inside a function that is differentiated. Each device must have
-      several rows of the batch: if it has one row, each example is clipped, as in differentially
-      private training. Clipping of each microbatch's mean is not found.
+      several rows of the batch: if a device has a single row, each example is clipped, as in
+      differentially private training. Clipping of each microbatch's mean is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
       split. The gather goes over the outer axis only, or over both in another order than in the
       argument's spec, so the gathered blocks do not follow each other. Integers, such as tokens,

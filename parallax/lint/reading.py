@@ -223,9 +223,10 @@ class Reading:
         return [result] * len(node.outputs)
 
     def _read_inner_jaxprs(self, node: Node, inputs: list[Value]) -> None:
-        """Notes mistakes in the jaxprs that an operation holds, such as a Pallas kernel or the
-        function of a reduction. It is not known which operand gives which argument, so each
-        argument gets the facts about a value that is computed from all operands.
+        """Notes the mistakes in the jaxprs inside an operation: for example, in the body of a
+        Pallas kernel, or in the function by which a reduction combines two numbers. It is not known
+        which operand of the operation becomes which argument of a jaxpr, so each argument gets the
+        facts about a value that is computed from all operands.
         """
         outside, self.map = self.map, None  # inside, nothing is known of dims and shards
         for jaxpr in jaxprs.inner(node.eqn):
@@ -405,14 +406,16 @@ class Reading:
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
         """Notes a conditional whose predicate differs between devices, if the types of some
-        operands or results do not vary along the axes along which the predicate differs.
+        operands or results do not vary along the axes along which the predicate differs. Axes along
+        which the predicate's own type does not vary do not count.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.
         if self.map is None or not self.map.checked or not predicate.differs:
             return
         aval, *avals = jaxprs.types(node.eqn.invars)
-        # `axes_of_type` gives the axes along which a type varies.
+        # `axes_of_type` gives the axes along which a type varies. If the predicate differs along an
+        # axis that its own type lacks, an earlier operation lost this axis, not the conditional.
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
         # If an operand's type lacks an axis, JAX computes wrong gradients. Integers, and numbers

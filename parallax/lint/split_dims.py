@@ -77,8 +77,9 @@ class _Operation:
     operation."""
 
     def __init__(self, program: Flat, node: Node, sizes: Mapping[str, int]):
-        """Takes an operation of a program, on a mesh of these sizes. `params` are the parameters of
-        its primitive, `avals` the types of its operands, and `shapes` the shapes of its results."""
+        """Takes the operation `node` of `program`, on a mesh of the `sizes`. `params` are the
+        parameters of the operation's primitive, `avals` the types of the operands, and `shapes` the
+        shapes of the results."""
         self.program, self.node, self.sizes = program, node, sizes
         self.params, self.mistakes = node.eqn.params, []
         self.avals = [program.types[value] for value in node.inputs]
@@ -204,6 +205,8 @@ class _Operation:
         change their sizes, such as `pad`. For a dim whose size changes, only the fact `rows` is
         kept. The result does not count as a term of a sum.
         """
+        # The elements that `pad` adds are neither drawn nor counted, and belong to no block of a
+        # split dim. Some of these operations, such as `cummax`, are no linear functions of a term.
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
@@ -415,7 +418,7 @@ class _Operation:
         result = self._without(value, removed)
         axes = NO_AXES.union(*(dims[i].split for i in removed))
         # A reshape may cut a split dim into groups: 8 units on 4 devices, 2 on each, by
-        # `x.reshape(2, -1)`. Here a device has one element of each group, and the reduction of the
+        # `x.reshape(2, -1)`. Then a device has one element of each group, and the reduction of the
         # group is not complete either.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
         axes |= NO_AXES.union(*(dims[i].within for i in ones))  # `within` such a split dim
@@ -592,8 +595,8 @@ def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
     if any(dim.split for dim in dims[1:]):
         outer = Dim()
     # If any old dim is `counted`, the outer new dim is `counted`, and the inner new dims are not:
-    # counts along an inner new dim begin at 0 for each index of the outer one, and so are the same
-    # on one device as in the whole array.
+    # counts along an inner new dim begin at 0 for each index of the outer new dim, so these counts
+    # are the same on a device as in the whole array.
     counted = any(dim.counted for dim in dims)
     inner = Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)
     return [outer._replace(rows=rows, drawn=drawn, counted=counted), *[inner] * (count - 1)]

@@ -112,10 +112,10 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
     devices compute `result`, each with its dims, and those sums over devices in this computation
     that add different shards.
 
-    A sum over devices adds different shards if its axes split its operand. This operand, and the
-    values that it is computed from, are not among the returned values. Each returned sum is a
-    `Reduction`: the operation, its operand, and those axes of the sum that split the operand.
-    `dims` are the dims of `result`.
+    A sum over devices adds different shards if an axis of the sum splits the operand of the sum.
+    The operand of such a sum, and the values from which the operand is computed, are not among the
+    returned values. Each returned sum is a `Reduction`: the operation, the operand, and those axes
+    of the sum that split the operand. `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -269,7 +269,7 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
     waiting = [(value, axes) for value in start]
     while waiting:
         value, axes = waiting.pop()
-        # Several paths may lead to a value. An axis that one of them misses is missing.
+        # Several paths may lead to a value. An axis is missing if any of these paths lacks it.
         axes |= missing.get(value, frozenset())
         if not axes or missing.get(value) == axes:
             continue

@@ -1,4 +1,4 @@
-"""A decoder put together from its parts: its loss, its logits and the functions of a pipeline.
+"""A decoder put together from its parts: the loss, the logits and the functions of a pipeline.
 
 The families here differ in their blocks and in their positions. The embedding, the head and the
 loss are the same for all families, and are in this module. The vocabulary is split over stages and
@@ -98,7 +98,8 @@ def loss_and_aux(
     options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     # `()`: there is no pipeline. One stage runs all layers; its position, below, is 0.
     embed_part, stage, head_of_part = stages(parts, model.config, (), axis, **options)
-    # `output` makes an `Output` also of a bare x; its loss and its auxiliary values are then None.
+    # `output` makes an `Output` also of a bare x; then the loss and the auxiliary values in it are
+    # None.
     out = output(stage(model, embed_part(model, batch), batch, 0))
     value = head_of_part(model, out.x, batch)
     return value if out.loss is None else value + out.loss, out.aux
@@ -303,8 +304,9 @@ def embed(
     `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
     applies the dropout. Each device looks up the tokens whose rows of the embedding it has, with
     zeros for all other tokens, and `comms` sums the results over the devices that share the
-    vocabulary. In a pipeline, all stages share the vocabulary, and only the first stage uses the
-    sum. The caller then passes `pipeline.sum_to_first` over the stages as `across`.
+    vocabulary. In a pipeline the stages share the vocabulary too. There `across`, which is applied
+    to the sum that `comms` computes, is `pipeline.sum_to_first` with the axis of the stages: it
+    sums over the stages for the first stage, which alone uses the sum.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
     of 0 in `weights`, for example in padding: the loss does not depend on such a token.

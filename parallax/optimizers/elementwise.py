@@ -48,8 +48,8 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
-    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type. It is
-    # typed `Any` here, since a type checker would refuse the types of its functions.
+    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type. The
+    # variable is typed `Any`, since a type checker would refuse the functions of `MultiSteps`.
     if isinstance(optimizer, optax.MultiSteps):
         multi_steps: Any = optimizer
         return optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
@@ -180,6 +180,8 @@ class _Update:
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
         # An axis that the spec does not name may split any dim, so each dim counts as split by it.
+        # Then `whole` is only an upper bound. That is enough: `of_any_size` uses `whole` as the
+        # bound of a symbolic size, and `split_alike` does not rely on the shapes of an open leaf.
         # Axes that split only the gradient (ZeRO-1) do not count: the parameter is whole already.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))
@@ -287,7 +289,8 @@ class _Update:
                 return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
         # The other arrays belong to a whole leaf or to no leaf. A moment of a whole leaf counts as
-        # whole, whatever its type; any other array must be the same on all devices.
+        # whole, whatever its type: if the type varies, so does that of the new parameter, and the
+        # specs of `mesh.spmd` refuse it. Any other array must be the same on all devices.
         if self.axes(x) and not self.is_moment(x, owner):
             return Value(mixes="its state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
@@ -319,7 +322,8 @@ class _Update:
                         f"{result} is made of {name}, which may be split along another dim", owner
                     )
             # An update made only of whole arrays is the same on all devices, so it is not the shard
-            # of an update.
+            # of an update. An update without sources (`leaves` is empty) passes: its elements are
+            # all equal, as zeros are.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
@@ -330,7 +334,7 @@ class _Update:
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # A leaf is open if it is split over an axis that its spec does not name. That axis may
-        # split any of its dims, and its shapes do not tell which.
+        # split any dim of the leaf, and the shapes of the leaf do not tell which dim.
         is_open = a.is_open or b.is_open
         # Two axes might split the dims of one leaf in another order than those of the other.
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
@@ -445,6 +449,8 @@ def _first_line(error: Exception) -> str:
 def _is_about_shapes(error: Exception) -> bool:
     """Returns whether an error of JAX or optax is about shapes, or about a state that was made for
     other leaves."""
+    # `+` and most operations of JAX raise a `TypeError` for shapes that do not fit; a `ValueError`
+    # about a shape may come from the optimizer's own check. "pytree structure" are JAX's words.
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

@@ -61,7 +61,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
         weights = None if params is None else matching_parameters(gradients, params)
         # `checked` traces this function on unknown sizes. Only the types and the marks of the
         # results matter there. An update has the type of its parameter, and it is right if its
-        # gradient is (`_marked_like`). The state has its old type.
+        # gradient is (`_marked_like`). The state has its old type. Its mark needs no condition,
+        # since a wrong gradient is reported at its update.
         if has_unknown_sizes((gradients, weights)):
             like = gradients if weights is None else weights
             return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
@@ -206,7 +207,8 @@ class _Elements(jaxprs.Following):
         if any(map(split_over, returned)) and not any(map(split_over, given)):
             return f"{_operation(eqn)} differs between devices"
         inside = []
-        # The programs inside, such as a loop's body; their arguments are whole.
+        # The programs inside, such as a loop's body; their arguments are whole. `run` gets the
+        # sources of their constants from `constant`: one that differs between devices mixes.
         for body in jaxprs.closed(eqn.params):
             arguments = jaxprs.types(jaxprs.opened(body).invars)
             inside += self.run(body, list(map(same_everywhere, arguments)))

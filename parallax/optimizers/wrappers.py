@@ -394,7 +394,8 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     # For each array of the state, the number of the leaf that it belongs to, or None.
     owners = owners_of_state(state, paths)
-    # The gradients have the shapes of the weights.
+    # The gradients have the shapes of the weights. Most functions of `jax.random` draw by
+    # `random_bits`; `threefry2x32` is the usual generator, called directly.
     program = jax.make_jaxpr(update)(weights, state, weights)
     if any(
         eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)

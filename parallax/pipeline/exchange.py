@@ -77,7 +77,8 @@ def split_over(axis: AxisLike) -> Exchange:
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
     """Returns the dim along which an array is cut: the largest dim that the number of devices of
-    the axis divides. Returns None if the array is sent whole."""
+    the axis divides. (Any dim that this number divides would do, as long as the sender and the
+    receiver choose the same.) Returns None if the array is sent whole."""
     t = axis.size()
     # If the array may differ along the axis, no other device can send a part of this device's
     # array.

@@ -106,7 +106,8 @@ class _Sums(jaxprs.FollowingAlong):
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
-        # By default, the result depends on all that any operand depends on.
+        # By default, the result depends on all that any operand depends on. The result of `met`
+        # never counts as a number (`is_number`), even if all operands do.
         joined = self.met(operands)
         # A sum over the stages is a collective that is no gather, and whose result is the same on
         # all stages. The result of a gather is followed, since the program may sum its gathered dim
@@ -140,7 +141,8 @@ class _Sums(jaxprs.FollowingAlong):
         not decided here, so they are accepted.
         """
         name = eqn.primitive.name
-        # The index of the first gathered operand, and its gathered dim.
+        # The index of the first gathered operand, and its gathered dim. A second gathered operand
+        # is not followed: a sum over its dim is accepted.
         place, dim = next(
             (i, operand.gathered)
             for i, operand in enumerate(operands)

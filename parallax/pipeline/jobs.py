@@ -119,7 +119,7 @@ class Jobs(Programs):
         # `wide_zeros` gives zeros of at least float32, and `stacked_zeros` zeros with more dims.
         def zeros(tree):
             # The user's `scatter` may return shards of the gradients, so the sums have the shapes
-            # of its results.
+            # of its results. `params.ends` and `params.blocks` have only the trained arrays.
             return jax.tree.map(wide_zeros, jax.eval_shape(self.scatter, tree))
 
         sums = Sums(
@@ -198,8 +198,9 @@ class Jobs(Programs):
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
         # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss,
-        # which is not masked. On an idle stage `seed` still adds to both results: the gradients are
-        # masked in `_with_gradients`, and no job reads that cotangent of x.
+        # which is not masked. The mask only keeps unused numbers out of the program. On an idle
+        # stage `seed` still adds to both results: the gradients are masked in `_with_gradients`,
+        # and no job reads that cotangent of x.
         ct = masked(task.valid, ct), self.seed
         # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs. An
         # idle stage writes these into a slot that is free in this tick.

@@ -102,9 +102,10 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the backward job, or its part for the input, and sends the cotangent of the chunk's
-    input to the stage before. Then runs the backward pass of the embedding, which adds gradients
-    only for the first chunk of the model."""
+    """Runs the backward job: B, or only I if the schedule splits B into I and W. B and I both
+    compute the cotangent of the chunk's input, and the function sends this cotangent to the stage
+    before. Then it runs the backward pass of the embedding, which adds gradients only for the first
+    chunk of the model."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
@@ -119,7 +120,8 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends the activation to the next stage, and drops `y`, which the carry has only within a
     tick. No other kind of work in this tick waits for this message."""
     # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
-    # run the collectives of a loop in one order.
+    # run the collectives of a loop in one order. It does not wait for the gradients that
+    # embed_backward and the weight lane compute after this cotangent.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
@@ -127,9 +129,9 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the embedding for the next tick that has a forward job. No other work of this tick waits
     for the embedding's messages."""
-    # The row has the microbatch of the next tick with F here: `run` moved the numbers. On a CPU the
-    # embedding's messages wait for the activation's. `jobs.after` makes the parameters wait too,
-    # since a collective of the embedding may depend on them alone.
+    # `row.jobs["embed"]` is the microbatch of the next tick with F: `_run` moved these numbers. On
+    # a CPU the embedding's messages wait for the activation's. `jobs.after` makes the parameters
+    # wait too, since a collective of the embedding may depend on the parameters alone.
     microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
     return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
 
@@ -170,6 +172,7 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     # In lockstep, of all messages only the head's cotangents wait in slots.
     from_head = stacked_zeros(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
+    # (In lockstep the schedule's deferred_count includes such slots.)
     saved_count = int(table.saved["forward"].max()) + 1
     # The embedding for the first tick with F. On a CPU, no other collective may run beside its
     # messages, nor may one that XLA moves out of the loops. So all parameters wait for it.
@@ -258,7 +261,9 @@ def stretches(table: Row) -> list[Stretch]:
     successive ticks in which these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
     # fewer ticks than F, only in those in which the last chunk of the model has run. `phases_of`
-    # joins successive ticks with the same lanes.
+    # joins successive ticks with the same lanes. The entries "embed" and "embed_backward" are no
+    # lanes: every tick of the lane "forward" runs the embedding, and every tick of the lane
+    # "backward" runs the backward pass of the embedding.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
         for lane, jobs in table.jobs.items()

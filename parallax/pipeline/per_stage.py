@@ -182,7 +182,8 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     cotangent of the embedding's output. The other stages use a cotangent of 0."""
     # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
     # depend on the loop in which `_if_runs` runs embed_backward, by the loop's index in the numbers
-    # of the row. Otherwise XLA would compute in every tick what follows from the message alone.
+    # of the row. Otherwise XLA would compute in every tick what follows from the message alone. All
+    # messages have the leaves of an activation; only the floating-point ones are the cotangent.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
@@ -235,6 +236,8 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
         # iteration runs.
         return part(jobs, carry, jax.tree.map(lambda numbers: numbers + trip, row))
 
+    # The lower bound, 0, has the type of `count`: so the loop index varies over the stages if the
+    # count does.
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
         return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
 
@@ -288,7 +291,7 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
         source_line = line or source(eqn)
         # Each of the library's own collectives is one equation, `linear_collective`. Its algorithm
         # is traced here: a ring sends by `ppermute`, and `lax` by `psum`. The mesh is None, since
-        # this code runs inside the map already.
+        # this code runs inside the map already; without a mesh `check_vma` has no effect.
         if eqn.primitive.name == "linear_collective":
             yield from _moves(types.linear_jaxpr(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:

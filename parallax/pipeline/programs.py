@@ -304,7 +304,8 @@ class Programs:
 
     def _trace_stage(self) -> None:
         """Traces `stage`, and sets the attributes that describe the stage's input and output: `x`,
-        `moving`, `terms` and `_read_by_stage`."""
+        `moving`, `_read_by_stage`, and `terms`: zeros like the loss and the values to log that a
+        stage returns, from which the sums over microbatches get their types."""
 
         def stage(params, x, rows, position, number):
             with recording.at(microbatch=number):
@@ -333,7 +334,7 @@ class Programs:
         self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
         terms = checks.Output(None, self._stage.out.loss, self._stage.out.aux)
         zeros = jax.tree.map(jnp.zeros_like, terms)
-        # Each stage has its own terms.
+        # Each stage has its own term of the loss and its own values to log, so these vary.
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:

@@ -11,10 +11,10 @@ In `_Step`, `size` says how often a step calls each part of the model (`Sizes`),
 operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
 but `size.leaves` counts calls of the embedding's backward pass. `stream` is the bytes of the
 residual stream on a device, and `parts` the number of devices among which its tokens are split.
-`compute` is the bytes of a number in the dtype in which the model computes, and `wide` the bytes of
-a number in the wider dtype of sums. `shards` are the axes over which ZeRO splits.
-`shares_sums(leaf)` says whether the leaf's gradients are scattered after each microbatch. `halving`
-is the recursive-halving algorithm.
+`compute` is the bytes of a number in the dtype in which the model computes, `itemsize` the bytes of
+a parameter, and `wide` the bytes of a number in the wider dtype of sums. `shards` are the axes over
+which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients are scattered after each
+microbatch. `halving` is the recursive-halving algorithm.
 
 In a ring's all-reduce of S bytes over n devices, each device sends 2 (n - 1)/n S bytes. In a
 reduce-scatter from S bytes it sends half as many, and so it does in an all-gather to S bytes.
@@ -43,8 +43,9 @@ from parallax.plan.recomputed import layers_in_body, recomputed
 
 BLOCK_TOKENS = 512  # of a block of `cross_entropy.mean`, for each device that splits the logits
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
-# For each collective of `jax.lax`: the function whose time it takes, and a function that returns
-# the bytes of its result, from the bytes that it takes and the number of devices.
+# For each collective of `jax.lax`: the collective of this library whose time is counted for it, and
+# a function that returns the bytes of the result, from the bytes of the operand and the number of
+# devices.
 LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {
     lax.psum: (halving.all_reduce, lambda nbytes, n: nbytes),
     lax.psum_scatter: (halving.reduce_scatter, lambda nbytes, n: nbytes // n),
@@ -341,8 +342,9 @@ class _Step:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums its rows over tensor, and the head the cotangent of its input. With
-        # `sequence` the head gathers its input, and the embedding's transpose its cotangent.
+        # The embedding sums over tensor the rows that it looks up, and the head sums the cotangent
+        # of the head's input. With `sequence` the head gathers this input, and the transpose of the
+        # embedding gathers the cotangent.
         ends = size.embeds + size.heads
         if self.layout.sequence:
             yield from self.halves(
@@ -418,8 +420,9 @@ class _Step:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
             # With ZeRO-1 each step scatters a leaf's gradients once, and gathers its updated shares
-            # once. The cases below differ: ZeRO-2 and ZeRO-3 scatter the gradients of each
-            # microbatch, and ZeRO-3 gathers parameters in the type of the computation.
+            # once. The cases below differ. ZeRO-2 scatters the gradients of each microbatch, and so
+            # does ZeRO-3 for the layers; ZeRO-3 gathers and scatters the other leaves once in a
+            # step (`zero.gathered_once`). It gathers in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
             scatters = self._scatters(leaf) if self.shares_sums(leaf) else 1
             gathers, part = 1, whole
@@ -435,7 +438,8 @@ class _Step:
                     gathers = self._gathers(leaf) * layers
                     share = share // chunks // layers
             yield from self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
-            # `share` counts `self.wide` bytes for each number, and `gathered` bytes are gathered.
+            # A reduce-scatter takes the whole array, and an all-gather a device's share. `share`
+            # counts `self.wide` bytes for each number, but a gathered number has `gathered` bytes.
             yield from self.all_gather(
                 "parameters gathered", over, share // self.wide * gathered, gathers, gathered
             )

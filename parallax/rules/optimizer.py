@@ -123,7 +123,8 @@ def optimizer_specs(
         has one state for each group of leaves."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
-        # With a misspelt axis, each device would keep all layers, and no error would say so.
+        # With a misspelt axis in `names`, matrices would stay split over the right axis. In a group
+        # without layers, no spec would then have the misspelt name, and no error would say so.
         if mesh is not None:
             check_axes(node.names, mesh.axis_names)
         groups = [

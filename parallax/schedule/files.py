@@ -141,7 +141,8 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     Each job gets the first tick in which it can run.
 
     A whole backward job (B) is read as an input-gradient job (I) and then a weight-gradient job
-    (W). If a cell has two jobs that torch overlaps, the job that is listed first runs first.
+    (W), since a file of torch may have B beside I and W. If a cell has two jobs that torch
+    overlaps, the job that is listed first runs first.
     """
     orders = []  # the jobs of each rank
     for rank, row in enumerate(rows):

@@ -483,8 +483,8 @@ def _chosen(
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
-        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone,
-        # also inside the trips of a scan.
+        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone.
+        # A scan with effects may run in both halves: only the first half's trips have the effects.
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
             continue
