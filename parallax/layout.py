@@ -47,6 +47,8 @@ class Layout:
     | layers in a loop's body, ZeRO-3 | 2 | 2 | 1: with two the compiler copies stored arrays |
     | `jax.checkpoint`'s barrier for `remat` | yes | yes | no: stored arrays would be copied |
     | a pipeline's slots before the first write | zeros | not initialised | not initialised |
+    | queries, keys and values, without stages | one product | one product | three products |
+    | the gradient of a bias, without stages | a sum | a sum | a product with ones |
 
     The kernels `cudnn_attention` and `attention` do not store the attention scores, but compute
     them again in the backward pass.
