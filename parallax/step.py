@@ -492,7 +492,7 @@ def _in_place(
     # Under `jit` each device makes its own shards, so no device holds a whole array.
     compiled_make = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=target_shardings)
     # Donated: the state keeps the memory of the placed arrays, which `_placed_as` makes for this
-    # call only (random keys may be shared with the given model). So no second copy is made.
+    # call only. So no second copy is made.
     compiled_begin = jax.jit(
         lambda model: jax.tree.leaves(begin(model)),
         out_shardings=target_shardings,
@@ -534,7 +534,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
             )
         # A random key has no NumPy array to cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            placed.append(jax.device_put(leaf, like.sharding))
+            # A copy, since the result is donated and the caller may go on to use the key.
+            placed.append(jax.device_put(leaf, like.sharding, may_alias=False))
         else:
             # The callback gets the slices of one device's shard, so each device gets only its
             # shard.
