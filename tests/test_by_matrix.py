@@ -235,13 +235,25 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
     )
 
 
-@pytest.mark.parametrize("noise", ["add_noise", "noisy_sgd"])
+def drawing(draw):
+    """An optimizer that multiplies a gradient by random numbers; `draw` takes a shape."""
+    return optax.stateless(lambda g, w: jax.tree.map(lambda x: x * draw(x.shape), g))
+
+
+NOISE = {
+    **{name: WRAPPED[name] for name in ("add_noise", "noisy_sgd")},
+    "gamma": drawing(lambda shape: jax.random.gamma(jax.random.key(0), 1.0, shape)),
+    "uniform": drawing(lambda shape: lax.rng_uniform(0.0, 1.0, shape)),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
 def test_by_matrix_refuses_what_draws_noise(noise):
     assert_refused_by_matrix(
         "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
         "in every layer. Use optimizers.whole, which draws them for whole leaves, as one device "
         "does.",
-        WRAPPED[noise],
+        NOISE[noise],
     )
 
 

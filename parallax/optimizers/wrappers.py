@@ -56,6 +56,11 @@ from parallax.shards import Split
 # From a leaf's path and number of dims to the number of its first dims that are layers.
 Leads = Callable[[str, int], int]
 
+# The primitives that draw random numbers. Most functions of `jax.random` draw by `random_bits`.
+DRAWS = frozenset(
+    {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
+)
+
 
 def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
@@ -394,12 +399,9 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     # For each array of the state, the number of the leaf that it belongs to, or None.
     owners = owners_of_state(state, paths)
-    # The gradients have the shapes of the weights. Most functions of `jax.random` draw by
-    # `random_bits`; `threefry2x32` is the usual generator, called directly.
+    # The gradients have the shapes of the weights.
     program = jax.make_jaxpr(update)(weights, state, weights)
-    if any(
-        eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)
-    ):
+    if any(eqn.primitive.name in DRAWS for eqn in jaxprs.every(program.jaxpr)):
         raise ValueError(
             "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
             "in every layer. Use optimizers.whole, which draws them for whole leaves, as one "
