@@ -123,12 +123,12 @@ def make(
             right on shards of one dim and wrong on shards of another.
 
     Raises:
-        ValueError: the loss or a gradient varies along an axis along which the model is the same,
-            so it was not reduced; a gradient was already reduced over an axis that shards its
-            parameter; a Python number has a gradient; the auxiliary values differ between devices;
-            the optimizer would be wrong on these shards, or does not fit the gradients
-            (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
-            model, or a leaf that is not an array.
+        ValueError: the loss or a gradient varies along an axis, although the model is the same on
+            all devices of that axis, so it was not reduced; a gradient was already reduced over an
+            axis that shards its parameter; a Python number has a gradient; the auxiliary values
+            differ between devices; the optimizer would be wrong on these shards, or does not fit
+            the gradients (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the
+            form of the model, or a leaf that is not an array.
     """
     if max_norm is not None:
         check_max_norm("step.make", max_norm)
@@ -221,8 +221,8 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
     over the shards of their parameter."""
 
     def check(path, gradient, weight):
-        """Raises `ValueError` if the gradient varies along an axis along which its parameter is the
-        same, or the parameter along an axis along which the gradient is the same.
+        """Raises `ValueError` if only one of the two varies along some axis: the gradient or its
+        parameter. A share of a gradient (ZeRO) may vary where the parameter does not.
         """
         # `local` are axes along which only the gradient differs: the gradient was not reduced
         # there. `mixed` are axes along which only the parameter differs: the parameter is sharded

@@ -74,11 +74,11 @@ class Wording(NamedTuple):
     Attributes:
         value: a function that takes a name and its value, and returns a text such as `data=4` or
             `--data 4`.
-        change: a function that takes the fields that the caller wrote and the new values, and
-            returns the text that the caller should write.
+        change: a function that takes the fields that the caller wrote and the new values, both by
+            name, and returns the text that the caller should write.
         fixed: the sizes that the caller cannot change.
-        accepts: a function that takes a change, and returns whether the change passes all other
-            checks of the caller.
+        accepts: a function that takes the new values, by name, and returns whether they pass all
+            other checks of the caller.
     """
 
     value: Callable[[str, Any], str]
@@ -192,6 +192,7 @@ def repaired(
         for name, value in cure.items():
             changed = new_fields if name in new_fields else new_sizes
             changed[name] = value
+        # With `to_repair`, the first fault is the one to cure next.
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
             # A name that is both a field and a size, `processes`, has the value of the field. From

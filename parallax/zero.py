@@ -136,9 +136,9 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     are returned unchanged, not summed.
 
     Pass `reduce_scatter` to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient
-    function in `reduce_scattered`. That function recognises shares by their shape, sums the leaves
-    that stay whole, and divides all gradients. `axis` must not contain an axis that splits a
-    parameter even without ZeRO, such as the experts' axis.
+    function in `reduce_scattered`. `reduce_scattered` recognises shares by their shape, sums the
+    leaves that stay whole, and divides all gradients by the number of devices. `axis` must not
+    contain an axis that splits a parameter even without ZeRO, such as the experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 

@@ -149,9 +149,9 @@ def load(path: str | Path) -> Record:
 
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
-    """Returns the key of one saved value, and the value. `entry` has all but the array `whole`:
-    path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns this error
-    into one with the file's name."""
+    """Returns the key of one saved value, and the value. `whole` is the value's array. `entry` has
+    the path, the layer and the way of the key, and the fields `differs` and `rows` of `Value`.
+    Raises an error for other data; `load` turns this error into one with the file's name."""
     # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.

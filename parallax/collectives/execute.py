@@ -55,8 +55,8 @@ def scatter(
 
     Args:
         routes: the tables, all with the same number of rounds.
-        term: `routes[table]` carries a share of device j's block. `term(table, j)` returns this
-            device's term of that share.
+        term: `term(table, j)` returns this device's term of a share of device j's block: the share
+            that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
         unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
@@ -196,7 +196,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     After each hop a device adds its own terms to the partial sums that arrived. `sums` has partial
     sums from earlier chains, by table and offset. `take(table, offset)` removes and returns one of
     these partial sums, or returns this device's term if there is none. `term(table, j)` returns
-    this device's term of device j's block. The blocks of one message are joined along `dim`.
+    this device's term of the share of device j's block that `routes[table]` carries. The blocks of
+    one message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 

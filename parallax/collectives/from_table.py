@@ -69,6 +69,7 @@ def algorithm(
         all_to_all: the all-to-all of the algorithm; by default that of `lax`.
     """
     name = name or maker.__name__
+    # Several axes count as one row of devices. `maker` itself is passed only to be kept.
     return _from_tables(maker, lambda sizes: maker(math.prod(sizes)), name, all_to_all)
 
 
@@ -84,9 +85,9 @@ def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algori
 def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algorithm:
     """Returns the algorithm that runs `tables_for(sizes)`.
 
-    `sizes` has the number of devices on each axis. `maker` becomes the attribute `table` of the
-    algorithm. The tables give no all-to-all, since they add or copy blocks on the way; so
-    `all_to_all` is an argument.
+    `sizes` has the number of devices on each axis. `maker` is not called here: it becomes the
+    attribute `table` of the algorithm. The tables give no all-to-all, since they add or copy blocks
+    on the way; so `all_to_all` is an argument.
     """
 
     # Cached, since tables are checked when they are made, which takes long for many devices.

@@ -67,9 +67,9 @@ def all_gather_array(x, dim: int, routes, axis_name):
     shape = (*x.shape[:dim], x.shape[dim] * n, *x.shape[dim + 1 :])
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
-    # Otherwise `x` is sent as a vector, or, if int32 cannot index the result, in rows of 128
-    # numbers. `_in_rows` raises an error unless the rows of `x` form `parts` equal blocks. The
-    # result then has n * parts equal blocks, as `reduce_scatter_array`, the transpose, needs.
+    # Otherwise `x` is sent as a vector, whose parts may differ by one number. If int32 cannot index
+    # the result, `x` is sent in rows of 128 numbers, and `_in_rows` raises an error unless the rows
+    # form `parts` equal blocks. The transpose, `reduce_scatter_array`, needs n * parts of these.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
     shares = shares_of(len(rows), parts)  # (start, length) for each route
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]
@@ -144,7 +144,7 @@ def _in_rows(flat, size: int, blocks: int):
     """Returns the vector `flat`, or its rows of 128 numbers if int32 cannot count `size` numbers.
 
     `size` counts the numbers in the whole array, of which `flat` may be one device's block.
-    Raises `ValueError` unless the rows form `blocks` equal blocks.
+    Raises `ValueError` if rows are needed and do not form `blocks` equal blocks.
     """
     if size < 2**31:
         return flat

@@ -6,12 +6,12 @@ and its messages run at the same time as the instructions.
 
 The text of a program for TPUs or GPUs has the instructions in the order in which they run. The
 *replay* goes through them in this order and adds up their times. On a TPU an instruction takes the
-cycles that the compiler estimates; on a GPU, the time of its bytes or of its operations at the
-chip's rates, whichever is longer. A loop's body runs once for each trip. A start instruction begins
-a message, which waits until its links are free (a link carries one message at a time). The done
-instruction of this message waits until the message has arrived. A conditional runs its slowest
-branch. The *exposed* time is the time of the replay, minus the time of the same program with
-messages that take no time.
+cycles that the compiler estimates. On a GPU it takes the time that the chip needs to move its bytes
+or to compute its operations, whichever is longer. A loop's body runs once for each trip. A start
+instruction begins a message, which waits until its links are free (a link carries one message at a
+time). The done instruction of this message waits until the message has arrived. A conditional runs
+its slowest branch. The *exposed* time is the time of the replay, minus the time of the same program
+with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
 measurement. If pipeline stages run different work at the same time, the estimate follows one stage,
@@ -277,7 +277,8 @@ class _Replay:
         """Replays one instruction: first its messages start, then the instruction computes, then it
         waits until its messages have arrived. The start of an asynchronous message or copy
         (`-start`) does not wait: it records in `started` the time at which the message or copy
-        ends, and the source line of the start. The `-done` instruction reads both, and waits.
+        ends, and the source line of the start. `_computation` replays the `-done` instruction,
+        which reads both and waits.
         """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""

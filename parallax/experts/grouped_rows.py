@@ -144,7 +144,8 @@ def _table(
     # Pairs without an expert have the greatest number, `count`, so they come last and are in no
     # block.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    # starts[e]: the first pair of expert e among the sorted pairs; the last entry is their end.
+    # starts[e]: the place of the first pair of expert e among the sorted pairs. The last entry is
+    # the place after the last pair that has an expert.
     starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)
     # ends[e]: the number of blocks of the experts 0 to e.
     ends = jnp.cumsum(-(-jnp.diff(starts) // size), dtype=jnp.int32)
@@ -153,10 +154,10 @@ def _table(
     def block(j):
         """Returns block j. The block's expert is the first expert e with `ends[e]` > j.
 
-        `order` sorts the pairs by expert. `starts[e]` is the first sorted pair of expert e, and
-        `ends[e]` the number of blocks of the experts 0 to e. `place` are the places of the block's
-        rows among the sorted pairs; `within` has the numbers 0, ..., size - 1 of the rows in the
-        block.
+        `order` sorts the pairs by expert. `starts[e]` counts pairs: it is the place of the first
+        pair of expert e among the sorted pairs. `ends[e]` counts blocks: it is the number of blocks
+        of the experts 0 to e. `place` are the places of the block's rows among the sorted pairs;
+        `within` has the numbers 0, ..., size - 1 of the rows in the block.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.

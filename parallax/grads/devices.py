@@ -449,9 +449,10 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
     """Raises `ValueError` if one spec splits several leaves of a batch, and these leaves have
     different numbers of rows.
 
-    `uneven_axes` are the axes over which one spec of `mesh.spmd` splits leaves with different
-    numbers of rows. If each leaf has its own spec, the different numbers are intended, and
-    `uneven_axes` is empty. Arrays of random keys, such as one key for each device, are not checked.
+    `uneven_axes` are the axes over which one spec of `mesh.spmd` splits arrays with different
+    numbers of rows. These arrays may be outside the batch, so the leaves of the batch are compared
+    here. If each array has its own spec, the different numbers are intended, and `uneven_axes` is
+    empty. Arrays of random keys, such as one key for each device, are not checked.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -490,8 +491,8 @@ def _check_not_summed(
     If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
     axis made it the same on all devices. If one gradient varies, not all gradients were summed over
     the axis. A mean does not change a loss and gradients that are both the same on all devices, so
-    with `mean` these pass. If the loss varies, only the gradients were summed: the mean of these
-    equal sums is the sum itself, which is n times too large on n devices.
+    with `mean` these pass. If the loss varies and the gradients do not, only the gradients were
+    summed: the mean of their equal sums is the sum itself, n times too large on n devices.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))
@@ -518,8 +519,8 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
     loss may have been reduced over these axes.
 
     If neither the gradients nor the loss vary along an axis, the gradients and the loss were
-    reduced over it. `_check_not_summed` accepts that if the caller takes a mean, and refuses it for
-    a sum.
+    reduced over this axis. `_check_not_summed` accepts such gradients if the caller takes a mean,
+    and refuses them for a sum.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}

@@ -253,7 +253,7 @@ class _Operation:
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         # A row has the dims of the table, except the dims `removed`. Nothing is known about a dim
-        # of which a lookup takes only a part.
+        # if a lookup takes only a part of it.
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
@@ -473,9 +473,9 @@ class _Operation:
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *details: Any) -> None:
-        """Adds a mistake at `node` to `self.mistakes`. The last of the `details` are the axes of
-        the mistake. The number of devices along these axes is appended to the details, since
-        `mistake`, a function in the module `mistakes`, needs it."""
+        """Adds a mistake at `node` to `self.mistakes`. The last item of `details` is the set of the
+        mistake's axes. The number of devices along these axes is added after it, since `mistake`,
+        a function in the module `mistakes`, needs this number."""
         devices = math.prod(self.sizes[axis] for axis in details[-1])
         self.mistakes.append((mistake, node, *details, devices))
 

@@ -37,7 +37,7 @@ SMALL = 4096  # elements: the numbers of a larger array are not computed
 
 
 class Terms(NamedTuple):
-    """How a value in the head's program depends on the `x` and on the index of a stage.
+    """How a value in the head's program depends on a stage's `x` and on the stage's index.
 
     Attributes:
         early: whether the value depends on the `x` of a stage before the last.

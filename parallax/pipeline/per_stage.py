@@ -10,10 +10,10 @@ embed_backward. The exchange sends messages in every tick. A message waits in a 
 place in a buffer, until the job that needs it runs.
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
-none. Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers
-of slots. For embed, head and embed_backward a row has one number, that of the microbatch, for all
-stages: for example `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values
-that a part leaves for the next part: `carry.arrived` has the messages of this stage, and
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. In the other fields a number says
+which slot is used. For embed, head and embed_backward a row has one number, that of the microbatch,
+for all stages: for example `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the
+values that a part leaves for the next part: `carry.arrived` has the messages of this stage, and
 `carry.sums` the sums of losses and gradients. `jobs` runs the user's functions:
 `jobs.forward(carry, row, ...)` returns F's output and the new carry. `jobs.index` is the number of
 this stage, and `jobs.first` says whether it is stage 0.

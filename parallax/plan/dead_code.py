@@ -105,8 +105,8 @@ class Needed:
     def _scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether a scan needs each of its operands: constants, carries, stacked arrays.
 
-        A carry's start is needed if the body reads the carry, or if the carry's last value is
-        needed.
+        A carry's start is needed if the body reads the carry. It is also needed if the carry's last
+        value is: the loop takes a start for each carry that it returns.
         """
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         if eqn.params["length"] == 1:  # no loop: the body runs once, on these operands

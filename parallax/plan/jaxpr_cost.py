@@ -575,7 +575,8 @@ class Reading:
                 of the stacked operands.
             needed_results: whether each result of the body is needed. The results are the carries,
                 then the slices of the stacked results.
-            trips: the number by which the counts of the body are multiplied.
+            trips: the number of iterations, or 1 for a while loop. All operations, bytes and
+                messages of the body are counted this many times.
         """
         constants, starts, sliced = parts
         # Whether each operand of the body is needed: constants first, then carries, then slices.

@@ -259,15 +259,15 @@ class _Step:
         return math.prod(self.layout.axes[name] for name in group)
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the `Term`s of an all-reduce of `nbytes` on each device that runs `times` times in
-        a step: one `Term` for each group of axes with the same algorithm. `what` and `itemsize` are
-        those of `term`."""
+        """Yields the `Term`s of an all-reduce that takes `nbytes` bytes on each device and runs
+        `times` times in a step: one `Term` for each group of axes with the same algorithm. `what`
+        and `itemsize` are those of `term`."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the `Term`s of a reduce-scatter of `nbytes` on each device that runs `times` times
-        in a step: one `Term` for each group of the axes `over`, the first axis first.
+        """Yields the `Term`s of a reduce-scatter that takes `nbytes` bytes on each device and runs
+        `times` times in a step: one `Term` for each group of the axes `over`, the first axis first.
 
         After the reduce-scatter over a group of n devices, each device has 1/n of the bytes for the
         next group. `what` and `itemsize` are those of `term`.

@@ -64,9 +64,10 @@ def optimizer_specs(
     dropped, or kept with size 1. The factored moments of Adafactor are an example. Each remaining
     dim stays split as in the parameter. If several dims of the parameter have equal sizes, it may
     be unclear which of these dims was reduced. A dim of the moment then stays split only if it
-    would be split over the same axes whichever dims were reduced. If the moment has any other
-    shape, `ValueError` is raised, unless no axis splits the parameter: then no axis splits the
-    moment either.
+    would be split over the same axes whichever dims were reduced.
+
+    If the moment has any other shape and an axis splits the parameter, `ValueError` is raised. If
+    no axis splits the parameter, no axis splits the moment.
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs for
     leaves that are not in `tree`, such as frozen ones. If some leaves are frozen, pass

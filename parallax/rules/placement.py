@@ -93,8 +93,8 @@ def refused(
         batch_axes: the axes that split the batch.
         mesh: the mesh; without a mesh, errors that depend on its sizes are not found.
         stacked: the axes that seem to split layers (see `stacked_axes`). If such an axis splits the
-            leaf, a "does-not-divide" error of any dim advises no spec: the advised spec might lack
-            the stacked axis, and each device would then run all layers.
+            leaf, no "does-not-divide" error advises a spec, whichever dim it is about. A spec that
+            fits might lack the stacked axis, and each device would then run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.

@@ -447,8 +447,9 @@ class Checkpoints:
         found = empty | self._writer.arrays.restore(
             self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
         )
-        # The search for nan and inf communicates, and some processes read longer than others.
-        # `_lost` starts the search, and returns a function that waits for the names.
+        # The search for nan and inf communicates, and could run into a timeout if some processes
+        # read much longer than others. So all meet at a barrier first (`_come`). `_lost` starts the
+        # search, and returns a function that waits for the names.
         self._come()
         if lost := self._lost(found)():
             raise manifest.Damaged(

@@ -192,7 +192,7 @@ def job_name() -> str:
 
 
 def _silent(entry: dict[str, Any]) -> str:
-    """Returns a message about the process of `entry`, which no longer writes its entry."""
+    """Returns a message that a process no longer writes its entry. `entry` is an older one."""
     return (
         f"{entry['who']} sends nothing: it is gone, is stopped, or holds Python's lock; it was "
         f"last {entry['doing']}"

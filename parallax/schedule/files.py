@@ -64,8 +64,9 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     only the order of each rank's jobs: each job gets the first tick in which it can run.
 
     Raises:
-        ValueError: the file is not a table, or its table cannot run; the message names the line,
-            or, in a file of torch's form, the row and the cell of a word that is no job.
+        ValueError: the file is not a table, or its table cannot run. If one line is at fault, the
+            message names it. For a file of torch's form, the message names the row and the cell of
+            a text that it cannot read as a job.
     """
     try:
         # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is

@@ -226,9 +226,9 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the leaf at `path` in the host's memory. Raises `ValueError` if the leaf is not an
-    array of this shape and of a type that a file holds, or if this process does not have its
-    values.
+    """Returns `leaf`, which the model has at `path`, as a NumPy array in the host's memory. Raises
+    `ValueError` if the leaf is not an array of this shape and of a type that a file holds, or if
+    this process does not have its values.
     """
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
