@@ -95,9 +95,9 @@ def reduce_scattered(
         leaf the axes over which its gradient must still be summed.
         """
 
-        # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
-        # itself, such as the experts' axis, is not among these axes: along it no sum is left to
-        # take.
+        # The splits of a leaf over the axes over which it is summed. An axis that splits the
+        # parameter itself, such as the experts' axis, is not among these axes: along it no sum is
+        # left to take.
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 

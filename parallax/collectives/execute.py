@@ -392,7 +392,7 @@ def empty_like(
     # An empty block has no number to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
         # Under a vmap over a sharded dim, JAX 0.10 requires the same sharding of every operand. A
-        # new array has none, so the array is broadcast from a number of the block, which has it.
+        # new array has no sharding. So it is broadcast from a number of the block, which has one.
         return lax.broadcast(block[(0,) * block.ndim], shape)
     return varying(make(shape, block.dtype), varying_axes(block))
 

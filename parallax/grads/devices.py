@@ -6,7 +6,7 @@ A gradient function is `(params, batch) -> (value, gradients)`, where `value` is
 of the axis. A share is a device's part of a parameter; a parameter that is whole on each device is
 a copy. `A {U_X}` means that each device of axis X holds one term of a sum, and `A` is the sum.
 `axis.over(names)` is `axis` without the names that are not in `names`. `sequence_after(x, y)` is
-`x`; on a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
+`x`. On a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
 functions around the code being traced.
 """
 
@@ -342,9 +342,10 @@ def value_and_sums(
         loss: whether the loss is summed. If not, `finish` gets this device's loss in place of the
             sum.
         scatter: a function `(value, gradients, params, names) -> (value, gradients, names)`, called
-            before the sum. `names` has for each gradient the axes to sum it over; `scatter` returns
-            the axes that are left to sum over. It returns the same `value`, but may make it wait
-            for other arrays, so that all devices send in one order.
+            before the sum. `names` has for each gradient the axes over which it is to be summed;
+            the returned `names` are the axes over which it must still be summed. `scatter` returns
+            the same `value`, but may make it wait for other arrays, so that all devices send in one
+            order.
     """
 
     def axes_to_reduce(gradient, declared, parameter):

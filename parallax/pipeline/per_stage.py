@@ -21,8 +21,8 @@ this stage, and `jobs.first` says whether it is stage 0.
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
 turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage that is d
-stages after this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits
-until `y` is computed, elsewhere nothing waits.
+stages after this one. `sequence_after(x, y)` returns `x`. On a CPU, code that uses the result waits
+until `y` is computed; on other platforms nothing waits.
 """
 
 import functools

@@ -301,9 +301,9 @@ class Reading:
 
     def _apart(self, value: Value) -> Value:
         """Returns the value that a barrier makes of `value`. The new value has the buffer of
-        `value`, which gets one if it has none. For `_once`, an equation that reads the new value
-        never equals an equation that reads the old value. A value that is made only of literals is
-        returned unchanged."""
+        `value`. A `value` without a buffer gets one. For `_once`, an equation that reads the new
+        value never equals an equation that reads the old value. A value that is made only of
+        literals is returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
