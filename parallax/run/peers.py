@@ -192,7 +192,8 @@ def job_name() -> str:
 
 
 def _silent(entry: dict[str, Any]) -> str:
-    """Returns a message that a process no longer writes its entry. `entry` is an older one."""
+    """Returns a message about a process that no longer writes its entry. The process wrote `entry`
+    before."""
     return (
         f"{entry['who']} sends nothing: it is gone, is stopped, or holds Python's lock; it was "
         f"last {entry['doing']}"

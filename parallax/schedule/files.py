@@ -65,8 +65,8 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
 
     Raises:
         ValueError: the file is not a table, or its table cannot run. If one line is at fault, the
-            message names it. For a file of torch's form, the message names the row and the cell of
-            a text that it cannot read as a job.
+            message names this line. If a cell of a file of torch's form has a text that is no job,
+            the message names the row and the cell.
     """
     try:
         # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is
