@@ -191,6 +191,7 @@ def train_step(
         max_norm=compute.max_norm,
         # The axes, with their algorithms, over which the shards' sums of squares are added.
         reduce_norm_over=tuple(setup.axes.values()),
+        # The specs of the parameters, for the check of the optimizer. The norm needs no specs.
         specs=state.specs.model,
     )
 
