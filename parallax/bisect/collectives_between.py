@@ -192,9 +192,9 @@ class _SliceReader:
         There are three kinds of equations. A tap (an equation that reports a value) ends the
         search, unless its `way` is LINEAR: the tap is collected, and no operand is returned. A call
         of a function, or a `scan`, is opened: the result of its jaxpr that becomes `atom` is
-        returned, and `follow` goes on in this jaxpr. For any other equation, the Python functions
-        that made it and the collectives that it runs are collected, and so are those of the
-        equations inside its jaxprs.
+        returned, and `follow` goes on in this jaxpr. For any other equation, such as a `while` or a
+        `cond`, the Python functions that made it and the collectives that it runs are collected,
+        and so are those of all equations inside its jaxprs.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -213,6 +213,9 @@ class _SliceReader:
             return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
         self._note(eqn, body)
         if not is_cached:
+            # A `while` and a `cond` are not opened: all their code counts, even code that does not
+            # compute `atom`, and a tap in them does not end the search. `_note` uses `body` only to
+            # find the mesh.
             for jaxpr in inner(eqn):
                 for inner_eqn in every(jaxpr):
                     self._note(inner_eqn, body)
@@ -311,7 +314,7 @@ def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
     the primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:
-    # the function is traced to see what it sends.
+    # the function is traced to see what it sends. `mesh.spmd` sets check_vma=True too.
     if eqn.primitive is types.linear_p:
         inside = every(types.linear_jaxpr(eqn, mesh, check_vma=True))
         sent = [pair for inner_eqn in inside for pair in _collectives(inner_eqn, mesh)]
@@ -358,8 +361,9 @@ def _caller(eqn: JaxprEqn) -> str:
     unknown too, the text is "".
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
-    # Files directly in the package's folder, such as tensor.py, are no models. Files in the
-    # package's folder `models`, and files of the user, are models.
+    # Files directly in the package's folder, such as tensor.py, are no models. All other files
+    # count as models: those of the user, and those in the package's folders, such as `models` or
+    # `context`, but not `collectives`, which was left out above.
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
     model_frames = list(itertools.compress(frames, is_model))
     lines = [

@@ -468,7 +468,8 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 def _of_array(leaf: Any) -> Value:
     """Returns a JAX array as a `Value`. Devices may have copies of one block of the array. If
     copies of a floating-point block differ, `differs` has the largest difference under the name
-    "devices". Copies of whole numbers are not compared.
+    "devices". Copies of whole numbers are not compared: `relative` measures rounding errors, which
+    whole numbers do not have.
     """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers

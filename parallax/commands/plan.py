@@ -85,7 +85,9 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> str:
     """Returns a plan as text: the predicted memory, traffic and time of a step. With a file and
     `--mesh`, it is the plan of the step in that file. With `--layout`, it is the plan of this
-    layout. With neither a file nor `--layout`, the best layouts are searched.
+    layout; with several `--islands`, the text also has the bytes that the islands exchange. With
+    neither a file nor `--layout`, the best layouts are searched. A search and the plan of a file do
+    not use `--islands`.
 
     Raises:
         ValueError: there is no layout, no file and no number of devices; only one of a file and

@@ -118,6 +118,8 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
         # Operands of a comparison that depend on two counts: on the queries' and on the keys'.
         if len(joined) > 1 and name in ("lt", "le", "gt", "ge"):
             return True
+        # A count that `inner` makes and returns is not followed. If a mask compares such a count,
+        # the comparison is not found.
         if inner is not None:
             arguments = dict(zip(inner.invars, operands, strict=True))
             if _compares_counts(inner, arguments):

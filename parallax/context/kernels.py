@@ -146,7 +146,8 @@ def _forward(
 
         peak, total = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
         start = peak, total, jnp.zeros((*rows, K), dtype)
-        # A scan's carry must keep its type, and its results vary along the axes of q.
+        # A scan's carry must keep its type, and its results vary along the axes of q. k, v and the
+        # marks vary along no other axes, since the callers cast all arguments to the same axes.
         (peak, total, out), _ = lax.scan(keys, varying(start, varying_axes(q)), key_tiles)
         # A query that saw no key has the sum 0, and gets an output of 0.
         divisor = jnp.where(total > 0, total, jnp.ones((), dtype))
@@ -216,7 +217,8 @@ def _backward(  # noqa: PLR0913
         (dq, *sums), _ = lax.scan(keys, (dq, *sums), (numbers, key_tiles))
         return tuple(sums), dq
 
-    # A scan's carry must keep its type, and its results vary along the axes of q.
+    # A scan's carry must keep its type, and its results vary along the axes of q, to which the
+    # callers cast k and v too. The transpose of this cast sums dk and dv over the added axes.
     axes = varying_axes(q)
     zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, query_tiles)
@@ -270,7 +272,8 @@ def _tiles(
     # queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
     # Keys that fill up the last tile are masked. Queries that fill up the last tile need no mask:
-    # `_whole` drops their results.
+    # `_whole` drops their results. `is_token` is true for each of the S keys; `_cut` pads it with
+    # False.
     is_token = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
     q_size, k_size = _size(T, block), _size(S, block)

@@ -85,7 +85,9 @@ def attention(
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
     check_attention(q, k, v, segments, axis, table.chunks)
-    # If one chunk is the whole sequence, a kernel may use the distances between its tokens.
+    # `check_kernel` refuses scores that depend on distances between tokens, since a kernel is not
+    # told which chunks it gets. If one chunk is the whole sequence, the distances are right. The
+    # scores of TILED do not depend on distances.
     if kernel is not TILED and axis.size() * table.chunks > 1:
         check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
     arrays = (q, k, v) if segments is None else (q, k, v, segments)
@@ -131,6 +133,7 @@ class _Ring(NamedTuple):
         `hop` takes a hop's number and the carry, and returns the new carry. If `first` is not below
         `last`, there is no hop: `carry` is returned as it is, and the program gets no empty loop.
         """
+        # Python's numbers would make the hop's number int64 if 64-bit types are enabled.
         return lax.fori_loop(np.int32(first), np.int32(last), hop, carry) if first < last else carry
 
 

@@ -127,8 +127,8 @@ def files(path: Path, value: Any) -> dict[str, list]:
     """Returns `value`, the entry `files` of the manifest at `path`, after a check.
 
     The value must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
-    file. Each name must be the name of a file inside the manifest's folder. Raises `Damaged` for
-    anything else.
+    file. Each name must be printable, and the name of a file inside the manifest's folder. Raises
+    `Damaged` for anything else.
     """
     need(
         isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value
@@ -140,6 +140,7 @@ def files(path: Path, value: Any) -> dict[str, list]:
             and "/".join(parts) == name  # as `hashes` writes it: no "//", "/./" or "/" at the end
             and not name.startswith("/")
             and ".." not in parts
+            # so no NUL, which `open` refuses, and no line break in an error
             and name.isprintable()
         )
         need(inside, f"{path}: files", "names of files inside the folder", name)

@@ -115,11 +115,12 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
     """Draws a circle of devices for each group of rounds with equal arrows, in the order of the
-    routes `tables`, and writes the picture to `path`.
+    routes `tables`, and writes the picture to `path`. At least one route must have a message.
     """
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     columns = min(len(circles), 4)
     rows = math.ceil(len(circles) / columns)
+    # Routes that run side by side have the same devices, so the first route's `n` fits all circles.
     side = max(2.2, 0.2 * tables[0].n)
     figure = canvas.figure(columns * side, rows * (side + 0.3))
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)

@@ -30,10 +30,11 @@ def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
     """Returns one line with a schedule's numbers of stages, chunks and microbatches, its makespan,
-    its bubble, and the largest number of microbatches in flight on a stage. `forward`, `backward`
-    and `weight` are the times of a stage's jobs for one microbatch, in all chunks together. By
-    default `backward` is 2, or 1 if the gradients of the weights are jobs of their own; `weight` is
-    the time of these jobs, and is not used if there are none.
+    its bubble, and the largest number of microbatches in flight on a stage. For the makespan and
+    the bubble, all stages begin each tick together. `forward`, `backward` and `weight` are the
+    times of a stage's jobs for one microbatch, in all chunks together. By default `backward` is 2,
+    or 1 if the gradients of the weights are jobs of their own; `weight` is the time of these jobs,
+    and is not used if there are none.
     """
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)

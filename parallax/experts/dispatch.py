@@ -469,6 +469,7 @@ def _weighted_sum(y: Array, weights: Array) -> Array:
     choices of all tokens, then of the second, and so on.
     """
     tokens, k = weights.shape
+    # A product needs operands of one type. `jnp.sum` adds 16-bit numbers in float32.
     return jnp.sum(y.reshape(k, tokens, -1) * weights.T[..., None].astype(y.dtype), axis=0)
 
 

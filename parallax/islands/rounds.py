@@ -141,6 +141,8 @@ def local(
                 inner, state = _when(is_due, exchange.at_once, (inner, state))
             else:
                 inner, state = _when(is_due, exchange.start, (inner, state))
+                # `_is_due` is false up to step 0, so a `finish` follows the `start` of its round.
+                # If the exchange was dropped, as by `with_number_of_islands`, nothing changes.
                 is_due = _is_due(inner.step - stream.delay, first, every)
                 inner, state = _when(is_due, exchange.finish, (inner, state))
         state = eqx.tree_at(_inner, state, _stacked(inner, names))
@@ -293,6 +295,7 @@ class _Round(eqx.Module):
             return jnp.where(sent.present[0], _mixed(new, old, self.mixing), old)
 
         weights = self.part.get(state.model)
+        # `outer.init` took the weights, so the outer optimizer gets gradients of the same types.
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
         updates, moments = self.update(delta, state.optimizer[self.k], weights)
         # Momentum would move the weights even if the mean change is zero. So if no island was

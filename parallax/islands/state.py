@@ -325,9 +325,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         state, lost = islands.with_number_of_islands(state, train_step.shapes)
 
     `shapes` are the shapes of a state for the new number of islands. All islands continue with the
-    outer weights. If there were n islands before, island i takes the state of the inner optimizer,
-    and the leaves that are not trained, from island i mod n. Exchanges under way and rounding
-    errors are dropped.
+    outer weights, the only weights that are the same for all islands. If there were n islands
+    before, island i takes the state of the inner optimizer, and the leaves that are not trained,
+    from island i mod n. Exchanges under way and rounding errors are dropped.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
     sources = jnp.arange(islands) % before

@@ -3,7 +3,7 @@ place of the call, and each value (array) has an id.
 
 Ids are ints: 0, 1, 2, ... Functions take and return ids, since the arrays do not exist before a
 run. A collective of this library is one equation, `linear_collective`. The function `ours` returns
-the jaxpr of `ppermute`s that the equation stands for.
+the jaxpr that the equation stands for, which sends by `ppermute`s or calls other collectives.
 """
 
 from collections import defaultdict
@@ -152,8 +152,10 @@ class Flat:
         """Adds the operations of an equation, and returns the ids of its results.
 
         For a call of a function, the function's operations are added. Collectives, loops and
-        `shard_map` stay one operation each. An operation inside a function of JAX or of this
-        library is hidden (`Scope.is_hidden`), so that findings show the caller's line.
+        `shard_map` stay one operation each. But a collective of this library that only calls other
+        collectives, such as `zero.gathered`, is opened like a call. An operation inside a function
+        of JAX or of this library is hidden (`Scope.is_hidden`), so that findings show the caller's
+        line.
         """
         name = eqn.primitive.name
         if name == COND:
@@ -163,8 +165,8 @@ class Flat:
             # `zero.gathered` and `sequence.gather_from` give their gathers this name. A loop
             # repeats these gathers on purpose, to save memory.
             scope = scope._replace(on_purpose=True)
-        sent = values.sent(eqn, ours)  # None if it is no collective
-        # A collective of this library that is made of several others is opened like a call.
+        # None if it is no collective, or a collective of this library that is opened like a call.
+        sent = values.sent(eqn, ours)
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
         if inner is None:
             return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)

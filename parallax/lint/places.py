@@ -67,7 +67,8 @@ def _same_elements(
         return dims if before == after else None
     if node.name not in LAID_OUT:
         return None
-    # Only dims of size 1 may come or go.
+    # Only dims of size 1 may come or go. Which of them remains is not known, so none of them counts
+    # as split afterwards. `axes_of_blocks` does not use the axes of such dims either.
     pairs = [(size, axes) for size, axes in zip(before, dims, strict=True) if size > 1]
     if [size for size, _ in pairs] != [size for size in after if size > 1]:
         return None

@@ -299,7 +299,8 @@ class Reading:
             condition = self.flat(jaxprs.opened(eqn.params["cond_jaxpr"]), node)
             first = eqn.params["body_nconsts"]
             # The condition takes its constants and the carries. It has no updates and no gradients,
-            # so `propagate` finds all mistakes in it.
+            # so `propagate` is enough. The predicate is not known before the condition is read, so
+            # the condition's collectives do not count as inside this loop or under its predicate.
             operands = [*inputs[:skipped], *arguments[first:]]
             predicate = self.propagate(condition, operands)[0]
         if not self.silent:
@@ -400,7 +401,9 @@ class Reading:
                     self.note(mistakes.same_every_trip(sent, aval, axes, loop.trips, where))
             elif loop and sent.kind == "sum" and jaxprs.is_float(aval):
                 results[i] = results[i]._replace(parts=loop.summed(value, aval, axes, where))
-            elif loop:  # of the collectives, only sums count as linear functions
+            # Only sums can be a `sum_in_a_loop`. A value that another collective takes counts as
+            # used in another way than by adding it up.
+            elif loop:
                 loop.spoil([value])
         return results
 
@@ -463,8 +466,9 @@ def _after_loop(
         depth: the number of loops around this one.
     """
     outside = [value.stacked() for value in returned[len(carries) :]]
-    # A carry's elements come from the last iteration. The facts about its dims and about what it
-    # was computed from are those of every iteration.
+    # `carries` join the first values and the body's results, so their facts about dims and about
+    # what a carry was computed from always hold. The other facts are those of the body's results: a
+    # loop is taken to run at least once.
     outside = [
         value.with_dims_and_origin_of(carry)
         for value, carry in zip(returned, carries, strict=False)

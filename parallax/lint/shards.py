@@ -117,7 +117,8 @@ class ShardMap:
         for i, (value, dims) in enumerate(zip(inputs, argument_dims, strict=True)):
             # A `Dim` has the axes that split a dim, and whether the dim has the rows of a batch. A
             # weight that is split over an axis of the batch is gathered before its use, so its dim
-            # does not count as split over this axis. The first dim of a batch has its rows.
+            # does not count as split over this axis. The first dim of a batch has its rows. Every
+            # argument that is not trained counts as a batch here, even if it is not split.
             dim_facts = [
                 Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
                 for k, axes in enumerate(dims)
@@ -149,9 +150,11 @@ class ShardMap:
 
         The `shard` of a result is that of the first operand from which an elementwise operation, a
         reshape, a transpose or a gather makes the result. In an operation with several results and
-        as many operands, result j belongs to operand j. A collective ends the dependence on a split
-        batch (`fed`) along the axes of the collective. `note(mistake, node, *details)` is called
-        for a gather that puts blocks in a wrong order.
+        as many operands, result j gets the `shard` of operand j. Each result has the `fed` and the
+        `chosen` of all operands together. A collective ends the dependence on a split batch (`fed`)
+        along the axes of the collective. It does not end `chosen`: a pipeline's activations were
+        sent, and still count as chosen by the device's index. `note(mistake, node, *details)` is
+        called for a gather that puts blocks in a wrong order.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent

@@ -419,7 +419,7 @@ class _Operation:
         axes = NO_AXES.union(*(dims[i].split for i in removed))
         # A reshape may cut a split dim into groups: 8 units on 4 devices, 2 on each, by
         # `x.reshape(2, -1)`. Then a device has one element of each group, and the reduction of the
-        # group is not complete either.
+        # group is not complete either. Several elements may be a whole group, such as a head.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
         axes |= NO_AXES.union(*(dims[i].within for i in ones))  # `within` such a split dim
         # A sum of terms is a term of the same sum over devices; a maximum of terms is none.

@@ -119,6 +119,7 @@ def _shard_maps(
         bodies = jaxprs.closed(eqn.params)
         if eqn.primitive.name == "shard_map":
             yield eqn, values
-        # A call passes its operands on to its only body.
+        # A call passes its operands on to its only body. So does a `scan` with its constants. Its
+        # carries are taken to keep their first values, and its slices for whole arrays.
         elif len(bodies) == 1 and len(jaxprs.opened(bodies[0]).invars) == len(values):
             yield from _shard_maps(bodies[0], values)
