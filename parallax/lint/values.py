@@ -335,7 +335,9 @@ def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str)
         axes: the axes of the collective that have several devices.
         where: the source line of the collective, "file.py:12".
     """
-    # The first three fields of a `Value` are `differs`, `trip` and `constant`.
+    # The first three fields of a `Value` are `differs`, `trip` and `constant`. `summed`, which only
+    # serves messages, is left out: after a permute, a scatter or an exchange, the value is not the
+    # array that an earlier sum made.
     if sent.kind not in ("sum", "maximum", "gather"):
         return Value(value.differs | axes, value.trip, value.constant)
     # The lines of sums, for messages: a new collective over an axis replaces the earlier sum.

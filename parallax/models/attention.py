@@ -66,6 +66,8 @@ def grouped(
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
     # For the mask of the scores, [B, G, r, T, S]: the number of each query and key.
     query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
+    # Only the softmax is wide: products with a wider result would get wider cotangents, and would
+    # multiply these in the backward pass.
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     sees = key <= query + first
     if segments is not None:  # they number the documents of the keys too, since S = T

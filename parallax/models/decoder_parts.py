@@ -353,6 +353,8 @@ def head(
     In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
     from the last stage to all stages.
     """
+    # Normalised before it is sent and gathered: then the devices' cotangents are summed before they
+    # reach the norm, and of the stages only the last one has a gradient of the norm's weight.
     x = comms.all_tokens(across(model.norm(x, model.config.epsilon)))
     value = cross_entropy.mean(
         decoder_taps.whole(x, "head.in", comms),

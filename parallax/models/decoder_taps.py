@@ -8,7 +8,8 @@ If a device has only some elements of a dim, the tap's `places` are the position
 in the dim of the undivided array. `comms`, a `tensor.Comms`, knows how tokens are split: from an
 array with all tokens, `local_tokens` cuts out those that this device has between two layers, and
 `context_tokens` those that it has inside a layer. `GATHERED` are the axes over which ZeRO-3 gathers
-weights: the taps' specs are without these axes.
+weights: the specs of the weights' taps are without these axes. The specs of the gradients' taps
+have them, since ZeRO-3 splits a gradient like its weight.
 """
 
 from collections.abc import Callable

@@ -140,6 +140,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
                 state.inner,
                 replace_fn=change_stacked,
             )
+            # `state.error` has an entry for each fragment of the model, None without int8. `vmap`
+            # refuses None; `change`, which has no `vmap`, leaves a None in `state.sent` as it is.
             errors = (None if error is None else change_stacked(error) for error in state.error)
             return islands.State(
                 inner,

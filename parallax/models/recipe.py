@@ -227,9 +227,10 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     if layout.zero in (1, 2):
         grad = zero.reduce_scattered(grad, reduced_over, setup.specs)
     else:
-        # With `reduce_in_backward` the blocks' gradients are summed already; a second sum would
-        # count them n times. Under ZeRO-3 the gradients of shares are summed already over the axes
-        # that split the parameters; `averaged` sums them over the other axes only.
+        # With `reduce_in_backward`, which `decoder` refuses together with ZeRO, the blocks'
+        # gradients are summed already; a second sum would count them n times. Under ZeRO-3 the
+        # gradients of shares are summed already over the axes that split the parameters; `averaged`
+        # sums them over the other axes only.
         already_summed = family.where if compute.reduce_in_backward else None
         grad = grads.averaged(grad, reduced_over, reduced=already_summed)
     # After the reductions above, so that under ZeRO only a device's share, 1/n of the bytes, goes
@@ -258,6 +259,7 @@ def functions_of(setup: Setup) -> Functions:
         """
         # The taps, which report weights to `bisect`, are innermost, so they see gathered weights.
         block = decoder_taps.block(block, specs, family.where, loops)
+        # At most one of the next two applies: `decoder` refuses `reduce_in_backward` with ZeRO.
         if compute.reduce_in_backward:
             block = grads.reduced_in_backward(block, setup.along(REDUCED_OVER))
         if layout.zero == 3:
@@ -278,6 +280,7 @@ def functions_of(setup: Setup) -> Functions:
     if compute.documents is not None:
         from parallax.models import documents
 
+        # Refuses a stage that does not read the segments, and a batch that has none.
         stage = documents.requires_segments(stage)
     if layout.context > 1:
         from parallax import context
@@ -295,7 +298,8 @@ def functions_of(setup: Setup) -> Functions:
 def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
     """Returns the loss `(model, batch) -> loss` for evaluation, on each device's part of the model
     and the batch. The auxiliary losses of the blocks, such as those of a router, and auxiliary
-    values are left out.
+    values are left out. The loss computes in the type of the parameters, whatever
+    `layout.precision` is.
     """
     embed, stage_with_terms, head_with_aux = functions
     layout, axes, where = setup.layout, setup.axes, setup.family.where
@@ -461,7 +465,9 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
             from parallax import sequence
 
             comms = sequence.comms
-        # Not in a pipeline: three arrays would go into slots and out of them, in place of one.
+        # With `on_tpu`, queries, keys and values have a matmul each, which is faster on TPUs. Not
+        # in a pipeline: it copies the arrays that a stage keeps into a buffer and out of it, which
+        # would be three arrays in place of one.
         if setup.platform == "tpu" and not layout.pipelined:
             comms = functools.partial(comms, on_tpu=True)
     if layout.context > 1:

@@ -405,7 +405,7 @@ def filtered(
     # No shifted logit is above 0, so a small temperature gives -inf and never inf. If the maximum
     # is inf or -inf, some shifted logit is nan.
     shifted = wide - jnp.max(wide)
-    # A comparison of indices marks one element without a scatter.
+    # True for the token with the largest logit, the first if several logits are equal.
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)  # for temperature 0
     # The inner `where` avoids a division by 0.

@@ -47,8 +47,8 @@ from parallax.plan.traffic import Sizes, Term
 from parallax.plan.units import Number, quantity
 
 LARGEST = 4  # temporaries that a plan names
-# How often a layer's forward or backward pass goes over the arrays between its matmuls: it writes
-# them, reads them, and makes two passes in between.
+# How often a layer's forward or backward call goes over the arrays between its matmuls: it writes
+# them, reads them, and goes over them twice in between.
 PASSES = 4
 # How often an update goes over a parameter's float32 numbers: AdamW reads 4 and writes 3, and the
 # choice between new and old values, which skips a step, has 3 more.
@@ -397,7 +397,8 @@ def memory(
     known(config)
     compute = recipe.Compute(axes=axes or {})
     # The kernel for GPUs needs a GPU. `context.blockwise` stands for it here: it keeps no scores
-    # either, so it needs the same memory.
+    # either, so it needs the same memory. If there is no such kernel, `traced` chooses as the train
+    # step does: on TPUs the family's kernel, elsewhere the family's own attention.
     if has_kernel(config, layout, hardware, attention_kernel):
         attention = flash.attention if hardware.platform == "tpu" else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
@@ -451,7 +452,7 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     # 2 of the 2n chunks of tokens. Each of them meets the keys of 2n chunks: 4n pairs of chunks. A
     # device skips the pairs whose keys come after the queries, and computes 2n + 1 pairs. Without a
     # context axis all pairs count: the family's own attention computes all scores, and masks those
-    # of later keys.
+    # of later keys. A kernel, which may skip later keys, is counted like that attention.
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1
     layer = layer_of(config)
     # A layer's forward pass: 2 operations for each token and weight, and attention's two products
@@ -498,9 +499,9 @@ def _passes(
     sizes = config, everything_kept, batch, hardware.short
     arrays = residuals.between_products(*sizes, kernel=kernel)
     again = recomputed(layout)
-    # A pass writes these arrays, reads them, and works on them in between: it goes `PASSES` times
-    # over them. A backward call also runs a share of the
-    # forward pass again (`again.passes`).
+    # A forward or backward call goes over these arrays `PASSES` times: it writes them, reads them,
+    # and works on them in between. A backward call also runs a share of the forward call again
+    # (`again.passes`). A call of W only multiplies.
     passes = PASSES * arrays * size.layers * (size.forward + size.backward * (1 + again.passes))
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:

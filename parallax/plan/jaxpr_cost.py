@@ -77,8 +77,9 @@ class Reading:
 
     def hold(self, value: Value) -> Buffer | None:
         """Gives the root of a value (the value before reshapes) a buffer, unless the root has one,
-        and returns the buffer. A value of at most 64 bytes that is made only of literals needs no
-        memory of its own; for such a value the method returns None."""
+        and returns the buffer. A value of at most 64 bytes that is made only of literals is taken
+        as a constant inside the operation that reads it; for such a value the method returns None.
+        A larger one, such as an array of zeros, must be written to memory."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -348,6 +349,8 @@ class Reading:
         if name in primitives.COLLECTIVES:
             # Axes of one device, along which nothing is sent, are left out.
             along = primitives.axes(eqn, self.sizes)
+            # A message has the bytes of the result, as in compiled programs; `plan.seconds`
+            # computes the bytes of the operand from them.
             for value in results if along else ():
                 if not value.bytes:  # such as half of one number; XLA drops an empty message
                     continue
@@ -458,6 +461,8 @@ class Reading:
             self.frames.append(Frame())
             for value in self.run(branch, operands, used, readers):
                 self.hold(value)
+            # No buffer of the branch lives to its end, `()`: the results live on in the
+            # conditional's own buffers, `results` below.
             peak = liveness.peak(self.frames.pop().operations, ())
             key = (self.products.total(), self.messages.total(), peak.bytes)
             if largest is None or key > largest[0]:
@@ -728,7 +733,9 @@ class Reading:
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
         self.emit(
             Operation(tuple(root.reads), (buffer,), over),
-            # A start that is held is in memory already; a fused one is written here.
+            # A start that is held is in memory already; a fused one is written here. The bytes that
+            # a fused start reads are not counted, and neither is the copy of a held start that a
+            # later operation still reads.
             written=0 if root.buffer else buffer.bytes,
         )
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)

@@ -91,8 +91,10 @@ def jobs(layout: Layout) -> Jobs:
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
-    # W has a lane of its own: all stages run it in the same M v ticks. On the last stage, W comes
-    # P - 1 ticks after I, so the arrays of P microbatches wait.
+    # W has a lane of its own: all stages run it in the same M v ticks, the last ones. F has ended
+    # in the last v P - 1 ticks, as in 1F1B. `last` is the smaller of these two numbers: the ticks
+    # with I and W, but without F. On the last stage, W comes P - 1 ticks after I, so the arrays of
+    # P microbatches wait. If there are fewer, those of all wait, and one place is for idle ticks.
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
     # Each tick of F sends an activation, and each tick of I a cotangent. The `last` ticks are one

@@ -322,6 +322,7 @@ def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
     algorithm's name, and a function that makes the algorithm's tables of messages."""
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
+    # Any `size`: `halving` rounds up where a number of blocks is odd.
     yield "halving", functools.partial(halving.table, size)
     # A ring inside each machine, then a ring or halving over the machines. `inside` is the devices
     # of a machine, or of another fast domain.

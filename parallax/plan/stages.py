@@ -117,7 +117,8 @@ def stage_work(
 
 def _products(jaxpr: Jaxpr) -> int:
     """Returns the number of floating-point operations of a program's matmuls, in all trips of its
-    loops. A loop of unknown length counts as one trip. A conditional counts all its branches."""
+    loops. A loop of unknown length counts as one trip, a conditional counts all its branches, and a
+    Pallas kernel counts the matmuls of its body once, whatever its grid and its stated cost."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in primitives.PRODUCTS:

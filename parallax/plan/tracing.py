@@ -171,8 +171,8 @@ def trace(
 
 
 def _unplaced(leaf: Any) -> Any:
-    """Returns an argument without its sharding, since the sharding may have devices of another
-    mesh."""
+    """Returns a `ShapeDtypeStruct` without its sharding, since the sharding may have devices of
+    another mesh. Returns any other argument unchanged."""
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if isinstance(leaf, jax.ShapeDtypeStruct)

@@ -10,7 +10,8 @@ pipeline's jobs: forward, backward or weights.
 In `_Step`, `size` says how often a step calls each part of the model (`Sizes`), and `again` has the
 operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
 but `size.leaves` counts calls of the embedding's backward pass. `stream` is the bytes of the
-residual stream on a device, and `parts` the number of devices among which its tokens are split.
+residual stream on a device, and `parts` the number of devices among which its tokens are split. A
+*group* of axes is a run of neighbouring axes with one algorithm: one call sends along all of them.
 `compute` is the bytes of a number in the dtype in which the model computes, `itemsize` the bytes of
 a parameter, and `wide` the bytes of a number in the wider dtype of sums. `shards` are the axes over
 which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients are scattered after each
@@ -260,8 +261,8 @@ class _Step:
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of an all-reduce that takes `nbytes` bytes on each device and runs
-        `times` times in a step: one `Term` for each group of axes with the same algorithm. `what`
-        and `itemsize` are those of `term`."""
+        `times` times in a step: one `Term` for each group of `axes`. `what` is a name for the data.
+        `itemsize` is the bytes of a number (None: `self.compute`)."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
@@ -270,7 +271,8 @@ class _Step:
         `times` times in a step: one `Term` for each group of the axes `over`, the first axis first.
 
         After the reduce-scatter over a group of n devices, each device has 1/n of the bytes for the
-        next group. `what` and `itemsize` are those of `term`.
+        next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
+        `self.compute`).
         """
         for group in self.groups(over):
             yield self.term(
@@ -283,7 +285,8 @@ class _Step:
         `times` times in a step: one `Term` for each group of the axes `over`, the last axis first.
 
         After the all-gather over a group of n devices, each device has n times as many bytes for
-        the next group. `what` and `itemsize` are those of `term`.
+        the next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
+        `self.compute`).
         """
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
@@ -361,6 +364,7 @@ class _Step:
         block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks
         maxima = block_tokens * self.wide
+        # An axis's algorithm can only sum, so the maxima take `lax.pmax`, over both axes at once.
         yield self.term("maxima of logits", both, lax.pmax, maxima, calls, self.wide)
         yield from self.all_reduce("sums of logits", both, 2 * maxima, calls, self.wide)
 
@@ -460,9 +464,10 @@ class _Step:
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
-            # There is no loop over layers, so XLA gathers once for all forward passes, also for
-            # those of a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint`
-            # keeps the gathers of the backward passes apart from these.
+            # There is no loop over layers, and all calls read the same layers (with several chunks,
+            # the tick decides which). So XLA gathers once for all forward passes, also for those of
+            # a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint` keeps the
+            # gathers of the backward passes apart from these. TPUs are counted alike.
             return 1 + in_backward
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
@@ -484,6 +489,7 @@ class _Step:
         scatters = size.leaves * (leaf.path in ends.embedding) + size.heads * (
             leaf.path in ends.head
         )
+        # If several groups have different algorithms, one by lax is taken to drop all zeros.
         by_lax = any(
             self.algorithm(group).reduce_scatter is lax.psum_scatter
             for group in self.groups(axes_of(self.shards))

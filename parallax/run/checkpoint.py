@@ -291,7 +291,8 @@ class Checkpoints:
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
-                each. So a run does not start from the beginning unnoticed.
+                each. So a run does not start from the beginning unnoticed. Only the first process
+                raises this error; the others wait for it, until `processes.run` ends them.
             ValueError: the checkpoint is good, but its arrays are not those of `like`; the message
                 names the leaf.
         """

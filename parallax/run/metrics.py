@@ -61,7 +61,8 @@ class Skipped:
                 gradient norm.
             scale: the loss scale of the state that the step returned, or None.
         """
-        # The scale that this step used; the scale that it returned is for the next step.
+        # The scale that this step used; the scale that it returned is for the next step. At the
+        # first call `_scale` is infinite, so with a loss scale an overflow then does not count.
         before, self._scale = self._scale, math.nan if scale is None else float(scale.value)
         if not info.skipped:
             return False

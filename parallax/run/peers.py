@@ -137,7 +137,8 @@ class Peers:
             return raised[0] if raised else _likely(before, after, self.job.rank)
 
         words = _within(2 * GRACE, compare)
-        return _silent(self._rank_0) if words is None else words  # None: the store did not answer
+        # None: the store did not answer. `_rank_0` is rank 0's entry, read when this process began.
+        return _silent(self._rank_0) if words is None else words
 
     def _write_entry(self) -> None:
         """Adds 1 to the count in this process's entry, and writes the entry into JAX's key-value

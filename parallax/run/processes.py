@@ -79,7 +79,7 @@ def initialize(
         ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
             variables are incomplete, or the number of processes does not divide `cpu_devices`.
     """
-    # `_told` checks the arguments, and replaces missing ones by the JAX_... variables.
+    # `_told` checks the arguments. Without a number and a rank it takes the JAX_... variables.
     coordinator, processes, rank = _told(coordinator, processes, rank)
     connected = True
     try:
@@ -103,7 +103,9 @@ def initialize(
     job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
     if cpu_devices is not None:
         if cpu_devices % job.processes:
-            # A meeting of all processes. None waits long, since all have the same `cpu_devices`.
+            # Each process disconnects before it raises, so that JAX does not report a process that
+            # has ended to those that have not. `shutdown` is a meeting of all processes. None waits
+            # long, since all have the same `cpu_devices`.
             jax.distributed.shutdown()
             divisible = max(job.processes, cpu_devices // job.processes * job.processes)
             raise ValueError(
@@ -122,9 +124,10 @@ def initialize(
 def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
-    """Returns the coordinator, the number of processes and the rank: the arguments, or else the
-    values of the JAX_... variables. Refuses a number of processes or a rank if one of the three is
-    missing, and a coordinator without a port.
+    """Returns the coordinator, the number of processes and the rank. If the arguments have neither
+    a number nor a rank, and both are set as JAX_... variables, the variables are taken, and a given
+    coordinator replaces that of the variables. Refuses a number of processes or a rank if one of
+    the three is missing, and a coordinator without a port.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])

@@ -100,6 +100,9 @@ def make_room(
     folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
 ) -> None:
     """Moves aside an unfinished or refused checkpoint of `step`, which is in the way of a new one.
+    It is not removed here, since it may be of another run, and the new one is not yet written.
+    After that, `prune` removes the folder, such as 00000100.replaced, if it is of this run. A
+    folder with a further number, such as 00000100.replaced.2, stays.
 
     Raises:
         Later: there is a finished checkpoint of this step or a later one.
@@ -164,7 +167,8 @@ def prune(
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
-    # The checkpoint that stays for its measured loss may be one of these.
+    # The checkpoint that stays for its measured loss may be one of these. Those that `every` keeps
+    # are not looked at, so a measured one among them does not let an older one go.
     older = {step for step in to_remove.values() if step not in refused}
     for path in to_remove.keys() - _measured(folder, newest, older):
         remove(path)

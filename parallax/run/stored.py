@@ -276,7 +276,7 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
-    """Returns this process's blocks of an array, by device, copied to the host. Devices that hold
+    """Returns this process's blocks of an array, by device, in the host's memory. Devices that hold
     the same block share one copy of it.
     """
     # The index is taken as text, since slices cannot be keys of a dict. Copies of a block have the
@@ -285,6 +285,8 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
     distinct = {index: data for _, index, data in shards}
     for data in distinct.values():  # starts all copies before the first is waited for
         data.copy_to_host_async()
+    # On CPUs `np.asarray` gives a view. As long as a NumPy array refers to a buffer, JAX does not
+    # write over it: a step to which the buffer is donated works on a copy.
     on_host = {index: np.asarray(data) for index, data in distinct.items()}
     return {device: on_host[index] for device, index, _ in shards}
 

@@ -171,6 +171,7 @@ class Fields:
         """
         fields, supported = read_json(file), ONLY | dict(self.only)
         try:
+            # `model_type` is only compared: `_check_known` has it in `WRITTEN_ANEW`.
             self._check_values(fields, {"model_type": (self.model_type,)} | supported)
             numbers = {name: number.read(fields) for name, number in self.numbers.items()}
             derived = self.derived(numbers)
@@ -256,6 +257,7 @@ class Fields:
                 "known here, and may change what the model computes. Remove a field only if "
                 "transformers gives the same logits without it."
             )
+        # `save` writes the free fields again, and transformers accepts only values of these types.
         for name in fields.keys() & free.keys():
             if free[name] and type(fields[name]) not in free[name]:  # (): any type
                 kinds = " or ".join(kind.__name__ for kind in free[name])

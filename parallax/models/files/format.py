@@ -108,6 +108,8 @@ def load(
     ]
     what = f"{format_.fields.title} of {', '.join(sizes)}"  # the model in words, for errors
     with contextlib.ExitStack() as stack:  # keeps the files open until all leaves are read
+        # The tensors of all files, by their names without the prefix. Tensors whose names match
+        # `no_weights`, such as causal masks, are left out.
         stored = tensors.opened(stack, files, index, format_.prefix, format_.no_weights)
         tensors.check_meant(stored, format_.fields.fingerprint(numbers), config_file)
         tensors.check(stored, leaves, config_file, what)

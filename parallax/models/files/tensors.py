@@ -144,8 +144,9 @@ class Stored(NamedTuple):
 
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
-    """Returns the safetensors files of a model in `folder`, and the index that lists them. The
-    index is None if there is only `model.safetensors`.
+    """Returns the safetensors files of a model in `folder`, and the index that lists them. If the
+    folder has a file `model.safetensors`, this file is the only one, and the index is None, even if
+    there is an index in the folder: transformers also takes this file first.
 
     Raises:
         FileNotFoundError: there is no file, or a file that the index lists is missing.

@@ -245,6 +245,8 @@ def attention(
     sees = jnp.tril(jnp.ones((T, T), bool))[None, None]
     if segments is not None:
         sees = sees & (segments[:, :, None] == segments[:, None, :])[:, None]
+    # Only the softmax is wide: products with a wider result would get wider cotangents, and would
+    # multiply these in the backward pass.
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     weights = weights if drop is None else drop(weights)

@@ -1,7 +1,8 @@
 """The functions in which a Llama differs from other decoders: its block, rotary positions, experts.
 
-Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L
-layers. An attribute for a part that the model lacks, such as a bias, is `()`.
+Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, F
+hidden units of the feed-forward, L layers. An attribute for a part that the model lacks, such as a
+bias, is `()`.
 
 `comms` is a `tensor.Comms`, the functions by which the devices of the tensor axis communicate:
 `comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
@@ -239,8 +240,8 @@ def rotated(
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
-    """Returns the outputs of a column-parallel layer, [B, T, heads, K] or [B, T, F], from
-    activations that all devices have.
+    """Returns the outputs of a column-parallel layer, from activations that all devices have. They
+    are [B, T, H, K] for queries, [B, T, G, K] for keys or values, and [B, T, F] for hidden units.
     """
     y = jnp.tensordot(y, layer.weight, axes=1)
     # A plain `+` fails if JAX is set to refuse arrays with different numbers of dims.
