@@ -141,8 +141,9 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
     """Returns the dims of an operand, computed from `dims`, the dims of the result `value`. Returns
     None if the operand does not hold the elements of the result.
     """
-    # Carries and sums over devices keep the shape and the split; stacked results have another
-    # shape.
+    # Sums over devices keep the shape and the split. So does a carry. It counts as an elementwise
+    # function of its first value: a loop that accumulates gradients adds to each element. Stacked
+    # results have another shape.
     if node.name in LOOPS or (node.sent and node.sent.kind == "sum"):
         return dims if program.shape(operand) == program.shape(value) else None
     return None if node.sent else backward(program, node, operand, value, dims)
@@ -263,7 +264,7 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
     collective over that axis. A value without missing axes is left out. A path goes through
     collectives, the carries of loops, and the operations in `PASSED_ON`: elementwise ones,
-    reshapes, transposes, reductions, slices and concatenations.
+    broadcasts, reshapes, transposes, reductions, slices and concatenations.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
@@ -305,7 +306,8 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
         if node and node.name in SCALED:  # casts, copies and changes of sign
             waiting += operands(node, value)
         elif node and node.name in ("mul", "div") and len(full) == 1:
-            # The other operand is a scalar. A quotient scalar / x counts as scaled, too.
+            # The other operand is a scalar. A quotient scalar / x is taken like x / scalar, since
+            # its elements come from x alone too.
             waiting += full
         elif node and node.name in ("select_n", CHOSEN):
             predicates.append(node.inputs[0])
