@@ -377,9 +377,10 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 
     `sides` are the lengths of the box's sides. The ring of an axis follows a path, and goes from
     the path's last point back to its first. A first path goes row by row; a second one, for most
-    boxes, goes out along one side and comes back through all other points. There are such paths for
-    each order of the sides, from the outermost to the innermost. Of all these paths `coordinates`
-    takes the one that costs least.
+    boxes, goes out along one side and comes back through all other points. The sides may be taken
+    in any order: the rows lie along the last side, and the second path goes out along the first.
+    For each order there are such paths. Of all these paths `coordinates` takes the one that costs
+    least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):

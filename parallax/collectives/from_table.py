@@ -69,7 +69,8 @@ def algorithm(
         all_to_all: the all-to-all of the algorithm; by default that of `lax`.
     """
     name = name or maker.__name__
-    # Several axes count as one row of devices. `maker` itself is passed only to be kept.
+    # Several axes count as one row of devices. `maker` itself is passed too: the algorithm keeps it
+    # as its attribute `table`.
     return _from_tables(maker, lambda sizes: maker(math.prod(sizes)), name, all_to_all)
 
 

@@ -257,8 +257,8 @@ class ErrorFeedback:
         block_size: how many numbers share a scale.
 
     Raises:
-        ValueError: the error of a leaf of shape [*dims] does not have the shape [1, *dims]; or
-            `block_size` is below 1.
+        ValueError: for a leaf of shape [*dims], the array of rounding errors does not have the
+            shape [1, *dims]; or `block_size` is below 1.
     """
 
     axis_name: AxisName

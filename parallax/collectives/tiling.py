@@ -92,8 +92,9 @@ def _all_reduce_slices(x, dim: int, routes, axis_name):
 
 
 def _scatter_slices(x, dim: int, routes, axis_name) -> list:
-    """Returns this device's slice, along `dim`, of the sum over devices, as a list: the share of
-    the slice that each table in `routes` carries."""
+    """Returns this device's slice, along `dim`, of the sum of `x` over the devices. The slice comes
+    as a list of shares, one for each table in `routes`: the part of the slice that the table
+    carries."""
     length = x.shape[dim] // routes[0].n
     # (start, length) of each route's share of a slice.
     shares = shares_of(length, len(routes))
@@ -108,8 +109,8 @@ def _scatter_slices(x, dim: int, routes, axis_name) -> list:
 
 
 def _gather_slices(blocks, dim: int, routes, axis_name):
-    """Returns all devices' slices joined along `dim`, from this device's slice, given as the share
-    of each table in `routes`."""
+    """Returns all devices' slices joined along `dim`. `blocks` is this device's slice, as a list of
+    shares, one for each table in `routes`: the part of the slice that the table carries."""
     length = sum(block.shape[dim] for block in blocks)
     # (start, length) of each route's share of a slice.
     shares = shares_of(length, len(routes))

@@ -132,7 +132,8 @@ def fit(
 def _call(
     f: Callable[..., Any], count: int, axis_name: AxisName, options: dict[str, Any], x: Array
 ) -> Array:
-    """Returns `f` of the first `count` numbers of the vector `x`, along `axis_name`."""
+    """Returns the result of `f` for the first `count` numbers of the vector `x`. `options` are the
+    keyword arguments of `f`."""
     return f(x[:count], axis_name, **options)
 
 
@@ -311,7 +312,7 @@ def auto(
 
 
 def _all_reduce_call(f: Callable[..., Any], axis_name: AxisName) -> Callable[..., Any]:
-    """Returns `f` along `axis_name`, as a function of one array."""
+    """Returns a function of one array `x` that returns `f(x, axis_name)`."""
 
     def call(x):
         return f(x, axis_name)

@@ -12,7 +12,7 @@ no expert.
 
 The third column is the count of numbers that a device sends in a forward pass; it sends as many in
 the backward pass. The capacity c is a device's room for choices, as a multiple of the mean load.
-With k experts of each token and n devices, the all-to-all is cheaper if c k < n.
+With k experts of each token and n devices, `exchanged(c)` sends less than `gathered` if c k < n.
 """
 
 import math

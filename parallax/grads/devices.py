@@ -491,9 +491,10 @@ def _check_not_summed(
 
     If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
     axis made it the same on all devices. If one gradient varies, not all gradients were summed over
-    the axis. A mean does not change a loss and gradients that are both the same on all devices, so
-    with `mean` these pass. If the loss varies and the gradients do not, only the gradients were
-    summed: the mean of their equal sums is the sum itself, n times too large on n devices.
+    the axis. If the loss and the gradients are all the same on all devices, a mean does not change
+    them, so with `mean` this case raises no error. If the loss varies and the gradients do not,
+    only the gradients were summed: the mean of their equal sums is the sum itself, n times too
+    large on n devices.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))

@@ -79,8 +79,8 @@ def _same_elements(
 def operands(node: Node, result: int) -> Sequence[int]:
     """Returns the operands from which an operation makes a result.
 
-    For a carry that a loop returns, this is the operand that holds the carry's initial value. For a
-    stacked output of a loop, no operand is listed. In an operation with several results and as many
+    For a carry that a loop returns, the list has one operand: the carry's initial value. For a
+    stacked output of a loop, the list is empty. In an operation with several results and as many
     operands, such as a barrier, each result is made of the operand at the same place. In all other
     operations, each result is made of all operands.
     """

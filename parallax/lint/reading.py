@@ -246,6 +246,8 @@ class Reading:
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
         # The specs give the facts about the body's arguments, and how the body's results are split.
+        # By `self.ours`, `enter` also sees the permutes and all-to-alls inside the collectives of
+        # this library.
         arguments, result_dims = shard_map.enter(jaxpr, params, inputs, self.ours)
         returned = self.read(self.flat(jaxpr, node), arguments, result_dims)
         self.map = outside

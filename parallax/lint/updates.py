@@ -237,8 +237,8 @@ def scalings(
     that is a reduction of `values`.
 
     Each item is a triple: the reduction and its operand (`Reduction`), the product or quotient, and
-    the value that it scales. `axes` are those of a later sum over devices. A reduction is left out
-    if a collective over all of `axes` completes it.
+    the value that it scales. `axes` are those of a later sum over devices. If collectives over all
+    of `axes` complete the reduction before a product, the product is left out.
     """
     # `reductions` needs the dims of each value. Here no dim counts as split: the axes that
     # `reductions` gives are not used below.
@@ -247,7 +247,9 @@ def scalings(
         # A reduction of integers or bools, such as a test for nan, is no norm.
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
-        dependent = reached(program, reduced.node.outputs, axes)  # the values that depend on it
+        # The values that depend on the reduction, and that no collectives over all of `axes` have
+        # completed.
+        dependent = reached(program, reduced.node.outputs, axes)
         # Only a product that is itself one of `values` is a step of the update's computation.
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):

@@ -85,13 +85,14 @@ class Part(NamedTuple):
 
 
 class Term(NamedTuple):
-    """The fact that a value is a function of a device's term of a reduction over a split dim.
+    """The fact that a value is computed from a *term*: the result, on one device, of a reduction of
+    a dim that is split over devices.
 
     Attributes:
-        node: the reduction that made the term.
+        node: the reduction whose result is the term.
         aval: the type of the reduction's operand.
-        is_linear: whether the value is a linear function of the term, so that a later sum over
-            devices completes the reduction.
+        is_linear: whether the value that this fact is about is a linear function of the term, so
+            that a later sum over devices completes the reduction.
         is_peak: whether the reduction is a maximum or a minimum.
         added: the operation that added to the term a value that is the same on all devices; None if
             no operation did.
@@ -162,11 +163,13 @@ class Value(NamedTuple):
         return any(dim.rows for dim in self.dims or ())
 
     def with_dims_and_origin_of(self, value: "Value") -> "Value":
-        """Returns a `Value` that takes some facts from `self` and the others from `value`: from
-        `self` those about the whole value (`differs`, `trip`, `constant`, `narrow`, `summed`,
-        `parts`), and from `value` those about its dims (`dims`, `terms`, `shared`) and about what
-        it was computed from (`shard`, `fed`, `chosen`). These two kinds of facts about one array
-        are computed apart. The class `Value` explains each fact.
+        """Returns facts about one array, joined from `self` and `value`, which are both about this
+        array.
+
+        The facts about the array as a whole are those of `self`: `differs`, `trip`, `constant`,
+        `narrow`, `summed` and `parts`. The facts about its dims (`dims`, `terms`, `shared`) and
+        about its origin (`shard`, `fed`, `chosen`) are those of `value`. These two kinds of facts
+        are computed apart.
         """
         return value._replace(
             differs=self.differs,

@@ -131,9 +131,9 @@ class _Sums(jaxprs.FollowingAlong):
         return joined if differs else joined._replace(early=False)
 
     def _of_gathered(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the terms of a result of type `aval` that is computed from a gathered operand.
-        Sets `added` if the equation reduces or contracts the gathered dim, in which the `x` of all
-        stages stand one after the other.
+        """Returns the `Terms` of a result that is computed from a gathered operand; `aval` is the
+        type of the result. Sets `added` if the equation reduces or contracts the gathered dim, in
+        which the `x` of all stages stand one after the other.
 
         The gathered dim is followed through operations that keep the shape, reductions of other
         dims and transposes. A factor or a choice that depends on no argument might leave early
@@ -155,7 +155,9 @@ class _Sums(jaxprs.FollowingAlong):
         if name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             self.added |= dim in contracted[place]
-        # No return: like other operations, the product is followed below if it keeps the shape.
+        # A product does not return here. Like other operations, it is followed below if it has the
+        # shape of the gathered operand. The index of the gathered dim is then assumed to be the
+        # same; dims of equal size could make this wrong.
         if name == "transpose":
             return Terms(gathered=eqn.params["permutation"].index(dim))
         # An equation with a program inside (`inner`) is not followed: it may move or sum any dim.

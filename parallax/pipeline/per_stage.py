@@ -166,9 +166,10 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
-    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
-    # depend on the loop in which `_if_runs` runs the head: `_if_runs` adds the loop's index, 0, to
-    # the numbers of the row. Otherwise XLA would move the send out of this loop, into every tick.
+    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs the head in a loop,
+    # and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message depend on
+    # such a number, its second argument, and so on the loop. Otherwise XLA would move the send out
+    # of this loop, into every tick.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
@@ -180,10 +181,11 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 has
     computed the cotangent of the input of the model's first chunk, so the message of stage 0 is the
     cotangent of the embedding's output. The other stages use a cotangent of 0."""
-    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
-    # depend on the loop in which `_if_runs` runs embed_backward, by the loop's index in the numbers
-    # of the row. Otherwise XLA would compute in every tick what follows from the message alone. All
-    # messages have the leaves of an activation; only the floating-point ones are the cotangent.
+    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs embed_backward in a
+    # loop, and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message
+    # depend on such a number, its second argument, and so on the loop. Otherwise XLA would compute
+    # in every tick the values that depend on the message alone. All messages have the leaves of an
+    # activation; only the floating-point leaves are the cotangent.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)

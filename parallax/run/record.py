@@ -211,10 +211,12 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Raises `manifest.Damaged` if the files in a folder differ in name or size from `files`, the
-    files that the manifest lists. Raises this error too if `record`, which is from the manifest,
-    differs from the record in `contents.json`. Hashes are not checked.
+    """Raises `manifest.Damaged` if a file of `files`, which are those that the manifest lists, is
+    missing in the folder or has another size, or if `files` lacks a file of the folder's arrays.
+    Raises this error too if `record`, which is from the manifest, differs from the record in
+    `contents.json`. Hashes are not checked.
     """
+    # `arrays_of` gives all files below `arrays`. Other files that are not listed are no error.
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:

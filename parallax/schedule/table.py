@@ -292,8 +292,8 @@ class Schedule:
         A cost is the time of one microbatch through all chunks of a stage, and `hop` is the time of
         the exchange after a tick. By default `backward` is 1 if the weight gradient is a separate
         job, and else 2. So the arguments are those of `makespan`, and with `hop=0` the last job
-        ends at the makespan. The method is not only for schedules that run in lockstep. In a
-        schedule that runs per stage, all stages start the jobs of a tick together.
+        ends at the makespan. `lockstep` also works for a schedule that runs per stage: there, all
+        stages start the jobs of a tick together.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0

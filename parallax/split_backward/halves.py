@@ -130,7 +130,8 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in this half: 0 is the first, 1 the second."""
+        """Returns the variables that the step reads in a half of the backward pass. `half` is 0 for
+        the first half and 1 for the second."""
         # The indices of the operands that it reads: all of them, except that a scan and a barrier
         # read only those that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
@@ -236,7 +237,8 @@ class CutLoop(NamedTuple):
     results: tuple[frozenset[int], frozenset[int]]
 
     def reads(self, half: int) -> set[int]:
-        """Returns the indices of the scan's operands that a half, 0 or 1, needs."""
+        """Returns the indices of the scan's operands that a half of the scan needs. `half` is 0 for
+        the first half and 1 for the second."""
         # Argument i of a trip belongs to operand i of the scan. `results` and `trip.reads` have one
         # entry for each half: the indices of its results, and the arguments that its trips read.
         loop, results = self.loop, self.results[half]
@@ -350,7 +352,9 @@ def _cut(
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
         # A barrier and a scan may run in both halves, in each with a part of the operands. Their
         # results that only one half has are added to `made` or `late`: `_chosen` keeps these from
-        # the other half. A scan needs no `made`: made operands reach its second half as `handed`.
+        # the other half. `_cut_loop` does not get `made`: if the scan's second half reads an
+        # operand that is in `made`, then `handed` has this operand. The arrays that the scan's
+        # first half stacks for the second are not in `handed`; `Cut.handed_count` counts them too.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)

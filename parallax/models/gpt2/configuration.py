@@ -1,4 +1,5 @@
-"""GPT-2's `config.json`, and its tensors, as tables for `models.files`."""
+"""The tables by which `models.files` reads and writes the files of a GPT-2: a table of the fields
+of `config.json`, and a table of the tensors that store each leaf of the model."""
 
 from collections.abc import Mapping
 from typing import Any

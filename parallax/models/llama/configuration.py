@@ -1,8 +1,9 @@
-"""The `config.json` of Llama, Qwen 2, Qwen 3 and Mixtral, and their tensors, as tables for
-`models.files`.
+"""The tables by which `models.files` reads and writes the files of Llama, Qwen 2, Qwen 3 and
+Mixtral: tables of the fields of `config.json`, and tables of the tensors that store each leaf of
+the model.
 
-All four are the model `Llama`: Qwen 2 adds biases of queries, keys and values, Qwen 3 adds norms of
-heads, and Mixtral has experts.
+All four families are the model `Llama`: Qwen 2 adds biases of queries, keys and values, Qwen 3 adds
+norms of heads, and Mixtral has experts.
 """
 
 import dataclasses
