@@ -14,7 +14,7 @@ is called a number (`is_number`); `indexed` says whether a value depends on the 
 unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
 stages stand one after the other.
 
-From `FollowingAlong`: `run` reads a program, `met` joins the terms of all operands, and `is_sent`
+From `FollowingAlong`: `run` reads a program, `met` joins the `Terms` of all operands, and `is_sent`
 says whether an equation communicates over the axis. `stages` are the indices of all stages but the
 last.
 """
@@ -57,8 +57,8 @@ class Terms(NamedTuple):
     gathered: int | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the `Terms` of a value that is computed from two values, whose terms are `self`
-        and `second`; its `by_index` is None."""
+        """Returns the `Terms` of a value that is computed from two values, whose `Terms` are
+        `self` and `second`; its `by_index` is None."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
@@ -101,7 +101,7 @@ class _Sums(jaxprs.FollowingAlong):
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
-        the operands. Sets `added` if the equation sums terms of stages before the last."""
+        the operands. Sets `added` if the equation sums values of stages before the last."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
@@ -123,7 +123,8 @@ class _Sums(jaxprs.FollowingAlong):
         # A choice by the stage's index.
         elif name == "select_n" and operands[0].is_number and operands[0].indexed:
             joined = self._chosen(*operands)
-        # A factor that is zero on all early stages, such as `index == last`, removes their terms.
+        # A factor that is zero on all early stages, such as `index == last`, removes the terms of
+        # these stages from a later sum.
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
         # A value that is the same on all stages, by its type, does not depend on one stage's `x`.
@@ -188,9 +189,9 @@ class _Sums(jaxprs.FollowingAlong):
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation whose operands depend on no argument. The result's
-        values are known if there are at most `SMALL` of them and the values of all operands are
-        known. The result's values are computed only when `by_index` is called."""
+        """Returns the `Terms` of the result of an equation whose operands depend on no argument.
+        The result's values are known if there are at most `SMALL` of them and the values of all
+        operands are known. The result's values are computed only when `by_index` is called."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
@@ -216,7 +217,7 @@ class _Sums(jaxprs.FollowingAlong):
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the terms of `select_n(which, *cases)`, joined over the cases that any stage
+        """Returns the `Terms` of `select_n(which, *cases)`, joined over the cases that any stage
         before the last selects. `which` is the index of the case for each element, and depends on
         no argument (`is_number`). If the values of `which` are unknown, no case is joined, so the
         choice is accepted."""
