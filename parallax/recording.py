@@ -59,10 +59,18 @@ def numbered(count: int) -> Int[Array, " count"] | None:
     return jnp.arange(count, dtype=jnp.int32) if is_on() else None
 
 
-def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
+def job(microbatch: Int[Array, ""] | int, valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
     """Returns a number for `at`: the microbatch of a pipeline stage's job, or -1 if not `valid`.
 
     A stage without a job in this tick is not `valid`. Returns None outside of
     `with taps.recording()`.
     """
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
+
+
+@contextlib.contextmanager
+def only_if(valid: Bool[Array, ""] | bool) -> Iterator[None]:
+    """In the `with` block, the values of taps count only on devices on which `valid` is true. On
+    the other devices, a tap reports -1 as the number of the microbatch."""
+    with at(microbatch=job(AT.get().get("microbatch", 0), valid)):
+        yield

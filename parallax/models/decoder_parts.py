@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import argument_checks, cross_entropy, tensor
-from parallax.collectives import AxisLike, combined_axis
+from parallax import argument_checks, cross_entropy, recording, tensor
+from parallax.collectives import Axis, AxisLike, combined_axis
 from parallax.collectives.types import varying, varying_axes
 from parallax.models import decoder_taps
 from parallax.models.family import Batch, run_blocks, seen
@@ -231,16 +231,19 @@ def stages(
         first stage gets the sum.
         """
         windows, keys, weights, _ = Batch(*part)
-        return embed(
-            parts,
-            model,
-            windows[:, :-1],
-            keys,
-            # Tokens that no target with a weight depends on may be outside the vocabulary.
-            weights=weights,
-            comms=comms_of_ends(),
-            across=functools.partial(ends.sum_to_first, axis=stage_axis),
-        )
+        # Only for a record is it asked which stage this is: other programs do not compute it.
+        is_used = not recording.is_on() or Axis.of(stage_axis).index() == 0
+        with recording.only_if(is_used):
+            return embed(
+                parts,
+                model,
+                windows[:, :-1],
+                keys,
+                # Tokens that no target with a weight depends on may be outside the vocabulary.
+                weights=weights,
+                comms=comms_of_ends(),
+                across=functools.partial(ends.sum_to_first, axis=stage_axis),
+            )
 
     def stage(model, x, part, position):
         """Returns the output of the blocks of one chunk. `position` is the number of the chunk, in
