@@ -40,7 +40,8 @@ CHEAP = frozenset(  # so cheap that a compiler computes them again for each use
         "abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "clz",
         "complex", "conj", "convert_element_type", "eq", "eq_to", "floor", "ge", "gt", "imag",
         "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul",
-        "mul_add", "ne", "neg", "not", "or", "population_count", "real", "round", "select_n",
+        "mul_add", "mulhi", "ne", "neg", "not", "one_minus_square", "or", "population_count",
+        "real", "round", "select_n",
         "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "square",
         "sub", "xor",
     }
@@ -49,7 +50,7 @@ DEAR = frozenset(  # computed once, even for several uses
     {
         "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
         "bessel_i1e", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv", "erfc",
-        "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "nextafter",
+        "exp", "exp2", "expm1", "lgamma", "log", "log1p", "log2", "logistic", "nextafter",
         "polygamma", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
     }
 )

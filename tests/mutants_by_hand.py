@@ -2569,7 +2569,7 @@ BISECT = (
         "compare", "if not off <= allowed", "if off > 2", "test_bisect.py::test_a_fault_is_named"
     ),
     Mutant(
-        "embed_part",
+        "stages",
         "recording.only_if(is_used)",
         "recording.only_if(True)",
         "test_bisect_layouts.py::test_no_alarm_where_stages_share_the_embedding",

@@ -121,7 +121,7 @@ def test_no_alarm_over_context_replica_and_expert(run):
 
 
 def test_no_alarm_where_stages_share_the_embedding():
-    """Only the first stage has the embedding's sum; the others have a part, which counts nowhere."""
+    """Only the first stage has the embedding's sum; what the others have is not compared."""
     found = bisect.compare(
         one_device("gpt2"), Run("gpt2", Layout(stage=2, microbatches=2)).record()
     )
