@@ -41,9 +41,8 @@ CHEAP = frozenset(  # so cheap that a compiler computes them again for each use
         "complex", "conj", "convert_element_type", "eq", "eq_to", "floor", "ge", "gt", "imag",
         "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul",
         "mul_add", "mulhi", "ne", "neg", "not", "one_minus_square", "or", "population_count",
-        "real", "round", "select_n",
-        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "square",
-        "sub", "xor",
+        "real", "round", "select_n", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "sign", "square", "sub", "xor",
     }
 )
 DEAR = frozenset(  # computed once, even for several uses
