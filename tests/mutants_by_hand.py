@@ -2590,8 +2590,7 @@ BISECT = (
         "_run",
         "jobs = jobs.after(entered)",
         "pass",
-        "test_plan.py::test_arguments_and_traffic_of_others_are_those_of_the_program",
-        long=True,
+        "test_pipeline_ends.py::test_on_a_cpu_all_parameters_wait_for_the_first_embedding",
     ),
     Mutant(
         "ends_of",
