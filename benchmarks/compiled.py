@@ -49,7 +49,8 @@ ALGORITHMS = {
 # The name of a row, sequences, layout, algorithm ("jit": `jax.jit` with shardings, a rival),
 # and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
 # gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
-# tokens travel (`sequence.overlapping`). Last, the model, where it is not "four".
+# tokens travel (`sequence.overlapping`); "unrolled": the layers without a loop (`unroll`), which
+# takes three times as long to compile. Last, the model, where it is not "four".
 ROWS = """
     psum            64 data=8                                      lax  scores
     psum_block      64 data=8,remat=block                          lax  scores
@@ -60,6 +61,8 @@ ROWS = """
     buckets_kernel  64 data=8                                      buckets kernel
     rings_kernel    64 data=8                                      rings kernel
     rings_made      64 data=8                                      rings kernel,made
+    psum_unrolled   64 data=8                                      lax  kernel,unrolled
+    rings_unrolled  64 data=8                                      rings kernel,unrolled
     jit             64 data=8                                      jit  scores
     zero3_kernel    64 data=8,zero=3                               lax  kernel
     zero3_block     64 data=8,zero=3,remat=block                   lax  scores
@@ -70,10 +73,12 @@ ROWS = """
     tensor_jit      32 data=4,tensor=2                             jit  scores
     tensor_kernel   32 data=4,tensor=2                             lax  kernel
     tensor_ring     32 data=4,tensor=2                             ring kernel
+    tensor_unrolled 32 data=4,tensor=2                             lax  kernel,unrolled
     sequence        32 data=4,tensor=2,sequence=True               lax  kernel
     sequence_ring   32 data=4,tensor=2,sequence=True               ring kernel
     sequence_matmul 32 data=4,tensor=2,sequence=True               ring kernel,matmul
     small           64 data=8                                      lax  kernel            small
+    small_unrolled  64 data=8                                      lax  kernel,unrolled   small
     wide            64 data=8                                      lax  kernel            wide
 """
 
@@ -113,7 +118,7 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
     )
     if algorithm == "jit":
         return targets.compile(*rival(config, world), windows, target=there)
-    compute = choices(layout, algorithm, how)
+    compute = choices(layout, algorithm, how, config.layers)
     prepared = decoder.train_step(
         *(gpt2.FAMILY, config, plan.ADAMW, layout, world),
         batch=int(batch),
@@ -123,7 +128,7 @@ def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> 
     return targets.compile(prepared.train, prepared.shapes, windows, target=there)
 
 
-def choices(layout: Layout, algorithm: str, how: str) -> Compute:
+def choices(layout: Layout, algorithm: str, how: str, layers: int) -> Compute:
     """A row's choices: one algorithm along all axes; with "lax" `jax.lax` sends."""
     axes = {} if algorithm == "lax" else {name: ALGORITHMS[algorithm](name) for name in layout.axes}
     return Compute(
@@ -131,6 +136,7 @@ def choices(layout: Layout, algorithm: str, how: str) -> Compute:
         attention=grouped if "scores" in how else None,
         reduce_in_backward="made" in how,
         comms=sequence.overlapping if "matmul" in how else None,
+        unroll=layers if "unrolled" in how else None,
     )
 
 

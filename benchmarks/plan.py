@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from parallax import hardware, mesh, plan
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
+from parallax.plan.families import Config, family_of
 
 MINI = gpt2.Config(layers=8, heads=8, width=256, context=256, vocabulary=8000)
 MODELS = {"mini": MINI, "small": gpt2.SMALL}
@@ -121,11 +122,11 @@ def read(layouts: str) -> list[tuple[int, Layout]]:
     return [(int(batch), Layout.parse("".join(rest))) for batch, *rest in lines]
 
 
-def compiled(config: gpt2.Config, layout: Layout, batch: int, options: dict | None = None):
+def compiled(config: Config, layout: Layout, batch: int, options: dict | None = None):
     """The prepared step and its program."""
     mesh_ = mesh.make(**layout.axes, devices=jax.devices()[: layout.devices])
     prepared = decoder.train_step(
-        gpt2.FAMILY, config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0)
+        family_of(config), config, plan.ADAMW, layout, mesh_, batch=batch, key=jax.random.key(0)
     )
     windows = jax.ShapeDtypeStruct(
         (batch, config.context + 1), jnp.int32, sharding=mesh.shardings(P("data"), mesh_)
@@ -133,7 +134,7 @@ def compiled(config: gpt2.Config, layout: Layout, batch: int, options: dict | No
     return prepared, prepared.train.lower(prepared.shapes, windows).compile(options)
 
 
-def comparison(config: gpt2.Config, layout: Layout, batch: int) -> list[plan.Comparison]:
+def comparison(config: Config, layout: Layout, batch: int) -> list[plan.Comparison]:
     """The predictions beside the program."""
     _, program = compiled(config, layout, batch, QUICKLY)
     return plan.compare(plan.plan(config, layout, hardware.VIRTUAL_CPU, batch=batch), program)

@@ -1,5 +1,5 @@
 """The command line: plans how a model is split over devices, compiles a step for machines that are
-not here, and finds the first wrong value of a split step.
+not here, and finds the first wrong value of a step that is split over devices.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """

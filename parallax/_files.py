@@ -1,4 +1,4 @@
-"""Files that must survive a power failure, and safe reads of files that others may write."""
+"""Files that must survive a power failure, and safe reads of files that other processes write."""
 
 import errno
 import io
@@ -28,6 +28,8 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     device may have no end. Raises `OSError` as `open` does.
     """
     try:
+        # No buffer: callers read by the file's descriptor, or many bytes at once, so a buffer
+        # would only add a copy.
         file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115  (the caller closes it)
     except IsADirectoryError as error:
         raise ValueError(f"{path}: needed {what}, found a folder.") from error

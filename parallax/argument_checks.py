@@ -65,8 +65,8 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         ids: the tokens.
         vocabulary: the number of tokens that exist.
         weights: the weights of the tokens' losses, one for each token of a window but the first. An
-            id outside the vocabulary is accepted if its token and all later tokens of the window
-            have weight 0: a token affects only its own loss and the losses of later tokens.
+            id outside the vocabulary is accepted if its weight and the weights of all later ids of
+            the window are 0: a token affects only its own loss and the losses of later tokens.
     """
     if not isinstance(ids, np.ndarray | jax.Array):
         raise ValueError(

@@ -3,10 +3,10 @@
 Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, V_X
 the rows of one device, t the tokens of a block.
 
-The logits `x · table^T` are B T V numbers, often more than all other activations of the model. A
-block of tokens needs only its own logits. The results of a block are small: a loss, the gradient of
-the block's `x`, and the block's term of the table's gradient. All three are computed while the
-block's logits exist, so the backward pass only scales the gradients.
+The logits `x · table^T` are batch * tokens * vocabulary numbers, often more than all other
+activations of the model. A block of tokens needs only its own logits. The results of a block are
+small: a loss, the gradient of the block's `x`, and the block's term of the table's gradient. All
+three are computed while the block's logits exist, so the backward pass only scales the gradients.
 
 Source: the gradient in the forward pass is from Hsu et al., Liger Kernel (arXiv 2410.10989),
 section 3.2.
@@ -35,17 +35,19 @@ def mean(
     block_tokens: int | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
-    `x[B, D], table[V_X, D], targets[B] -> scalar`.
+    `x[B, D], table[V_X, D], targets[B] -> scalar`, for B tokens of width D and the V_X rows of the
+    table on this device.
 
     It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
     with the same number of matrix products: three for value and gradient, one for only the value.
     The factors of the products have the dtype of `x`. The sums of products, the softmax and the
     loss are float32 or wider.
 
-    The computation holds the t V_X logits of t = `block_tokens` tokens, and two arrays of the
-    table's size: the table's gradient, and a block's term of it. Each block reads and writes both
-    arrays once; with blocks of a few hundred tokens, this takes no noticeable time. For each block,
-    a device sends as many bytes as `tensor.cross_entropy` does for the tokens of the block.
+    The computation holds the logits of `block_tokens` tokens for this device's rows of the table,
+    and two arrays of the table's size: the table's gradient, and a block's term of it. Each block
+    reads and writes both arrays once; with blocks of a few hundred tokens, this takes no noticeable
+    time. For each block, a device sends as many bytes as `tensor.cross_entropy` does for the tokens
+    of the block.
 
     `x` must be a result of `tensor.copy_to`, which is the identity forward. The cotangent of `x` is
     this device's term of a sum, and the backward pass of `tensor.copy_to` adds the terms. There is
@@ -53,7 +55,8 @@ def mean(
 
     Args:
         x: the input of the head, after `tensor.copy_to`.
-        table: this device's rows of the vocabulary's table, which is split over `axis`.
+        table: this device's rows of the vocabulary's table, which is split over `axis`; in the
+            dtype of `x`.
         targets: indices of rows of the whole table. A target outside the vocabulary makes the loss
             nan, unless its weight is 0.
         axis: the axis or axes that the rows are split over; `()` if the table is whole.
@@ -67,8 +70,8 @@ def mean(
             devices.
 
     Raises:
-        ValueError: `x` is the same along one of the axes; `block_tokens` is below 1; or there are
-            no targets.
+        ValueError: `x` is the same along one of the axes in `axis`; `block_tokens` is below 1; or
+            there are no targets.
     """
     axis = Axis.of(axis)
     if block_tokens is None:
@@ -85,11 +88,12 @@ def mean(
     blocks = -(-count // block_tokens)
 
     def in_blocks(leaf, dims=0):
-        """Returns `leaf`, whose last `dims` dims are not tokens, as `[blocks, t, ...]`."""
+        """Joins all dims of `leaf` but the last `dims` to one dim of tokens, and returns it cut
+        into blocks of t tokens, `[blocks, t, ...]`."""
         return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
 
     def make_logits(x, table):
-        """Returns the logits of a block of tokens: [t, V_X]."""
+        """Returns the logits of a block of tokens, [tokens of the block, rows of this device]."""
         return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
 
     def losses_of(logits, targets, weights=None):
@@ -122,7 +126,8 @@ def mean(
             # `transpose` returns a tuple of one.
             d_logits = transpose(jnp.ones_like(losses))[0].astype(block_x.dtype)
             # The table's gradient is summed over all blocks in `wide` (float32 or wider), and is
-            # rounded once at the end. The factors of a product have the dtype of `x`.
+            # rounded once at the end. The factors of a product have the dtype of `x`. The tokens
+            # that fill up the last block add nothing: their x is 0.
             d_table += jnp.einsum("tv,td->vd", d_logits, block_x, preferred_element_type=wide)
             d_x = jnp.einsum("tv,vd->td", d_logits, table, preferred_element_type=wide)
             return d_table, (losses, d_x)
@@ -151,7 +156,8 @@ def mean(
 
 
 def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None:
-    """Raises the errors of `mean`: for an x that does not vary along `axis`, or for bad sizes."""
+    """Raises the errors of `mean`: for an x that does not vary along `axis`, for a `block_tokens`
+    below 1, or for no targets."""
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
@@ -169,7 +175,8 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
 
 
 def _in_blocks(leaf: Array, blocks: int) -> Array:
-    """Returns `leaf`, which has a row for each token, as `[blocks, t, ...]`.
+    """Returns `leaf`, which has a row for each token, cut into blocks of t tokens,
+    `[blocks, t, ...]`.
 
     Zeros fill up the last block: an `x` of zeros adds nothing to the table's gradient.
     """

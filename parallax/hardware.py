@@ -2,9 +2,9 @@
 
     hardware.A100                                  # a record: the figures of one device
 
-Figures are for one device (a TPU chip) and for one direction of a link. A GB is 10^9 bytes, but
-2^30 bytes for the memory of a TPU. The figures were written down before any time was estimated with
-them, and were not changed afterwards to fit measurements. Sources:
+Figures are for one GPU or one TPU chip, also if JAX shows a chip as two devices, and for one
+direction of a link. A GB is 10^9 bytes, but 2^30 bytes for the memory of a TPU. The figures were
+written down before any estimate was made, and not changed to fit measurements. Sources:
 
 * GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
@@ -14,19 +14,19 @@ them, and were not changed afterwards to fit measurements. Sources:
   are the base latencies in NCCL's model of rings (src/graph/tuning.cc).
 * TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x. The rates of links, and 1 us for a hop,
   are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. For
-  two chips the rate of the network between slices is not stated: the table has the rate of a v5p
-  for a v4, and the rate of a v6e for a TPU7x. The latency of that network is assumed to be 10 us.
-  Google's pages state the sum over all links of a chip and both directions: 1,200 GB/s for a v5p
-  and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the book's
-  90 GB/s for these three chips.
+  the v4 and the TPU7x, the rate of the network between slices is not stated: the table has the rate
+  of a v5p for a v4, and the rate of a v6e for a TPU7x. The latency of that network is assumed to be
+  10 us. Google's pages state the sum over all links of a chip and both directions: 1,200 GB/s for a
+  v5p and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the
+  book's 90 GB/s for these three chips.
 * The compiler for a TPU states times in cycles; the clock turns cycles into seconds. Up to v5p, the
-  clock is the rate of products, divided by the operations per cycle: 2 x 128 x 128 for each of the
-  4 matrix units of a core. From v6e on, the number of units is not stated, and the table has the
-  1.75 GHz of a v5p.
+  clock is the operations of matrix products per second, divided by those per cycle: 2 x 128 x 128
+  for each of the 4 matrix units of a core. From v6e on, the number of units is not stated, and the
+  table has the 1.75 GHz of a v5p.
 * Some shares of the stated figures are assumed: large products reach 0.75 of the rate. In the
-  replay of a compiled program, operations that only read and write a GPU's memory reach 0.9 of its
-  bandwidth, and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares, since the
-  compiler states the cycles of products and of other operations.
+  estimate of a compiled program's time, operations that only read and write a GPU's memory reach
+  0.9 of its bandwidth, and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares,
+  since the compiler states the cycles of all operations.
 """
 
 import dataclasses
@@ -51,15 +51,17 @@ class Hardware:
         full_rate: the operations per second of matrix products of float32 arrays, the dtype of the
             parameters, as JAX computes them by default.
         bandwidth: the bytes per second from and to memory.
-        domain: the number of devices that fast links join, which are the devices of a machine or a
-            slice.
-        fast: the time of a hop over one fast link (TPU), or over all links of a GPU to its switch.
-        slow: the time of a hop between domains.
+        domain: the number of devices that fast links join, which are the GPUs of a machine or the
+            chips of a slice.
+        fast: the times of a hop inside a domain, per hop and per byte. On a TPU the hop is over one
+            fast link; on a GPU it is over all links from the GPU to the switch.
+        slow: the times of a hop between domains.
         efficiency: the share of the rates that large products reach.
-        reached: the shares of the bandwidth and of the links that a replayed program reaches.
+        reached: two shares that are assumed when a compiled program's time is estimated: of the
+            memory bandwidth and of the links' rates.
         clock: the cycles per second; 0 if the compiler states no cycles.
-        fresh: the time to get new memory from the system, in seconds per byte of a step's
-            temporaries; 0 if the steps keep their memory.
+        fresh: the seconds per byte in which the system provides memory for a step's temporary
+            arrays; 0 if this memory is kept from step to step.
         short: the bytes of a number in `bfloat16` or `float16`: 2, or 4 if the compiler widens such
             numbers.
         torus: the chips along each dim of the slice that the mesh uses, such as (2, 4). With () a
@@ -84,8 +86,9 @@ class Hardware:
 
     def link(self, span: int, links: float = 1.0) -> Link:
         """Returns the times of a hop in a group of devices: the seconds per hop (`alpha`), per byte
-        sent (`beta`) and per received byte that is added (`gamma`). The hop is over fast links if
-        these join all devices of the group (a domain), else over the network.
+        sent (`beta`) and per received byte that the device adds to its own numbers (`gamma`). The
+        hop is over fast links if all devices of the group are in one domain, the devices that fast
+        links join; else it is over the network.
 
         Args:
             span: the number of devices from the first device of the group to the last, in the order
@@ -134,7 +137,8 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     and `network` is the rate of a device between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
-    # gamma). The head of this file has the sources of the latencies and of the shares reached.
+    # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte
+    # as received and stored. The head has the sources of the latencies and of the shares reached.
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
     slow = Link(14e-6, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, full_rate * TERA, bandwidth * GB  # in the order of `Hardware`'s fields
@@ -151,7 +155,8 @@ def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware
     chip between slices.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
-    # gamma). The head of this file has the sources of the latencies.
+    # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte
+    # as received and stored. The head of this file has the sources of the latencies.
     fast = Link(1e-6, 1 / (link * GB), 1 / (bandwidth * GB))
     slow = Link(1e-5, 1 / (network * GB), 1 / (bandwidth * GB))
     # JAX multiplies float32 arrays on a TPU in bfloat16 by default, so both rates are the same.
@@ -187,8 +192,8 @@ KNOWN = {
 def named(name: str) -> Hardware:
     """Returns the record of a known chip, by a name such as `a100` or `v5p`.
 
-    A name such as `v5e:2x4` gives the chip with the torus of a slice, so that hops over several
-    links are counted.
+    A name such as `v5e:2x4` gives the chip with the torus of a slice, so that a hop over several
+    links costs the time of all these links.
 
     Raises:
         ValueError: the chip is not known, or the sizes of the torus are not whole numbers.

@@ -6,13 +6,14 @@ axis. `inner(eqn)` are the jaxprs that the equation `eqn` holds, such as the bod
 
 A fact about a value is any object. `Following` computes the facts about an equation's results from
 the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
-the facts about it are `first | second`, the facts about the two. A value that is computed from
-several operands has the facts `met(operands)`.
+the facts about it are `first | second`, where `first` and `second` are the facts about the two
+values and `|` joins them. A value that is computed from several operands has the facts
+`met(operands)`.
 
 One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three
 masks with a bit for each argument. `at_all` has the arguments on which the value depends at all,
 and `alone` those on which it depends through a chain of operations without a collective. `met` has
-the arguments that were combined with data in such a chain.
+those arguments in `alone` that were combined with data (the batch), as a weight is in a matmul.
 """
 
 import functools
@@ -39,16 +40,16 @@ CHEAP = frozenset(  # so cheap that a compiler computes them again for each use
         "abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "clz",
         "complex", "conj", "convert_element_type", "eq", "eq_to", "floor", "ge", "gt", "imag",
         "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul",
-        "mul_add", "ne", "neg", "not", "or", "population_count", "real", "round", "select_n",
-        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "square",
-        "sub", "xor",
+        "mul_add", "mulhi", "ne", "neg", "not", "one_minus_square", "or", "population_count",
+        "real", "round", "select_n", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "sign", "square", "sub", "xor",
     }
 )
 DEAR = frozenset(  # computed once, even for several uses
     {
         "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
         "bessel_i1e", "cbrt", "cos", "cosh", "digamma", "div", "erf", "erf_inv", "erfc",
-        "exp", "exp2", "expm1", "lgamma", "log", "log1p", "logistic", "nextafter",
+        "exp", "exp2", "expm1", "lgamma", "log", "log1p", "log2", "logistic", "nextafter",
         "polygamma", "pow", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
     }
 )
@@ -84,8 +85,8 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def closed(params: Mapping[str, Any]) -> list[Jaxpr | ClosedJaxpr]:
-    """Returns all jaxprs among the parameters of an equation, with the values of the jaxprs'
-    constants.
+    """Returns all jaxprs among the parameters of an equation, unchanged, so a `ClosedJaxpr` keeps
+    the values of its constants.
 
     The jaxprs are in the order in which `inner` returns them.
     """
@@ -149,9 +150,9 @@ COLLECTIVES = frozenset(
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
-    An equation of `linear`, as the collectives of this library make them, holds Python functions
-    instead of a jaxpr, so these are traced here. No mesh is needed for this: the code around the
-    call runs inside a map over the axes already.
+    A collective of this library is an equation of `linear`, which holds Python functions instead of
+    a jaxpr, so these functions are traced here. No mesh is passed for this: call `sent_over` while
+    the `shard_map` around the equation is traced, so that its axes are known.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -182,7 +183,7 @@ class Reach(NamedTuple):
     met: int = 0
 
     def __or__(self, second: tuple[int, ...]) -> "Reach":
-        """Returns the `Reach` with the arguments that are in at least one of the two."""
+        """Returns the `Reach` with the arguments that are in `self`, in `second` or in both."""
         return Reach(*map(operator.or_, self, second))
 
 
@@ -208,8 +209,9 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
     leads to the result without a collective.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
-    may be added to a loss. An argument that goes into a `ppermute` counts as sent in every use: in
-    a ring that is written by hand, each device first uses its own block, and then sends it on.
+    may be added to a loss. If an argument goes into a `ppermute` anywhere, `unsent` is false for
+    it, whatever its other uses are: in a ring that is written by hand, each device first uses its
+    own block, and then sends it on.
 
     Args:
         closed: the program.
@@ -263,7 +265,8 @@ class Following:
         raise NotImplementedError
 
     def met(self, operands: Sequence[Any]) -> Any:
-        """Returns the facts about a value that was computed from, or chosen by, all `operands`."""
+        """Returns the facts about a value that depends on all `operands`: it was computed from
+        them, or one of them chose it, as the predicate of a `cond` does."""
         return functools.reduce(operator.or_, operands, self.unknown)
 
     def run(self, program: Jaxpr | ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
@@ -358,15 +361,17 @@ class FollowingAlong(Following):
     def __init__(self, axis: str):
         """Begins with an empty cache of the axes over which equations communicate."""
         self.axis = axis
-        # A cache by the equation's id, since a loop's body is read several times. The equation is
-        # stored too: while it lives, no other equation can have its id.
+        # A cache by the equation's id, since a loop's body is read several times.
         self._sent: dict[int, tuple[JaxprEqn, frozenset[str]]] = {}
 
     def is_sent(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation, or an equation inside it, communicates over the axis."""
+        """Returns whether an equation, or an equation inside it, communicates over `self.axis`, the
+        mesh axis that facts are propagated along."""
         if id(eqn) not in self._sent:
+            # The equation is stored too: while it lives, no other equation can have its id.
             self._sent[id(eqn)] = eqn, sent_over(eqn)
-        return self.axis in self._sent[id(eqn)][1]
+        _, sent_axes = self._sent[id(eqn)]
+        return self.axis in sent_axes
 
 
 class _Ways(FollowingAlong):
@@ -375,7 +380,7 @@ class _Ways(FollowingAlong):
     Attributes:
         data: a mask of the arguments that are data, and of the constants that differ between
             devices.
-        of_constants: the dependence of a constant that differs between devices.
+        of_constants: the `Reach` of a constant that differs between devices.
         passed_on: a mask of the arguments that go into a `ppermute`.
     """
 
@@ -438,7 +443,8 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     body = inner(eqn)[0]
 
     def count_with_other_rank(outside, inside):
-        """Returns how many arrays have another number of dims outside the body than inside."""
+        """Returns how many arrays of the scan have another number of dims in the list `outside`
+        (the scan's operands or results) than in `inside` (those of its body)."""
         pairs = zip(types(outside), types(inside), strict=True)
         return sum(a.ndim != b.ndim for a, b in pairs)
 
@@ -466,8 +472,9 @@ def frames(eqn: JaxprEqn) -> Sequence[Any]:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """Returns the innermost line outside `_BELOW` that made an equation, such as "clipping.py:77";
-    "" if there is no such line."""
+    """Returns the innermost line that made an equation, such as "clipping.py:77", outside the files
+    of JAX, of Python's library and of installed packages (`_BELOW`); "" if there is no such line.
+    """
     for frame in frames(eqn):
         name = frame.file_name
         # Names without ".py", such as "<frozen ...>" or "<stdin>", are no files.
@@ -485,8 +492,9 @@ def counted_scope(name: str, *, runs: int, rounds: int) -> str:
     """Returns a name such as "head.3_of_8" for the `jax.named_scope` of a loop that runs once or
     not at all in each iteration of an enclosing loop.
 
-    The loop runs in `runs` of the `rounds` iterations of the enclosing loop. A table decides in
-    which iterations the loop runs, so the compiled program does not show the number `runs`. Code
-    that reads compiled programs finds `runs` in this name, by the pattern `COUNTED`.
+    The loop runs in `runs` of the `rounds` iterations of the enclosing loop. In each iteration an
+    array of the program says whether the loop runs, so the compiled program does not show the
+    number `runs`. Code that reads compiled programs finds `runs` in this name, by the pattern
+    `COUNTED`.
     """
     return f"{name}.{runs}_of_{rounds}"

@@ -5,10 +5,10 @@ other choices of a parallel run.
     Layout.parse("data=2,tensor=4,zero=1") == Layout.from_json(layout.to_json()) == layout
 
 This file does not import the modules that use JAX. `models.recipe` builds a run from a layout, and
-`validate` refuses sizes that do not fit. Each thing that is wrong is a *fault*. `DEFAULTS` has the
-default of each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every mesh, and those in
-`BATCH_AXES` split the batch by sequences. `validate.refusal` returns the error's text, or None if
-there is no fault.
+`validate` refuses sizes that do not fit the layout. Each thing that is wrong is a *fault*.
+`DEFAULTS` has the default of each field. Of the mesh axes in `AXES`, those in `ALWAYS` are in every
+mesh, and those in `BATCH_AXES` split the batch by sequences. `validate.refusal` returns the error's
+text, or None if there is no fault.
 """
 
 import dataclasses
@@ -47,17 +47,20 @@ class Layout:
     | layers in a loop's body, ZeRO-3 | 2 | 2 | 1: with two the compiler copies stored arrays |
     | `jax.checkpoint`'s barrier for `remat` | yes | yes | no: stored arrays would be copied |
     | a pipeline's slots before the first write | zeros | not initialised | not initialised |
+    | queries, keys and values, without stages | one product | one product | three products |
+    | the gradient of a bias, without stages | a sum | a sum | a product with ones |
 
-    The kernels `cudnn_attention` and `attention` do not store the scores.
+    The kernels `cudnn_attention` and `attention` do not store the attention scores, but compute
+    them again in the backward pass.
 
     Args:
         data: the number of replicas, among which the batch is split.
         stage: the number of pipeline stages, among which the layers are split.
         tensor: the number of devices that share each layer's heads and hidden units.
         replica: the number of groups of `data` replicas, with a slower network between the groups
-            (HSDP). Each group has a copy of all that ZeRO splits over `data`. Gradients are reduced
-            inside a group, and then each device's share of the gradients (1/n, for n devices in a
-            group) is reduced between groups.
+            (HSDP). Each group has a whole copy of the arrays that ZeRO splits over the `data`
+            devices of the group. Gradients are reduced inside a group, and then each device's share
+            of the gradients (1/n, for n devices in a group) is reduced between groups.
         expert: the number of devices among which each layer's experts are split; tokens travel to
             their experts. In all else the axis behaves like `data`: its devices take different
             sequences. But ZeRO splits nothing over this axis, only over `data` and `context`. See
@@ -80,12 +83,13 @@ class Layout:
             that were gathered over devices. `attention`: the attention. `products`: all values but
             the results of matmuls with weights. `block`: all but each block's input. `stage`: all
             but each stage's input. See `parallax.remat`.
-        schedule: the order of a pipeline's jobs: `one_f_one_b_lockstep` (interleaved, if there are
+        schedule: the order in which the stages of a pipeline run the forward and backward passes of
+            the microbatches: `one_f_one_b_lockstep` (the default; interleaved, if there are
             chunks), `gpipe`, `zero_bubble_lockstep`, `one_f_one_b` or `zero_bubble`. The last two
             hold fewer microbatches in flight than the others, and allow no collectives by `ring`
-            inside a stage. The default allows chunks, and any collectives and recomputation in a
-            stage. Other schedules refuse some of these choices, or are slower with them.
-            docs/pipeline.md has the measured times of all schedules.
+            inside a stage. `one_f_one_b_lockstep` allows chunks, and any collectives and
+            recomputation in a stage. The others refuse some of these choices, or are slower with
+            them. docs/pipeline.md has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
             stage gathers the parts. It is for stages on different machines. See
@@ -116,7 +120,8 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self):
-        """Turns NumPy's numbers in the fields into Python's, and refuses fields that do not fit."""
+        """Turns NumPy's numbers in the fields into Python's, and refuses fields that do not fit
+        each other."""
         # JSON could not write NumPy's numbers, and equal layouts could have different hashes. A
         # field of a frozen class can be set only like this.
         for name, value in _as_python(vars(self)).items():
@@ -200,7 +205,7 @@ class Layout:
 
     def sequences(self, batch: int) -> int:
         """Returns the number of sequences of one microbatch on a device, for a global `batch` that
-        divides evenly."""
+        is a multiple of `replicas` x `microbatches`."""
         return batch // (self.microbatches * self.replicas)
 
     @property
@@ -284,8 +289,8 @@ class Layout:
         Args:
             text: the parts `name=value`, separated by commas.
             sizes: any of the sizes of `check`, which the layout must fit.
-            wording: the form of the proposal in an error; by default it is the whole corrected
-                text.
+            wording: how an error writes the layout that it proposes; by default as the whole
+                corrected text.
 
         Raises:
             ValueError: a part is not `name=value`, a name or a value is not known, or a name is
@@ -344,7 +349,7 @@ class Layout:
         `misread` has a sentence for each mistake in the text. `written` has the fields, with names
         and values already corrected as the message will propose them. The layout must fit `sizes`,
         the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
-        `wording` is the form of the proposal in the message.
+        `wording` says how the message writes the corrected fields.
         """
         # If the text has a mistake, there is always an error message, which begins with the first
         # mistake. The proposal has the fields in `written` and the fields that it changes, but no

@@ -92,7 +92,7 @@ def _check_not_cached(devices: Sequence[Device]) -> None:
     """Raises `ValueError` for CPU devices whose programs may come from JAX's compilation cache.
 
     A CPU program that is loaded from the cache runs its collectives in an order that differs
-    between devices. Attention round a ring of four then hangs, or returns wrong numbers from the
+    between devices. Ring attention over four devices then hangs, or returns wrong numbers from the
     fifth call on. This was seen with JAX 0.10.2 and 0.12.
     """
     config: Any = jax.config
@@ -192,9 +192,9 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
     arrays have different numbers of rows.
 
     `specs` is a tree prefix, so one spec may hold for several leaves. The rows of an array are its
-    first dim. In a batch, one of such arrays may be a table, such as a weight for each class, which
-    is split by mistake: `grads` refuses the batch. Arrays that each have a spec of their own may
-    have different numbers of rows.
+    first dim. In a batch, one of these arrays may be a table, such as the weights of the classes,
+    that was split by mistake. So `grads` refuses such a batch. Arrays that each have a spec of
+    their own may have different numbers of rows.
     """
 
     def axes(spec, leaves):
@@ -349,8 +349,8 @@ def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
 
 
 def _box(place: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Returns (start, stop) for each dim of an array of this shape; `place` has a slice for each
-    dim."""
+    """Returns (start, stop) for each dim of a part of an array of the shape `shape`. `place` has a
+    slice for each dim: the part that a device holds."""
     return [part.indices(size)[:2] for part, size in zip(place, shape, strict=True)]
 
 
@@ -416,7 +416,7 @@ def check_spec(path: str, leaf: Any, spec: PartitionSpec, mesh: AnyMesh, rule: s
     if len(spec) > leaf.ndim:
         raise ValueError(
             f"{where} has {len(spec)} entries, and the array has {leaf.ndim} dims (shape "
-            f"{leaf.shape}). Drop entries: at most one for each dim."
+            f"{leaf.shape}). Drop entries, so that at most one for each dim is left."
         )
     for dim, entry in enumerate(spec):
         size = math.prod(mesh.shape[name] for name in entry_axes(entry))

@@ -50,12 +50,12 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     gradients in the parameters' own dtypes.
 
     Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
-    cast once per step, and the sums over microbatches stay wide. Put `mixed` inside
-    `grads.averaged`, which then reduces wide gradients. The loss is wide too; auxiliary values stay
-    as they are.
+    cast once per step, and the sums over microbatches stay in float32 or wider. Put `mixed` inside
+    `grads.averaged`, which then reduces gradients in float32 or wider. The loss is in float32 or
+    wider too; auxiliary values stay as they are.
 
-    The batch is not cast. A float32 input would make the products float32, so cast such an input
-    where the model reads it, as in `x.astype(weight.dtype)`.
+    The batch is not cast. A float32 input would make the matmuls run in float32, so cast such an
+    input where the model reads it, as in `x.astype(weight.dtype)`.
     """
 
     def wrapped(params, batch):
@@ -74,8 +74,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `loss`, a loss function or the head of a pipeline, with its loss multiplied by
-    `scale`.
+    """Returns a function like `loss` whose loss is multiplied by `scale`. `loss` is a loss function
+    or the head of a pipeline.
 
     Auxiliary values stay as they are.
     """
@@ -149,8 +149,8 @@ class ScaledGrad:
 
     Args:
         grad_of: a function that takes the scale, a scalar, and returns the gradient function, whose
-            gradients are `unscaled`. If the state of the step has no scale, `grad_of` is called
-            with None.
+            gradients have been divided by the scale again (see `unscaled`). If the state of the
+            step has no scale, `grad_of` is called with None.
     """
 
     grad_of: Callable[[Any], Callable[..., Any]]
@@ -163,8 +163,8 @@ def adjusted(
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
     the scale is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so
-    it is always finite. Gradients so small that they need a greater scale would vanish in float32
-    sums anyway.
+    it is always finite. A greater scale would help only gradients below 2^-48, since float16 has
+    numbers down to 2^-24; added in float32 to a gradient of 2^-24 or more, they vanish anyway.
 
     Args:
         scale: the `Scale` of this step.
@@ -187,7 +187,8 @@ def adjusted(
 
 
 def select(finite: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """Returns the tree `new` if the step's gradients were finite, else `old`: a skipped step."""
+    """Returns the tree `new` if the step's gradients were finite, else `old`; the step is then
+    skipped."""
 
     def chosen(new_leaf, old_leaf):
         # `where`, not `cond`: a branch would keep both trees in memory and prevent updates in

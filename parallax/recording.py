@@ -2,8 +2,8 @@
 
 The module `taps` makes the record; a *tap* is a place in the model that reports a value. While a
 loop over layers or microbatches traces the model, it sets the number of the layer or microbatch by
-`at`. The code of the loop imports only this file, not `taps`. While no record is made, this file
-adds nothing to a program.
+`at`. The code of the loop imports only this file, not `taps`. Outside of `with taps.recording()`,
+this file adds nothing to a program.
 """
 
 import contextlib
@@ -31,10 +31,11 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Sets the `layer` or the `microbatch` that a tap in the `with` block reports with a value.
+    """Sets the `layer` or the `microbatch` that a tap (a place in the model that reports a value)
+    in the `with` block reports with the value.
 
-    The numbers are integers or arrays. None keeps the number that an enclosing `at` has set.
-    Nothing is set while no record is made.
+    `layer` and `microbatch` are integers or arrays. None keeps the number that an enclosing `at`
+    has set. Outside of `with taps.recording()`, `at` does nothing.
     """
     if not is_on():
         yield
@@ -53,14 +54,23 @@ def at(**tags: Any) -> Iterator[None]:
 def numbered(count: int) -> Int[Array, " count"] | None:
     """Returns the microbatches' numbers 0 to count - 1, for a loop that passes each to `at`.
 
-    Returns None while no record is made.
+    Returns None outside of `with taps.recording()`.
     """
     return jnp.arange(count, dtype=jnp.int32) if is_on() else None
 
 
-def job(microbatch: Int[Array, ""], valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
+def job(microbatch: Int[Array, ""] | int, valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
     """Returns a number for `at`: the microbatch of a pipeline stage's job, or -1 if not `valid`.
 
-    A stage without a job in this tick is not `valid`. Returns None while no record is made.
+    A stage without a job in this tick is not `valid`. Returns None outside of
+    `with taps.recording()`.
     """
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
+
+
+@contextlib.contextmanager
+def only_if(valid: Bool[Array, ""] | bool) -> Iterator[None]:
+    """In the `with` block, the values of taps count only on devices on which `valid` is true. On
+    the other devices, a tap reports -1 as the number of the microbatch."""
+    with at(microbatch=job(AT.get().get("microbatch", 0), valid)):
+        yield

@@ -8,7 +8,8 @@ Each function takes a block of layers and returns a block that computes the same
     products   keeps the products with weights; attention, norms and activation run twice
     block      keeps the block's input; everything runs twice, a third more arithmetic
 
-`prevent_cse` is the option of `jax.checkpoint` that puts in a barrier; see `in_a_loop`.
+`prevent_cse` is the option of `jax.checkpoint` that puts a barrier around the kept results; see
+`in_a_loop`.
 
 To recompute only the attention, wrap the attention function: `attend=jax.checkpoint(attend)`. For
 an activation or a norm, whose results are cheap to compute again, use `of_arguments`.
@@ -35,9 +36,9 @@ def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
 
     `jax.checkpoint` puts a barrier around the kept results. Without the barrier, XLA would not
     recompute results, but reuse those of the forward pass. If the forward and the backward pass are
-    separate loops, XLA cannot do that, so no barrier is needed. A barrier would cost time: an
-    accelerator would copy the kept results out of the loop's stacked arrays before using them. A
-    function from outside this module is returned unchanged.
+    separate loops, XLA cannot reuse the results of the forward pass, so no barrier is needed. A
+    barrier would cost time: an accelerator would copy the kept results out of the loop's stacked
+    arrays before using them. A function from outside this module is returned unchanged.
     """
     return (
         functools.partial(remat, prevent_cse=False)
@@ -54,7 +55,8 @@ def none(block: Callable[..., Any]) -> Callable[..., Any]:
 def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """Returns `block` with a backward pass that recomputes only the results gathered over devices.
 
-    Such results are weights (ZeRO-3) or tokens (sequence parallelism), which are gathered again.
+    The results gathered over devices are weights (ZeRO-3) or tokens (sequence parallelism), which
+    are gathered again.
     """
 
     def is_saveable(primitive, *_, **params):
@@ -67,7 +69,8 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
 
 
 def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
-    """Returns `block` with a backward pass that recomputes all but the products with weights."""
+    """Returns `block` with a backward pass that recomputes everything but the results of matmuls
+    with weights."""
     # A product with a weight has no batch dims in JAX's sense; the products of attention have.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
@@ -89,8 +92,8 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
     reverse-mode derivatives only.
 
     Args:
-        f: a function of positional arguments, arrays or trees of arrays. It must not read by
-            closure an array with respect to which one differentiates.
+        f: a function of positional arguments, arrays or trees of arrays. If an array is
+            differentiated, pass it as an argument: `f` must not read it by closure.
     """
 
     # A backward pass of its own needs no result of `f`, so a policy has nothing to keep.
@@ -105,6 +108,8 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def backward(arguments, cotangent):
         """Returns the cotangents of the arguments."""
+        # No barrier, unlike in `jax.checkpoint`: if the forward and the backward pass are not
+        # separate loops, XLA may reuse the results of the forward pass here.
         return jax.vjp(f, *arguments)[1](cotangent)
 
     f_with_vjp.defvjp(forward, backward)

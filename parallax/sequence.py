@@ -5,8 +5,8 @@ Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, X the ten
 on X. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
 
 An all-reduce is a reduce-scatter and then an all-gather. Here the two are separate operations. The
-computation between them (residual stream, norms, dropout) is done for T/t tokens on each device,
-instead of for all T tokens on every device. `gather_from` gathers the tokens before a
+computation between them (residual stream, norms, dropout) is done on each device for only its share
+of the tokens, instead of for all tokens on every device. `gather_from` gathers the tokens before a
 column-parallel layer. `reduce_scatter_to` sums the partial results after a row-parallel layer, and
 scatters the tokens. Each of the two is the other's transpose, and together they send as many bytes
 as Megatron's pair of operations, the all-reduces of the forward and the backward pass.
@@ -38,9 +38,9 @@ def gather_from(
 ) -> Float[Array, "batch tokens width"]:
     """Returns the tokens of all devices: `A[B, T_X, D] -> A[B, T, D]`.
 
-    A device sends (t - 1)/t of the result's bytes. The transpose is `reduce_scatter_to`. The result
-    has the name that `remat.gathers` looks for, so that the backward pass can gather the tokens
-    again, and they need not be kept.
+    With t devices on the axis, each device sends (t - 1)/t of the result's bytes. The transpose is
+    `reduce_scatter_to`. The result has the name that `remat.gathers` looks for, so that the
+    backward pass can gather the tokens again, and they need not be kept.
     """
     axis = Axis.of(axis)
 
@@ -50,9 +50,9 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
-    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` takes
-    # `scatter` as the backward pass, so that it uses this algorithm too. `name` is the result's
-    # name.
+    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` makes
+    # `scatter` the backward pass, so that the backward pass uses the reduce-scatter of this
+    # algorithm. `name` is the result's name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
 
 
@@ -61,7 +61,8 @@ def reduce_scatter_to(
 ) -> Float[Array, "batch tokens_shard width"]:
     """Returns this device's tokens of the sum over devices: `A[B, T, D] {U_X} -> A[B, T_X, D]`.
 
-    A device sends (t - 1)/t of the bytes of `x`. The transpose is `gather_from`.
+    With t devices on the axis, each device sends (t - 1)/t of the bytes of `x`. The transpose is
+    `gather_from`.
 
     Raises:
         ValueError: the tokens are not a multiple of the devices.
@@ -78,13 +79,14 @@ def column(
     axis: AxisLike,
     *,
     all_gather_matmul: Callable[..., Any] | None = None,
+    on_tpu: bool = False,
 ) -> Float[Array, "batch tokens *outputs_shard"]:
     """Returns the result of a column-parallel layer, which gathers the tokens first:
     `A[B, T_X, I] -> A[B, T, I] · W[I, J_X] + b[J_X] -> [B, T, J_X]`.
 
     `weight` and `bias` are this device's parts, split along the outputs. `all_gather_matmul` may be
     `collectives.matmul.all_gather_matmul`, with which a device multiplies some tokens while it
-    receives others.
+    receives others. `on_tpu` is that of `tensor.column`.
 
     Raises:
         ValueError: the number of the weight's rows is not the number of inputs of `x`.
@@ -92,10 +94,9 @@ def column(
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
     # Without the function, all tokens are gathered before the product.
     if all_gather_matmul is None:
-        y = jnp.tensordot(gather_from(x, axis), weight, axes=1)
-    else:
-        y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
-    return y if bias is None else tensor.add_bias(y, bias)
+        return tensor.affine(gather_from(x, axis), weight, bias, on_tpu=on_tpu)
+    y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
+    return y if bias is None else tensor.add_bias(y, bias, on_tpu=on_tpu)
 
 
 def row(
@@ -105,13 +106,14 @@ def row(
     axis: AxisLike,
     *,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
+    on_tpu: bool = False,
 ) -> Float[Array, "batch tokens_shard outputs"]:
     """Returns the result of a row-parallel layer, which sums and scatters the products:
     `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
     `x` and `weight` have this device's inputs, and `bias` has all outputs. `matmul_reduce_scatter`
     may be `collectives.matmul.matmul_reduce_scatter`, with which a device multiplies while it sends
-    and receives partial sums.
+    and receives partial sums. `on_tpu` is that of `tensor.row`.
 
     Raises:
         ValueError: the tokens are not a multiple of the devices, or the weight does not take the
@@ -126,7 +128,7 @@ def row(
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
         y = matmul_reduce_scatter(x, weight, axis.names, scatter_dimension=1)
-    return y if bias is None else tensor.add_bias(y, bias)
+    return y if bias is None else tensor.add_bias(y, bias, on_tpu=on_tpu)
 
 
 def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:
@@ -149,18 +151,19 @@ def comms(
     shared: AxisLike = (),
     all_gather_matmul: Callable[..., Any] | None = None,
     matmul_reduce_scatter: Callable[..., Any] | None = None,
+    on_tpu: bool = False,
 ) -> Comms:
     """Returns the communication of layers that split the tokens of the residual stream over `axis`:
     a `tensor.Comms`, the record of the functions by which a model's layers send data.
 
-    The axes `shared` split the vocabulary too, such as the stages of a pipeline. `all_tokens` and
-    `sum_partials` communicate over these axes by Megatron's pair, `tensor.copy_to` and
-    `tensor.reduce_from`.
+    The vocabulary is split over `axis` and also over the axes `shared`, such as the stages of a
+    pipeline. `all_tokens` and `sum_partials` communicate over the axes `shared` by Megatron's pair,
+    `tensor.copy_to` and `tensor.reduce_from`.
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
-    The functions in the returned `Comms` raise `ValueError` if the number of tokens is not a
-    multiple of the number of devices.
+    `on_tpu` is that of `tensor.column` and `tensor.row`. The functions in the returned `Comms`
+    raise `ValueError` if the number of tokens is not a multiple of the number of devices.
     """
     axis = Axis.of(axis)
 
@@ -173,9 +176,9 @@ def comms(
         return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
 
     def all_tokens_alike(x):
-        """Gathers the rows `x` of all devices. The result is typed as the same on all devices, and
-        no gradient flows through it. A mixture of experts gathers the experts' ids with this
-        function."""
+        """Gathers the rows `x` of all devices, one row for each token (dim 1). The result is typed
+        as the same on all devices. No gradient flows through it, since `replicated` has no
+        derivative. A mixture of experts gathers the experts' ids with this function."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 
@@ -184,34 +187,42 @@ def comms(
         combined_axis(shared, axis),  # `everywhere`: all axes that share the vocabulary
         all_tokens=all_tokens,
         sum_partials=sum_partials,
-        column=functools.partial(column, axis=axis, all_gather_matmul=all_gather_matmul),
-        row=functools.partial(row, axis=axis, matmul_reduce_scatter=matmul_reduce_scatter),
+        column=functools.partial(
+            column, axis=axis, all_gather_matmul=all_gather_matmul, on_tpu=on_tpu
+        ),
+        row=functools.partial(
+            row, axis=axis, matmul_reduce_scatter=matmul_reduce_scatter, on_tpu=on_tpu
+        ),
         local_tokens=lambda x, dim: local_tokens(x, axis, dim),
-        # No all-reduce here: the gradients of these weights are terms of a sum, and `grads.summed`
-        # adds them.
+        # `copy_to` is for weights that all devices have whole, such as norms. No all-reduce here:
+        # the gradients of these weights are terms of a sum, and `grads.summed` adds them.
         copy_to=lambda weight: varying(weight, axis.names),
         token_shards=axis.size(),
-        over_tokens=axis,
-        gathered=all_tokens_alike,
+        over_tokens=axis,  # the axis that splits the tokens of the residual stream
+        gathered=all_tokens_alike,  # without a gradient, unlike `all_tokens`
     )
 
 
-def overlapping(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
+def overlapping(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Comms:
     """Returns the communication of sequence parallelism, as `comms` does, with layers that use
     `collectives.matmul` to multiply some tokens while others are being sent.
 
-    These collective matmuls send to both neighbours at the same time, whatever the algorithm that
-    `axis` names. That algorithm is used only outside the layers, such as for the vocabulary.
+    The functions of `collectives.matmul` send to both neighbours in the ring of devices at the same
+    time, whatever the algorithm that `axis` names. That algorithm is used only outside the layers,
+    such as for the vocabulary.
 
     Args:
         axis: the axis over which tokens and layers are split.
-        shared: axes that split the vocabulary too, such as the stages of a pipeline.
+        shared: axes over which the vocabulary is split in addition to `axis`, such as the stages of
+            a pipeline.
+        on_tpu: that of `tensor.column` and `tensor.row`.
     """
     return comms(
         axis,
         shared=shared,
         all_gather_matmul=matmul.all_gather_matmul,
         matmul_reduce_scatter=matmul.matmul_reduce_scatter,
+        on_tpu=on_tpu,
     )
 
 

@@ -43,10 +43,11 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
-                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r}, "
-                f"the last of them innermost, and gathered or scattered over {inside!r}. The "
-                "gathered blocks would not be neighbours in the whole leaf. Name those axes last, "
-                f"{(*outside, *inside)!r}, or split another dim over them."
+                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r} "
+                f"in this order, and gathered or scattered over {inside!r} only. The gathered "
+                "blocks would not be neighbours in the whole leaf. In the spec, name "
+                f"{inside!r} last, as in {(*outside, *inside)!r}, or split another dim over "
+                f"{inside!r}."
             )
         if inside:
             # The axis keeps its algorithm, but runs only along the names that split this dim.
@@ -92,7 +93,7 @@ def reduce_scatter(x: Array, splits: Sequence[Split]) -> Array:
 def runs_over(axis: Axis) -> bool:
     """Returns whether the caller runs inside a `shard_map` over `axis`, on blocks of arrays.
 
-    Outside such a map the caller works on global arrays.
+    Outside of a `shard_map` over `axis`, the caller works on global arrays.
     """
     # JAX has no public function for this, but an axis that is not mapped over raises NameError.
     try:

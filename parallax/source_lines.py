@@ -31,9 +31,10 @@ UNKNOWN = "unknown line"
 def source(eqn: JaxprEqn) -> str:
     """Returns the line that made an equation, as "folder/file.py:12", with the whole path.
 
-    It is the innermost line of the user's code. If there is none, it is the innermost line of this
-    library outside `lint` and `collectives`, since the function that calls a collective says more
-    than the collective's own lines. If there is no such line either, it is `UNKNOWN`.
+    The result is the innermost line of the user's code. If there is none, the result is the
+    innermost line of this library outside `lint` and `collectives`, since the function that calls a
+    collective says more than the collective's own lines. If there is no such line either, the
+    result is `UNKNOWN`.
     """
     library_line = UNKNOWN
     for frame in frames(eqn):
@@ -73,8 +74,9 @@ def is_of_optax(file_name: str) -> bool:
 def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
 
-    JAX keeps such traces for later calls, so the lines in a trace may belong to an earlier call.
-    Equinox does not count: a jaxpr of `eqx.filter_jit` has Equinox's file, but the user's lines.
+    JAX keeps the trace of one of its own functions for later calls, so the lines in the trace may
+    belong to an earlier call. For this check, Equinox is not a part of JAX: a jaxpr of
+    `eqx.filter_jit` has Equinox's file, but the user's lines.
     """
     # The first folder of `_LIBRARIES` is JAX's.
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])

@@ -73,7 +73,9 @@ REDUCING = "grads.averaged, zero.reduce_scattered or ZeRO.grad"
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
-    """Returns the model: the default `after_update`, for a model that only gradients change."""
+    """Returns the model: the default `after_update`, for a model that is changed only by its
+    gradients.
+    """
     return model
 
 
@@ -109,8 +111,9 @@ def make(
             each device updates only its shards.
         max_norm: the largest global norm of the gradients, over all shards; larger gradients are
             scaled down to this norm.
-        reduce_norm_over: axes, such as `ring("data")`, whose own algorithms add the shards' sums of
-            squares for the norm; over all other axes `lax.psum` adds these sums.
+        reduce_norm_over: axes with an algorithm, such as `ring("data")`. For the norm, the shards'
+            sums of squares are added over these axes by this algorithm, and over all other axes by
+            `lax.psum`.
         after_update: `(model, aux) -> model`, run after the update to set arrays that no gradient
             changes, such as batch statistics.
         extra_args: makes the extra arguments of `optimizer.update` from the step's `Info`. By
@@ -120,12 +123,12 @@ def make(
             right on shards of one dim and wrong on shards of another.
 
     Raises:
-        ValueError: the loss or a gradient varies along an axis along which the model is the same,
-            so it was not reduced; a gradient was already reduced over an axis that shards its
-            parameter; a Python number has a gradient; the auxiliary values differ between devices;
-            the optimizer would be wrong on these shards, or does not fit the gradients
-            (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the form of the
-            model, or a leaf that is not an array.
+        ValueError: the loss or a gradient varies along an axis, although the model is the same on
+            all devices of that axis, so it was not reduced; a gradient was already reduced over an
+            axis that shards its parameter; a Python number has a gradient; the auxiliary values
+            differ between devices; the optimizer would be wrong on these shards, or does not fit
+            the gradients (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the
+            form of the model, or a leaf that is not an array.
     """
     if max_norm is not None:
         check_max_norm("step.make", max_norm)
@@ -162,7 +165,8 @@ def make(
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
         new, old = (model, optimizer_state), (state.model, state.optimizer)
-        # The update of finite gradients can still overflow, such as in Adam's squares.
+        # The update of finite gradients can still overflow, such as in Adam's squares. `_lost`
+        # counts in the dtype of `norm`, and adds up the devices' counts as for the norm.
         finite &= ~_lost(new, old, norm, reduce_norm_over)
         taken = finite  # whether the model and the optimizer's state change
         if limit is not None:
@@ -178,8 +182,9 @@ def make(
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
-    """Returns the gradient function for a step; `scale` is the loss scale in the step's state. Only
-    a `precision.ScaledGrad` uses the scale; any other `grad` is returned as it is."""
+    """Returns the gradient function for a step; `scale` is the loss scale in the step's state, or
+    None if the loss is not scaled. Only a `precision.ScaledGrad` uses the scale; any other `grad`
+    is returned as it is."""
     if not isinstance(grad, precision.ScaledGrad):
         return grad
     return grad.grad_of(None if scale is None else scale.value)
@@ -191,10 +196,10 @@ def _lost(
     """Returns whether any number is finite in `old` and not in `new`, on any device: one scalar,
     the same on all devices.
 
-    A number that is not finite in `old` either, such as in a mask of -inf, does not count. `norm`
-    is used only for its dtype, in which the lost numbers are added up. The devices' numbers are
-    added as in `grads.norm`: along the axes in `axes` by the algorithms of these axes, and along
-    all other axes by `lax.psum`.
+    A number that was already not finite in `old`, such as in a mask of -inf, does not count. `norm`
+    is used only for its dtype, in which each device counts the leaves with a number that became
+    infinite or NaN. The devices' counts are added as in `grads.norm`: along the axes in `axes` by
+    the algorithms of these axes, and along all other axes by `lax.psum`.
     """
     # The floating-point leaves of each tree.
     numbers = (
@@ -216,7 +221,9 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
     over the shards of their parameter."""
 
     def check(path, gradient, weight):
-        """Refuses one gradient if its varying axes do not fit those of its parameter."""
+        """Raises `ValueError` if only one of the two varies along some axis: the gradient or its
+        parameter. A share of a gradient (ZeRO) may vary where the parameter does not.
+        """
         # `local` are axes along which only the gradient differs: the gradient was not reduced
         # there. `mixed` are axes along which only the parameter differs: the parameter is sharded
         # there. Axes of one device do not count: types may differ there, and nothing is wrong.
@@ -272,9 +279,9 @@ def _check_joined(aux: PyTree) -> None:
         if local := axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
                 f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along "
-                f"{local}, and Info is the same on all devices. Average or sum it over "
-                "the devices: grads.averaged(grad, axis, aux=...) takes a function of the values "
-                "and the axis."
+                f"{local}, but every value of Info must be the same on all devices. Average or sum "
+                "it over the devices: grads.averaged(grad, axis, aux=...) takes a function of the "
+                "values and the axis."
             )
 
 
@@ -353,7 +360,8 @@ def init(
             (a traced array), or a tree of booleans that is a prefix of the model. For all other
             leaves the gradient function gives None.
         batch_axes: the mesh axes that split the batch. Only `rules.fsdp` and `rules.experts` may
-            split a parameter over these axes; `rules.specs` refuses any other rule that does.
+            split a parameter over these axes; `rules.specs` refuses any other rule that splits a
+            parameter over them.
 
     Raises:
         ValueError: as `rules.specs` does for the model, and `rules.optimizer_specs` for the
@@ -483,7 +491,8 @@ def _in_place(
     target_shardings = [leaf.sharding for leaf in leaves]
     # Under `jit` each device makes its own shards, so no device holds a whole array.
     compiled_make = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=target_shardings)
-    # Donated: the state keeps the memory of the placed arrays, and no second copy is made.
+    # Donated: the state keeps the memory of the placed arrays, which `_placed_as` makes for this
+    # call only. So no second copy is made.
     compiled_begin = jax.jit(
         lambda model: jax.tree.leaves(begin(model)),
         out_shardings=target_shardings,
@@ -525,7 +534,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
             )
         # A random key has no NumPy array to cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            placed.append(jax.device_put(leaf, like.sharding))
+            # A copy, since the result is donated and the caller may go on to use the key.
+            placed.append(jax.device_put(leaf, like.sharding, may_alias=False))
         else:
             # The callback gets the slices of one device's shard, so each device gets only its
             # shard.

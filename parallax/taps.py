@@ -1,4 +1,5 @@
-"""Marks in a model: `tap` names a value, so that each device can report it and its cotangent.
+"""Named values of a model: `tap` names a value, so that each device can report it and its
+cotangent.
 
 A record of values is made in a `with recording():` block. Outside of the block, `tap` returns its
 argument and adds nothing to the program. Inside, `tap` is an identity whose lowering calls back to
@@ -8,13 +9,13 @@ JAX's sense), so transformations treat it like any other operation. Users call `
 `bisect.tap`, so errors use this name.
 
 `tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
-numbers of the microbatch and the layer, and, for some dims, the positions of the value's elements.
-Its `way` says what the tap reports: FORWARD means the value; LINEAR, for the tap of a tangent,
-means nothing; BACKWARD means the cotangent; AFTER means a value that is computed after the backward
-pass. Its `mark`, a `Mark`, has the name of the tap (`path`), and says how the value is split
-(`dims`, `terms`). Its `recorder` is the object to which the tap reports. `RECORDER` holds the
-recorder that is active now, and `AT` holds the numbers of the microbatch and the layer that
-`recording.at` set.
+numbers of the microbatch and the layer, and, for dims that are not split into equal blocks in
+order, the positions of the block's elements in the whole array. Its `way` says what the tap
+reports: FORWARD means the value; LINEAR, for the tap of a tangent, means nothing; BACKWARD means
+the cotangent; AFTER means a value that is computed after the backward pass. Its `mark`, a `Mark`,
+has the name of the tap (`path`), and says how the value is split (`dims`, `terms`). Its `recorder`
+is the object to which the tap reports. `RECORDER` holds the recorder that is active now, and `AT`
+holds the numbers of the microbatch and the layer that `recording.at` set.
 """
 
 import contextlib
@@ -72,7 +73,8 @@ class Report(NamedTuple):
         way: `forward` for a value of the forward pass, `backward` for a cotangent, or `after` for a
             value that is computed after the backward pass.
         device: the device's index along each axis of the mark's `sizes`.
-        microbatch: the number of the microbatch; -1 if the device had no job.
+        microbatch: the number of the microbatch; -1 if the device computed for no microbatch, as in
+            an idle tick of a pipeline.
         layer: the number of the layer; -1 if the value belongs to no layer.
         value: the device's block of the value.
         places: for each dim in the mark's `placed`, the positions of the block's elements in the
@@ -135,11 +137,12 @@ def tap(
         x: a value of the model; on each device, the device's block of it.
         path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the layer
             that `at` gives.
-        spec: the split of the whole value. "batch" stands for all splits of the batch's rows: the
-            data axis, and microbatches. `P(unreduced={"tensor"})` says that each device of that
-            axis has a term of a sum. `P(unreduced={"batch"})` says that each part of the batch has
-            its own value, and that the whole value is the mean of these values, as for a loss.
-            Along all axes that the spec does not name, the devices must have the same value.
+        spec: the split of the whole value. In the spec, "batch" marks the dim of the batch's rows,
+            which the data axis and the cut into microbatches may split. `P(unreduced={"tensor"})`
+            says that each device of that axis has a term of a sum. `P(unreduced={"batch"})` says
+            that each part of the batch has its own value, and that the whole value is the mean of
+            these values, as for a loss. Along all axes that the spec does not name, the devices
+            must have the same value.
         places: for each dim that is not split into equal blocks in order, the positions of this
             device's elements in the whole array.
 
@@ -200,14 +203,15 @@ def tap_tree(
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns an entry of a spec, which is None, an axis or a tuple of axes, as a tuple of axes."""
+    """Converts an entry of a spec (None, an axis or a tuple of axes) to a tuple of axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     """Returns `x`, tapped as `path`, and adds the tap's mark to the recorder. `spec` is the split
-    of the whole value over the mesh's axes. `places` has, for some dims, the positions of the
-    elements of `x` in the whole array. `way` is FORWARD or AFTER."""
+    of the whole value over the mesh's axes. `places` has, for dims that are not split into equal
+    blocks in order, the positions of the elements of `x` in the whole array. `way` is FORWARD or
+    AFTER."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:
@@ -255,7 +259,7 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
 
 
 def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
-    """Returns `x` and reports it, unless it is a tangent, whose tap reports nothing."""
+    """Returns `x`. Also reports `x`, unless it is a tangent."""
     if way != LINEAR:
         _keep(mark, way, recorder, x, *others)
     return x
@@ -307,7 +311,7 @@ def _differentiated(primals, tangents, **params):
     # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
     # LINEAR tap is the tap of the cotangent. The other ways stay: LINEAR is linear already, and
     # BACKWARD and AFTER are differentiated only if a whole backward pass is, as for a second
-    # derivative.
+    # derivative. Then the tangent is reported too, under the same name.
     way = LINEAR if params["way"] == FORWARD else params["way"]
     tangent = tangents[0]
     if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped
@@ -329,17 +333,18 @@ def _batched(arguments, dims, *, mark, way, recorder):
     The mark of the new tap describes the mapped dim as a dim of the batch. `arguments` are the
     operands of `tap_p`, and `dims` the mapped dim of each, or None."""
     dim, *others = dims
+    # A `vmap` in a model is taken to run over rows of the batch, so its dim gets `BATCH` below.
     # If the layer, the microbatch or a position were mapped, one callback would report several.
     mapped = [other_dim is not None for other_dim in others]
     if any(mapped[len(mark.sizes) + 2 :]):
         raise ValueError(
-            f"bisect.tap: jax.vmap maps the places of {mark.path}. Pass places that are the same "
-            "for all that the vmap maps, or call `tap` outside the vmap."
+            f"bisect.tap: jax.vmap maps the argument `places` of the tap {mark.path}. Pass "
+            "`places` that do not depend on the mapped dim, or call `tap` outside the vmap."
         )
     if any(mapped):
         raise ValueError(
-            f"bisect.tap: jax.vmap maps the layer or the microbatch of {mark.path}. Call `at` "
-            "outside the vmap."
+            "bisect.tap: jax.vmap maps the number of the layer or of the microbatch at the tap "
+            f"{mark.path}. Call `at` outside the vmap."
         )
     # The dims in `placed` are counted without the mapped dim, so the dims at or after the mapped
     # dim move by one.

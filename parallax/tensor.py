@@ -28,14 +28,21 @@ from jaxtyping import Array, Float, Inexact, Integer, Shaped
 
 from parallax._typing import PyTree, Rule
 from parallax.collectives.axis import Axis, AxisLike, combined_axis
-from parallax.collectives.types import axes, linear, varying, varying_axes
+from parallax.collectives.types import (
+    accumulation_dtype,
+    axes,
+    linear,
+    match_varying,
+    varying,
+    varying_axes,
+)
 from parallax.trees import SpecsByPath
 
 
 class Comms(NamedTuple):
     """The communication before and after the layers that are split over devices.
 
-    `comms`, `sequence.comms`, `context.comms` and `experts.comms` return one.
+    `comms`, `sequence.comms`, `context.comms` and `experts.comms` return a `Comms`.
 
     Between layers there is the residual stream, [B, T, D]. Each device has all tokens of the
     stream, or some of them.
@@ -57,10 +64,12 @@ class Comms(NamedTuple):
             gradients of it are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
         context_tokens: `context_tokens(x, dim)` is the part of `x` for the tokens that this
-            device's layers process, which are all tokens unless there is a context axis.
+            device's layers process, which are all tokens unless `context.comms` splits the sequence
+            over a further axis, the context axis.
         wrap_attention: takes the model's attention function and returns a function that attends
             over the context axis.
-        context_shards: the number of devices that split the tokens of the layers.
+        context_shards: the number of devices of the context axis, over which the tokens that the
+            layers process are split; 1 without such an axis.
         over_tokens: the axis or axes that split the tokens of the residual stream.
         gathered: `gathered(x)` takes one row for each of this device's tokens of the residual
             stream, and returns the rows of all tokens that the layers process, [B, T, ...]. These
@@ -86,14 +95,15 @@ class Comms(NamedTuple):
     wrap_experts: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda mixture: mixture
 
 
-def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
+def comms(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Comms:
     """Returns a `Comms` for Megatron's pairs over `axis`: the functions by which the layers of a
     model communicate.
 
     Every device has all tokens, so nothing gathers or splits them: `all_tokens` is only `copy_to`,
-    and `local_tokens` is the identity. `shared` are axes over which the vocabulary is split too,
-    such as the stages of a pipeline. Both `sum_partials` (after the look-up of the embeddings) and
-    `all_tokens` (before the output layer) communicate over these axes as well.
+    and `local_tokens` is the identity. The vocabulary is split over `axis` and also over the axes
+    `shared`, such as the stages of a pipeline. Both `sum_partials` (after the look-up of the
+    embeddings) and `all_tokens` (before the output layer) communicate over all these axes. `on_tpu`
+    is that of `column` and `row`.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -101,10 +111,11 @@ def comms(axis: AxisLike, *, shared: AxisLike = ()) -> Comms:
         everywhere,
         all_tokens=functools.partial(copy_to, axis=everywhere),
         sum_partials=functools.partial(reduce_from, axis=everywhere),
-        column=functools.partial(column, axis=axis),
-        row=functools.partial(row, axis=axis),
+        column=functools.partial(column, axis=axis, on_tpu=on_tpu),
+        row=functools.partial(row, axis=axis, on_tpu=on_tpu),
         local_tokens=lambda x, dim: x,
-        copy_to=functools.partial(copy_to, axis=axis),  # for a weight, such as a norm's
+        # For a whole weight between the two layers, such as that of a norm of each head's queries.
+        copy_to=functools.partial(copy_to, axis=axis),
         token_shards=1,  # the tokens are not split
     )
 
@@ -113,12 +124,12 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
     """Returns `x`, typed so that each device of `axis` may compute something different with it:
     Megatron's f.
 
-    It is the identity forward. Backward, one all-reduce sums the devices' shares of the cotangent.
-    The transpose of `copy_to` is `reduce_from`.
+    `copy_to` is the identity forward. Backward, one all-reduce sums the devices' shares of the
+    cotangent. The transpose of `copy_to` is `reduce_from`.
 
     Raises:
-        ValueError: `x` varies along `axis` already, so the devices' cotangents are of different
-            values and must not be summed.
+        ValueError: `x` varies along `axis` already: each device has a different `x`, so the
+            devices' cotangents must not be summed.
     """
     axis = Axis.of(axis)
     already = set(axes(axis.names)) & set(varying_axes(x))
@@ -136,8 +147,8 @@ def copy_to(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims
 def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*dims"]:
     """Returns the sum of the devices' partial results, on all devices: Megatron's g.
 
-    It is one all-reduce forward, and the identity backward. The transpose of `reduce_from` is
-    `copy_to`.
+    `reduce_from` is one all-reduce forward, and the identity backward. The transpose of
+    `reduce_from` is `copy_to`.
 
     Raises:
         ValueError: `x` is the same along one of the axes, so the sum would count `x` several times.
@@ -148,7 +159,8 @@ def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*
         raise ValueError(
             f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of "
             f"shape {x.shape}, is the same along {sorted(same)}, and would be counted once per "
-            "device. Split the weights before it, or leave out `reduce_from`."
+            "device. Split the weights of the layer before `reduce_from`, or leave out "
+            "`reduce_from`."
         )
     return axis.all_reduce(x)
 
@@ -158,6 +170,8 @@ def column(
     weight: Float[Array, "inputs *outputs_shard"] | eqx.nn.Linear,
     bias: Float[Array, "*outputs_shard"] | None,
     axis: AxisLike,
+    *,
+    on_tpu: bool = False,
 ) -> Float[Array, "*batch_and_outputs_shard"]:
     """Returns a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
 
@@ -167,6 +181,9 @@ def column(
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
     `tensor.column(x, linear, None, axis)` computes the same as `ColumnLinear`.
 
+    `on_tpu` chooses what is fastest on TPUs: queries, keys and values, a weight `[I, n, H, K]`,
+    have a product each, and the gradient of a bias is a product with ones.
+
     Raises:
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
             a `bias` is given besides that of a `Linear`.
@@ -175,8 +192,7 @@ def column(
         return ColumnLinear(_with_own_bias(weight, bias, "column"), axis)(x)
     check_column("tensor.column", x.shape[-1:], weight, axis)
     # `copy_to` is before the product, so its all-reduce backward has the size of `x`.
-    y = jnp.tensordot(copy_to(x, axis), weight, axes=1)  # over the inputs: x's last, weight's first
-    return y if bias is None else add_bias(y, bias)
+    return affine(copy_to(x, axis), weight, bias, on_tpu=on_tpu)
 
 
 def row(
@@ -184,6 +200,8 @@ def row(
     weight: Float[Array, "*inputs_shard outputs"] | eqx.nn.Linear,
     bias: Float[Array, " outputs"] | None,
     axis: AxisLike,
+    *,
+    on_tpu: bool = False,
 ) -> Float[Array, "... outputs"]:
     """Returns a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
@@ -192,6 +210,8 @@ def row(
     The inputs may have several dims: the last dims of `x` and the first dims of `weight`. The
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
     `tensor.row(x, linear, None, axis)` computes the same as `RowLinear`.
+
+    With `on_tpu` the gradient of the bias is a product with ones, which is faster on TPUs.
 
     Raises:
         ValueError: `x` or the weight is the same along `axis`; the weight does not take the inputs
@@ -203,7 +223,7 @@ def row(
     # All dims of the weight but the last are inputs. The bias is added after the sum, or each
     # device would add it.
     y = reduce_from(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
-    return y if bias is None else add_bias(y, bias)
+    return y if bias is None else add_bias(y, bias, on_tpu=on_tpu)
 
 
 class ColumnLinear(eqx.Module):
@@ -311,14 +331,15 @@ class Embedding(eqx.Module):
 def rule(model: PyTree) -> Rule:
     """Returns the rule that splits each `ColumnLinear`, `RowLinear` and `Embedding` of `model`.
 
-    The rule gives no spec to other leaves: `rules.first(tensor.rule(model), rules.match("**",
-    P()))` leaves these whole. Leaves may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a
-    weight may have further dims in front of its last two, and these further dims are not split.
+    The rule gives a spec only to the leaves of these layers. The rule
+    `rules.first(tensor.rule(model), rules.match("**", P()))` keeps all other leaves whole. Leaves
+    may be `jax.ShapeDtypeStruct`s. Layers may be stacked: a weight may have further dims in front
+    of its last two, and these further dims are not split.
 
     Raises:
-        ValueError: an `eqx.nn.MultiheadAttention` holds one of these layers. The attention reads
-            the number of its heads from a static field, so on a shard it would compute narrower
-            heads.
+        ValueError: an `eqx.nn.MultiheadAttention` holds a `ColumnLinear` or a `RowLinear`. The
+            attention reads the number of its heads from a static field, so on a shard it would
+            compute narrower heads.
     """
     _check_attention(model)
 
@@ -372,7 +393,8 @@ def _check_attention(model: PyTree) -> None:
 def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -> None:
     """Raises `ValueError` unless the weight is split along dim `split`, and along no other dim.
 
-    Dim 0 has the outputs, dim 1 the inputs. `name` is the layer's class, for the message.
+    Dim 0 of the weight has the outputs, dim 1 the inputs. `name` is the layer's class, for the
+    message.
     """
     # Equinox's static fields, `out_features` and `in_features`, keep the whole sizes. So a weight
     # that was not split, or was split along the other dim, is refused even if its shape happens to
@@ -427,7 +449,7 @@ def check_column(
 def check_row(
     name: str, x: Shaped[Array, "..."], weight: Shaped[Array, "..."], axis: AxisLike
 ) -> None:
-    """Raises `ValueError` if the weight of a row-parallel layer does not fit.
+    """Raises `ValueError` if the weight of a row-parallel layer does not fit `x`.
 
     The weight must take the inputs of this device, and the same axes of `axis` must split the
     inputs of the weight and the inputs of `x`. The inputs are the first dims of the weight and the
@@ -451,7 +473,7 @@ def check_row(
             f"{name} needs an x whose inputs are split over {axis.names!r}; this one, of shape "
             f"{x.shape}, is the same along {', '.join(map(repr, same))}, so devices would multiply "
             "the same inputs by different weights. Use the result of the column-parallel layer "
-            "before it, or a slice for each device."
+            "before it, or give each device its slice of the inputs."
         )
     if same := sorted(of_x - of_weight):
         raise ValueError(
@@ -597,6 +619,60 @@ def _outside(ids, vocabulary: int):
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 
 
-def add_bias(y: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `y + bias`, with the dims of `bias` the last ones of `y`."""
-    return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+def affine(
+    x: Float[Array, "*batch inputs"],
+    weight: Float[Array, "inputs *outputs"],
+    bias: Float[Array, "*outputs"] | None,
+    *,
+    on_tpu: bool,
+) -> Float[Array, "*batch_and_outputs"]:
+    """Returns `x · weight + bias`, summed over the inputs: `A[B, I] · W[I, *J] + b[*J] -> [B, *J]`.
+
+    A weight of four dims, `[I, n, H, K]`, has n arrays of heads, such as queries, keys and values.
+    With `on_tpu` each has its own product, and the n results are stacked. A caller that takes them
+    apart by `unstacked` gets the results themselves: XLA leaves out the stack. One product would
+    give one array, of which an attention kernel would need n copies.
+    """
+    if not on_tpu or weight.ndim < 4:
+        y = jnp.tensordot(x, weight, axes=1)  # over the inputs: x's last dim, weight's first
+        return y if bias is None else add_bias(y, bias, on_tpu=on_tpu)
+    biases = [None] * weight.shape[1] if bias is None else unstacked(bias, 0)
+    parts = zip(unstacked(weight, 1), biases, strict=True)
+    return jnp.stack([affine(x, *part, on_tpu=True) for part in parts], x.ndim - 1)
+
+
+def unstacked(x: Shaped[Array, "..."], dim: int) -> list[Shaped[Array, "..."]]:
+    """Returns the arrays that `jnp.stack` along `dim` joins to `x`. The gradient of these arrays is
+    stacked again. The gradient of indices, as in `x[0], x[1]`, would be a sum of arrays that are
+    filled up with zeros.
+    """
+    return [jnp.squeeze(part, dim) for part in lax.split(x, (1,) * x.shape[dim], dim)]
+
+
+def add_bias(
+    y: Float[Array, "..."], bias: Float[Array, "..."], *, on_tpu: bool = False
+) -> Float[Array, "..."]:
+    """Returns `y + bias`. The dims of `bias` are aligned with the last dims of `y`.
+
+    The gradient of the bias is the sum of all rows of the cotangent. With `on_tpu` the sum is a
+    product with ones, since the matrix units of a TPU add up numbers faster than its vector units.
+    """
+    if not on_tpu:
+        return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+    rows = y.shape[: y.ndim - bias.ndim]
+
+    def repeated(bias):
+        """Returns the bias for each row of `y`."""
+        return jnp.broadcast_to(bias, y.shape)
+
+    def sum_of_rows(cotangent):
+        """Returns the sum of the rows of the cotangent. XLA would make a plain sum of a product
+        with one row of ones, so there are 8, as many as the matrix unit takes at once."""
+        ones = match_varying(jnp.ones((8, *rows), cotangent.dtype), cotangent)
+        wide = accumulation_dtype(cotangent.dtype)
+        sums = jnp.tensordot(ones, cotangent, len(rows), preferred_element_type=wide)
+        return sums[0].astype(cotangent.dtype)
+
+    # The bias varies as `y` does before it is repeated, so that JAX sums its gradient, and not the
+    # cotangent of `y`, over the axes along which only `y` varies.
+    return y + linear(match_varying(bias, y), forward=repeated, backward=sum_of_rows)

@@ -1,17 +1,18 @@
 """Lays the devices of a mesh on a torus of TPUs, so that a ring along an axis sends to neighbours.
 
 The length of each dim of the torus is factored into *pieces*, one factor for each axis of the mesh.
-So the devices along an axis form a box, and the *sides* of the box are the axis's pieces of the
-dims. The ring of an axis is a closed path through the axis's box: it goes out along one side, and
-comes back through all other points, by steps to neighbouring points if possible. A *cut* is one
-choice of all pieces; `cut[dim][axis]` is one piece. All cuts are tried, and the cut whose hops
-cross the fewest links is taken. Of two equal cuts, the cut with shorter hops along the last axes of
-the mesh is taken, or else the cut with fewer pieces above 1: if two axes share a dim, the long hops
-of both cross the same links. A *laying* of a dim gives each combination of the axes' coordinates a
-place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4). In the code, `line` is such an
-array, and `lines` are several. A *path* is the order in which the ring of an axis visits the points
-of the axis's box. `metrics[dim]` is an array with the number of links between each two places of
-the dim.
+The devices along an axis form a box in the torus. The length of the box along a dim, a *side* of
+the box, is the axis's piece of that dim. The ring of an axis is a closed path through the axis's
+box: it goes out along one side, and comes back through all other points, by steps to neighbouring
+points if possible. A *cut* is one choice of all pieces; `cut[dim][axis]` is one piece. All cuts are
+tried, and the cut whose hops cross the fewest links is taken. If two cuts cross equally many links,
+the cut with shorter hops along the last axes of the mesh is taken. If these are equal too, the cut
+with fewer pieces above 1 is taken, in which fewer axes share a dim: the long hops of axes that
+share a dim cross the same links. A *laying* of a dim gives each combination of coordinates, one in
+each axis's piece of the dim, a place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4).
+In the code, `line` is such an array, and `lines` are several. A *path* is the order in which the
+ring of an axis visits the points of the axis's box. `metrics[dim]` is an array with the number of
+links between each two places of the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -38,8 +39,9 @@ Cut = tuple[tuple[int, ...], ...]
 def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """Returns whether each dim of a torus closes in a ring.
 
-    On a flat torus a dim closes if it has 16 chips. On a torus of three dims, all dims close if the
-    size of each is a multiple of 4 chips; else none closes.
+    A dim closes if a link joins its last chip to its first chip. On a torus of two dims, a dim
+    closes if it has 16 chips. On a torus of three dims, all dims close if the size of each is a
+    multiple of 4 chips; else none closes.
 
     Args:
         flat: whether the torus has two dims, as a v5e or v6e has.
@@ -53,11 +55,11 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """Returns `devices` in an array of the shape `sizes`: TPUs are placed by their coordinates.
 
-    Other devices keep the order given. For GPUs this order is machine by machine, so the last axes
-    stay inside a machine. A slice is a group of TPUs on one torus. Devices of several slices are
-    taken slice by slice, so that only the first axes of the mesh connect devices of different
-    slices. TPUs are not placed by their coordinates if the coordinates do not form a complete box,
-    or if the axes cannot be split between the slices.
+    Devices that are not TPUs keep the order given. For GPUs this order is machine by machine, so
+    the last axes stay inside a machine. A slice is a group of TPUs on one torus. Devices of several
+    slices are taken slice by slice, so that only the first axes of the mesh connect devices of
+    different slices. TPUs are not placed by their coordinates if the coordinates do not form a
+    complete box, or if the axes cannot be split between the slices.
 
     Args:
         devices: the devices, as many as the product of `sizes`. A TPU has `coords`, `core_on_chip`,
@@ -85,8 +87,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns, for each axis, the factor of the axis's size that runs over slices, not inside a
-    slice.
+    """Returns, for each axis of the mesh, over how many slices the axis extends: a factor of its
+    size.
 
     A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
     number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
@@ -102,7 +104,7 @@ def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _array(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the devices in an array of this shape, in order."""
+    """Returns the devices in an array of the given shape, in the order of the list."""
     array = np.empty(len(devices), dtype=object)
     array[:] = devices
     return array.reshape(shape)
@@ -178,22 +180,22 @@ def coordinates(
         np.zeros((cores, cores))
     ]
     for cut in _cuts((*box, cores), sizes):
-        lines = [_lines(pieces) for pieces in cut]
+        layings = [_lines(pieces) for pieces in cut]  # for each dim, all its layings
         # For each axis, an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes
         # its best path, but all axes share the layings of the dims.
-        costs = [_costs(axis, cut, lines, metrics) for axis in range(len(sizes))]
+        costs = [_costs(axis, cut, layings, metrics) for axis in range(len(sizes))]
         # If two cuts have equal sums, this weight makes the sum with shorter hops along later axes
         # smaller. `min(0)` is the cost by the best path of the axis.
         weighted = [(1 + INNER_FIRST * axis) * costs[axis].min(0) for axis in range(len(sizes))]
         pieces = sum(piece > 1 for pieces_of_dim in cut for piece in pieces_of_dim)
         total = np.sum(weighted, axis=0) + PIECE * pieces
         if total.min() < cost:
-            cost, layings = total.min(), np.unravel_index(total.argmin(), total.shape)
+            cost, chosen = total.min(), np.unravel_index(total.argmin(), total.shape)
             paths = []
             for axis in range(len(sizes)):
-                best_path = costs[axis][(slice(None), *layings)].argmin()
+                best_path = costs[axis][(slice(None), *chosen)].argmin()
                 paths.append(_paths(_sides(axis, cut))[best_path])
-            best = cut, [line[k] for line, k in zip(lines, layings, strict=True)], paths
+            best = cut, [of_dim[k] for of_dim, k in zip(layings, chosen, strict=True)], paths
     # Sizes whose product is the number of devices can always be cut.
     assert best is not None
     return _laid(*best, sizes)
@@ -205,10 +207,12 @@ def _laid(
     """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: the pieces of each dim of the torus. The last entry has the pieces of the cores on a
-            chip, which count as one more dim.
-        lines: for each dim, its laying, which is one of the results of `_lines`.
-        paths: for each axis, the path through its box, which is one of the results of `_paths`.
+        cut: for each dim of the torus, its pieces: the factors of the dim's length, one for each
+            axis. The last entry has the pieces of the cores on a chip, which count as one more dim.
+        lines: for each dim, the place along the dim of each combination of the axes' coordinates.
+            It is one of the results of `_lines`.
+        paths: for each axis, the order in which its ring visits its devices. It is one of the
+            results of `_paths`.
         sizes: the sizes of the mesh's axes.
     """
     places = np.zeros((*sizes, len(cut)), int)
@@ -237,11 +241,12 @@ def _links(size: int, ring: bool) -> np.ndarray:
 
 
 def _cuts(box: Sequence[int], sizes: Sequence[int]) -> Iterator[Cut]:
-    """Yields each way to cut the dims of a box; `cut[dim][axis]` is one piece, a whole number.
+    """Yields each way to write the length of each dim of a box as a product of factors, one for
+    each axis of the mesh; `cut[dim][axis]` is one factor.
 
-    The product of the pieces of a dim is the dim's length, and the product of the pieces of an axis
-    is the axis's size. The search goes dim by dim, and divides the axes' sizes by the chosen
-    pieces. A cut is complete if all quotients are 1 at the end.
+    The product of the factors of an axis, one in each dim, is the axis's size. The search goes dim
+    by dim, and divides the axes' sizes by the chosen factors. A cut is complete if all quotients
+    are 1 at the end.
     """
     if not box:
         if all(size == 1 for size in sizes):
@@ -270,14 +275,16 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the ways to lay the pieces of a dim along it. Each way is an array of shape `pieces`.
+    """Returns the ways to number the places of a dim by the coordinates of the axes that share the
+    dim. Each way is an array of shape `pieces`.
 
-    The array gives the place along the dim of each combination of digits; a digit is the coordinate
-    of an axis in the axis's piece. Any axis may be the innermost. For each digit of an outer axis,
-    the digits of the inner axes fill a stretch of neighbouring places. In every second stretch the
-    digits may be in reverse order. With two axes, the end of a stretch and the beginning of the
-    next then have the same inner digit, so the outer axis goes from one stretch to the next by a
-    hop of one link. With three axes or more, not all stretches follow each other like this.
+    `pieces` has, for each axis, the number of its coordinates along the dim. The array gives the
+    place along the dim of each combination of coordinates, one of each axis. The axes are nested
+    (up to three axes in any order): for each coordinate of an outer axis, the coordinates of the
+    inner axes fill a stretch of neighbouring places. In every second stretch the inner coordinates
+    may be in reverse order. With two axes, the end of a stretch and the beginning of the next then
+    have the same inner coordinate, so the outer axis goes from one stretch to the next by a hop of
+    one link. With three axes or more, not all stretches follow each other like this.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -299,21 +306,24 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
-    """Returns the sides of an axis's box: the axis's piece of each dim, without those of size 1."""
+    """Returns the lengths of the box that an axis's devices form: the axis's factor of the length
+    of each dim, without factors of 1.
+    """
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
 
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """Returns the mean cost of a hop along an axis, in links, for each path and each laying.
+    """Returns the mean cost of a hop along an axis, in links, for each path of `_paths` and each
+    combination of the layings of `_lines`.
 
-    The array is [paths, layings of dim 0, layings of dim 1, ...].
+    The returned array has the shape [paths, layings of dim 0, layings of dim 1, ...].
 
     Args:
         axis: the index of the axis.
-        cut: the pieces of each dim.
-        lines: for each dim, its layings, as `_lines` returns them.
+        cut: for each dim, the factors of its length, one for each axis.
+        lines: for each dim, the arrays that `_lines` returns, its layings.
         metrics: for each dim, the number of links between each two places.
     """
     # `side` counts the dims in which the axis has a piece above 1; a path has a column for each.
@@ -346,9 +356,10 @@ def _steps(sides: tuple[int, ...]) -> np.ndarray:
     """Returns, for each path through a box, the fraction of the path's steps that go from
     coordinate i to coordinate j along a side of the box.
 
-    The array is [paths, sides, i, j], with i and j padded to the longest side. Along a side, a step
-    that moves along another side goes from i to i. The sum of the fractions, each times the links
-    between i and j, is the mean number of links of a hop.
+    The returned array has the shape [paths, sides, n, n], where n is the length of the longest
+    side. A step along another side does not change the coordinate along this side, so it counts as
+    a step from i to i. The sum of the fractions, each times the links between i and j, is the mean
+    number of links of a hop.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -365,8 +376,11 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     """Returns paths that visit each point of a box once. Each path is an array [points, sides].
 
     `sides` are the lengths of the box's sides. The ring of an axis follows a path, and goes from
-    the path's last point back to its first. For each order of the sides there are one or two paths.
-    Of all these paths `coordinates` takes the one that costs least.
+    the path's last point back to its first. A first path goes row by row; a second one, for most
+    boxes, goes out along one side and comes back through all other points. The sides may be taken
+    in any order: the rows lie along the last side, and the second path goes out along the first.
+    For each order there are such paths. Of all these paths `coordinates` takes the one that costs
+    least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):
@@ -402,8 +416,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 def _snake(sides: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns all points of a box in an order in which each point is one step from the one before.
 
-    `sides` are the lengths of the box's sides. Every second row runs backward, so that no step is
-    longer than one place.
+    `sides` are the lengths of the box's sides. The points that differ only along the last side form
+    a row. Every second row runs backward, so that each step goes to a neighbouring point.
     """
     points: list[tuple[int, ...]] = [()]
     for size in sides:

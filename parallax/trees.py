@@ -38,7 +38,9 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf can be trained: an array, or a shape, of real or complex floats."""
+    """Returns whether a leaf can be trained: whether it is an array, or a `jax.ShapeDtypeStruct`,
+    of real or complex floats.
+    """
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -78,7 +80,7 @@ RENAME = (
 
 
 def twice(paths: Sequence[str]) -> list[str]:
-    """Returns the paths that occur more than once."""
+    """Returns the paths that occur more than once in the list `paths`."""
     return [path for path, count in Counter(paths).items() if count > 1]
 
 
@@ -117,9 +119,9 @@ def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int 
     """Returns the index in `paths` of the parameter to which an array of an optimizer's state
     belongs, or None.
 
-    Optimizers keep trees like the parameters: the state's `0.mu.blocks.weight` belongs to the
-    parameter `blocks.weight`. So the array's `path` ends with the parameter's path. If several of
-    the `paths` fit, the longest is taken.
+    Optimizers keep trees of the same structure as the tree of the parameters: the state's
+    `0.mu.blocks.weight` belongs to the parameter `blocks.weight`. So the array's `path` ends with
+    the parameter's path. If several of the `paths` fit, the longest is taken.
     """
     fitting = [
         i

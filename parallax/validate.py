@@ -1,7 +1,7 @@
 """Checks whether the sizes of a run fit together, and proposes the nearest change with which they
 fit.
 
-All arguments are plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
+The functions take plain dicts: `fields` has the fields of a `layout.Layout`, and `sizes` the sizes
 of the model, the batch and the machine. A *fault* is one thing that is wrong, with *cures*: changes
 of fields or sizes. A proposal begins with a cure of the first fault, and cures the next faults one
 by one until none is left. In the sentence of a fault, a name in braces, such as {stage}, is
@@ -56,9 +56,10 @@ class Fault(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        needed: the sentence that says what was needed and what came. The sentence is a format
+        needed: the sentence that says what was needed and what was given. The sentence is a format
             string: a name in braces is replaced by that name with its value.
-        changes: the cures, the best first. Each cure has new values by name.
+        changes: the cures, the best first. A cure is a change of fields or sizes that removes the
+            fault, as a dict of new values by name.
         note: words that follow the first cure in the message.
     """
 
@@ -73,11 +74,11 @@ class Wording(NamedTuple):
     Attributes:
         value: a function that takes a name and its value, and returns a text such as `data=4` or
             `--data 4`.
-        change: a function that takes the fields that the caller wrote and the new values, and
-            returns the text that the caller should write.
+        change: a function that takes the fields that the caller wrote and the new values, both by
+            name, and returns the text that the caller should write.
         fixed: the sizes that the caller cannot change.
-        accepts: a function that takes a change, and returns whether the change passes all other
-            checks of the caller.
+        accepts: a function that takes the new values, by name, and returns whether they pass all
+            other checks of the caller.
     """
 
     value: Callable[[str, Any], str]
@@ -87,7 +88,7 @@ class Wording(NamedTuple):
 
 
 def as_text(fields: Fields) -> str:
-    """Returns fields as a command line has them: `data=2,remat=block`."""
+    """Returns the fields of a layout in the form of the command line: `data=2,remat=block`."""
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -128,15 +129,17 @@ def refusal(
     misread: str = "",
 ) -> str | None:
     """Returns the message for a layout whose `fields` are wrong or do not fit `sizes`, with a
-    proposal; None if the layout fits.
+    proposal of a change that makes them fit; None if the layout fits.
 
     Args:
         fields: a layout's fields by name.
         sizes: an empty dict, to check the fields alone; or a dict with layers, heads, hidden, rows
-            (the vocabulary's, with padding), batch (sequences) and tokens (of a sequence), and
-            perhaps experts, devices and processes.
-        wording: the form of the message.
-        written: the fields that the caller wrote, by name; all other fields have their defaults.
+            (of the embedding: the vocabulary's size with padding), batch (sequences) and tokens (of
+            a sequence), and perhaps experts, devices and processes.
+        wording: how the message writes sizes and changes: for Python or for a command line, for
+            example.
+        written: the fields that the caller wrote, by name; all other fields have their defaults. A
+            `wording` may repeat these fields in the proposed change, so that it is complete.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a
             misspelt name; "" if there is none. The `fields` were read from this text with the
             mistake corrected.
@@ -170,7 +173,8 @@ def proposal(texts: Sequence[str], note: str = "") -> str:
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:
-    """Returns whether a layout of these fields exists and fits these sizes."""
+    """Returns whether these fields are valid for a layout, and whether this layout fits these
+    sizes."""
     return next(faults(fields, _with_experts(sizes)), None) is None
 
 
@@ -188,6 +192,7 @@ def repaired(
         for name, value in cure.items():
             changed = new_fields if name in new_fields else new_sizes
             changed[name] = value
+        # With `to_repair`, the first fault is the one to cure next.
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
             # A name that is both a field and a size, `processes`, has the value of the field. From
@@ -206,15 +211,16 @@ def repaired(
 
 
 def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterator[Fault]:
-    """Yields all faults of the fields and the sizes, in the order in which a reader would mend
+    """Yields all faults of the fields and the sizes, in the order in which a person would correct
     them.
 
     If there are faults of `_values` or `_counts`, such as a negative count, no others are yielded.
-    The other faults are choices without effect, choices that exclude each other, and sizes that do
+    The other faults are fields without effect, fields that exclude each other, and sizes that do
     not fit the layout.
 
-    With `to_repair`, the order is the one in which `repaired` cures them: first the axes, whose
-    product is the number of devices, and then the sizes that must be multiples of the axes.
+    With `to_repair`, the faults come in the order in which `repaired` cures them: first those of
+    the axes, whose product is the number of devices, and then those of the sizes (such as the
+    batch) that must be multiples of the sizes of axes.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
@@ -223,8 +229,8 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
         return
     yield from _choices(fields)
     # `_processes` shares the layout's devices among its processes, and `_machine` compares the
-    # layout with the machine. A reader mends the layout by itself first, then for the model and the
-    # batch, and last for the machine.
+    # layout with the machine. A person corrects the layout by itself first, then for the model and
+    # the batch, and last for the machine.
     to_read = (_processes, _model_and_batch, _machine)
     for kind in (_machine, _processes, _model_and_batch) if to_repair else to_read:
         yield from kind(fields, sizes)
@@ -234,8 +240,9 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
 
 
 def _values(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each field whose type or value is wrong. The cure is the value that the
-    caller may have meant, or the closest choice, or 1 for a count out of bounds."""
+    """Yields a fault for each field whose type or value is wrong. The fault proposes a new value:
+    the one that the caller may have meant, or the closest choice, or 1 for a count out of
+    bounds."""
     for name, default in DEFAULTS.items():
         value, kind = fields[name], type(default)
         # Not `isinstance`: True is an int, and a microbatch count of True is a mistake.
@@ -278,10 +285,12 @@ def _counts(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _choices(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each choice that has nothing to act on, such as ZeRO on one replica. The
-    choices about pipelines come last."""
+    """Yields a fault for each field of the layout that has no effect, such as ZeRO on one replica.
+    The fields about pipelines come last."""
     shards_state = fields["zero"] > 0
     # ZeRO splits the state over data and context; along `replica` the devices have copies of it.
+    # The sentence says "replicas" for the devices of data and context together, and names `data`,
+    # the axis of the cure.
     if shards_state and fields["data"] * fields["context"] == 1:
         yield Fault(
             "Layout: {zero} splits state over replicas; got {data}.", ({"zero": 0}, {"data": 2})
@@ -302,9 +311,9 @@ def _choices(fields: Fields) -> Iterator[Fault]:
 
 
 def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
-    """Yields a fault for each choice about pipelines that has nothing to act on, or that another
-    choice excludes. With several chunks per stage (`chunks`), also yields a fault if the
-    microbatches are not a multiple of the stages."""
+    """Yields a fault for each field about pipelines that has no effect, or that another field
+    excludes. With several chunks per stage (`chunks`), also yields a fault if the microbatches are
+    not a multiple of the stages."""
     P, M, default = fields["stage"], fields["microbatches"], DEFAULTS["schedule"]
     if fields["chunks"] > 1 and P == 1:
         needed = "Layout: {chunks} interleave the layers of several stages; got {stage}."
@@ -316,6 +325,7 @@ def _pipeline_choices(fields: Fields) -> Iterator[Fault]:
         yield Fault(
             "Layout: {remat} is for pipelines; got {stage}.", ({"remat": "block"}, {"stage": 2})
         )
+    # The functions `gpipe` and `one_f_one_b` of `schedule` have no argument for chunks.
     if fields["chunks"] > 1 and fields["schedule"] in ("gpipe", "one_f_one_b"):
         needed = "Layout: {schedule} has one chunk per stage; got {chunks}."
         yield Fault(needed, ({"schedule": default},))
@@ -444,8 +454,9 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
         return
     fewer_processes = {"processes": closest_divisor(devices, processes)}
     # If the machine fixes the number of processes, another `data` is the cure, the smaller one
-    # first. `data` must be a multiple of processes / gcd(others, processes): the product of the
-    # other axes, `others`, has the other factors of `processes`.
+    # first, since it needs no more devices than there are now. `data` must be a multiple of
+    # processes / gcd(others, processes): the product of the other axes, `others`, has the other
+    # factors of `processes`.
     others = devices // fields["data"]
     data = fields["data"]
     # `_multiples` gives the larger one first.
@@ -459,7 +470,7 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 def _machine(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault if the product of the axes is not the machine's number of devices. Yields
-    another if the layout's number of processes is not that of the run."""
+    another if the layout's number of processes is not the number of processes in `sizes`."""
     devices = _devices(fields)
     if sizes.get("devices", devices) != devices:
         # The message names the axes that every mesh has, and those of several devices.
@@ -482,8 +493,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     """Returns new sizes of axes, by name, so that the product of all axes is the machine's number
     of devices. If possible, only `data` changes.
 
-    If the product of the other axes does not divide the number of devices, each of these other axes
-    gets the closest size by which both the devices and the model can be split.
+    If the product of all axes but `data` does not divide the number of devices, each of these axes
+    gets the size closest to its old size by which both the devices and the model can be split.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -495,7 +506,9 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         "expert": sizes.get("experts", 0),
     }
     # For an axis that no size limits, the number in the gcd is 0, since gcd(n, 0) is n. Each axis
-    # takes its share of the devices that the axes before it left, and `data` takes the rest.
+    # takes its share of the devices that the axes before it left, and `data` takes the rest. So the
+    # order is a priority: an axis that is earlier in the list keeps its old size more often. (Any
+    # order would give sizes that fit.)
     new, devices_left = {}, devices
     for name in ("tensor", "context", "expert", "stage", "replica"):
         new[name] = closest_divisor(math.gcd(devices_left, splits.get(name, 0)), fields[name])
@@ -531,7 +544,7 @@ def divisors(number: int) -> list[int]:
 
 
 def most_like(word: str, choices: list[str]) -> str:
-    """Returns the choice with the spelling closest to `word`."""
+    """Returns the one of `choices` whose spelling is closest to `word`."""
     return difflib.get_close_matches(word, choices, n=1, cutoff=0)[0]
 
 
@@ -541,8 +554,8 @@ def escaped(text: str) -> str:
 
 
 def _multiples(name: str, size: int, divisor: int) -> tuple[dict[str, int], ...]:
-    """Returns the cures for the size `name`: the next multiple of `divisor` above `size`, and the
-    next multiple below `size` unless that is 0."""
+    """Returns the changes that would correct the size `name`: the next multiple of `divisor` above
+    `size`, and the next multiple below `size` unless that is 0."""
     below = size // divisor * divisor
     above = -(-size // divisor) * divisor  # -(-a // b) is a / b, rounded up
     return ({name: above}, {name: below}) if below else ({name: above},)
@@ -565,7 +578,8 @@ def _meant(value: Any, default: Any) -> Any:
 
 
 def _closest_choice(value: Any, choices: tuple) -> Any:
-    """Returns the choice closest to the value: by distance for numbers, else by spelling."""
+    """Returns the one of `choices` that is closest to `value`: by distance for numbers, else by
+    spelling."""
     if isinstance(value, int) and isinstance(choices[0], int):
         return min(choices, key=lambda choice: abs(choice - value))
     by_text = {str(choice): choice for choice in choices}
@@ -584,7 +598,7 @@ def _without_fields(sizes: Fields) -> dict[str, Any]:
 
 def _differs(value: Any, before: Any) -> bool:
     """Returns whether two values differ in value or in type. In Python True equals 1, but a field
-    `data=True` is a mistake, and the cure, `data=1`, is a change."""
+    `data=True` is a mistake, and replacing it by `data=1` counts as a change."""
     return type(value) is not type(before) or value != before
 
 

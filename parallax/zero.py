@@ -7,23 +7,23 @@ keeps n equal copies of everything. Here each device keeps a share:
     ZeRO-2  `accumulated` around `reduce_scattered`; `sharded` optimizer   also gradients 1/n
     ZeRO-3  `averaged` around `gathered` blocks; `gathered_once` the rest  also parameters 1/n
 
-ZeRO-1 sends as many bytes as data parallelism, 2 (n - 1)/n of the parameters' bytes per step, by
-one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3 gathers twice per
-microbatch (again in the backward pass) and scatters once.
+ZeRO-1 sends as many bytes as data parallelism: over n devices, 2 (n - 1)/n of the parameters' bytes
+per step, by one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3
+gathers twice per microbatch (again in the backward pass) and scatters once.
 
 A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
 says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
 was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
 over the axes that its spec names, and summed over the other axes. A leaf is not summed over axes
-that split the parameter itself (experts). A mean divides by the product of the sizes of all axes.
-`splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a `Split`: the
-dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a CPU each
-array of `x` waits for all of `y`, so that all devices send in one order: else they could wait for
-each other forever.
+that split the parameter itself (experts). A mean divides by the product of the sizes of all axes of
+the tuple. `splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a
+`Split`: the dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a
+CPU each array of `x` waits for all of `y`, so that all devices send in one order: else they could
+wait for each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
-`ZeRO` makes all these functions, from a stage, an axis and the model's rule.
+`ZeRO` makes all these functions, from a stage, an axis and the model's sharding rule.
 
 Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models
 (arXiv 1910.02054).
@@ -95,16 +95,17 @@ def reduce_scattered(
         leaf the axes over which its gradient must still be summed.
         """
 
-        # The splits of a leaf over the axes to sum it over. An axis that splits the parameter
-        # itself, such as the experts' axis, is not among these axes: along it no sum is left to
-        # take.
+        # The splits of a leaf over the axes over which it is summed. An axis that splits the
+        # parameter itself, such as the experts' axis, is not among these axes: along it no sum is
+        # left to take.
         def splits_of_leaf(path, gradient, names):
             return splits_of(path, by_path, axis.over(names))
 
         def scattered(gradient, param, splits):
             """Returns this device's share of one gradient, in float32 or wider."""
             # A gradient that does not have the parameter's shape was already scattered inside
-            # `grad`, once in each microbatch (ZeRO-2).
+            # `grad`, once in each microbatch (ZeRO-2). `reduce_scatter` sums in float32 or wider;
+            # the cast after it is for gradients that are not scattered here.
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
             return gradient.astype(accumulation_dtype(gradient.dtype))
@@ -135,9 +136,9 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     are returned unchanged, not summed.
 
     Pass `reduce_scatter` to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient
-    function in `reduce_scattered`. That function recognises shares by their shape, sums the leaves
-    that stay whole, and divides all gradients. `axis` must not contain an axis that splits a
-    parameter even without ZeRO, such as the experts' axis.
+    function in `reduce_scattered`. `reduce_scattered` recognises shares by their shape, sums the
+    leaves that stay whole, and divides all gradients by the number of devices. `axis` must not
+    contain an axis that splits a parameter even without ZeRO, such as the experts' axis.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -152,16 +153,16 @@ def sharded(
     axis: AxisLike,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with 1/n of the state and of the work on each device: ZeRO-1 and 2, for
-    an optimizer that acts element by element.
+    """Returns `optimizer` with 1/n of the state and of the work on each of the n devices: ZeRO-1
+    and 2, for an optimizer that acts element by element.
 
     The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
-    updates that share of the parameters, and gathers the updates: (n - 1)/n of the parameters'
-    bytes move. Gradients of full shape are averaged and scattered by `update` itself; of gradients
-    that are averaged already, `update` only takes the device's share. Inside `shard_map`, the
-    returned `init` makes the device's share of the state. Outside, where arrays are global, `init`
-    returns the whole state, for which `rules.optimizer_specs(optimizer, params, specs)` gives the
-    specs.
+    updates that share of the parameters, and gathers the updates: each of the n devices sends
+    (n - 1)/n of the parameters' bytes. Gradients of full shape are averaged and scattered by
+    `update` itself; of gradients that are averaged already, `update` only takes the device's share.
+    Inside `shard_map`, the returned `init` makes the device's share of the state. Outside, where
+    arrays are global, `init` returns the whole state, for which
+    `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
     that combines elements of a gradient, as by a norm, would see only the elements of a share, so
@@ -228,9 +229,9 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """Returns this device's share of the mean of a gradient. The gradient has its parameter's
-    shape, and differs between devices along the axes `local`. `splits` are the splits into
-    shares."""
+    """Returns this device's share of the mean of a gradient, which has the shape of its parameter,
+    `weight`. `local` are those axes along which all devices have the same parameter and different
+    gradients. `splits` are the splits into shares."""
     # The devices have different terms only along the axes in `local`. These terms are summed by a
     # reduce-scatter along the splits over such axes, and by an all-reduce along the other axes in
     # `local`.
@@ -244,7 +245,8 @@ def _mean_share(
     # of that gradient.
     total = shards.take(total, [split for split in splits if split not in scattered])
     # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
-    # along these the gradient is already a sum. `over` keeps only the names in `axis`.
+    # along these the gradient is already a sum. Along any other axis all devices have the same
+    # gradient, which is already a mean. `over` keeps only the names in `axis`.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
 
@@ -270,8 +272,8 @@ def gathered(
 
     Raises:
         ValueError: a spec splits a dim over `axis` first, and then over another axis, as
-            `("data", "tensor")` does if `axis` is "data". The gathered blocks would not be
-            neighbours in the leaf.
+            `("data", "tensor")` does if `axis` is "data". Then the blocks that one gather joins
+            would not be neighbours in the whole leaf.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -290,11 +292,11 @@ def gathered_once(
     """Returns `grad` for parameters that are stored as shares: the parameters are gathered once
     before `grad`, and their gradients are summed and scattered after it.
 
-    It is for parameters, such as embeddings beside `gathered` blocks, that all microbatches need
-    and that are too small to be gathered again in each microbatch. Leaves whose spec is None or
-    does not name `axis` are passed unchanged, and so are their gradients. Wrap the result in
-    `grads.averaged`, which sums the gradients of the unchanged leaves, and divides all gradients by
-    the number of devices.
+    Use it for parameters that all microbatches need, and that are so small that their whole leaves
+    can be kept instead of being gathered again in each microbatch. An example is the embeddings of
+    a model whose blocks use `gathered`. Leaves whose spec is None or does not name `axis` are
+    passed unchanged, and so are their gradients. Wrap the result in `grads.averaged`, which sums
+    the gradients of the unchanged leaves, and divides all gradients by the number of devices.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -418,7 +420,7 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
 @dataclass(frozen=True, eq=False)
 class ZeRO:
     """All functions of one stage of ZeRO, made to fit each other from the stage, the axis and the
-    model's own rule.
+    model's own sharding rule.
 
         >>> devices, rule, optimizer = mesh.make(data=8), rules.match("**", P()), optax.adam(0.1)
         >>> make_model, loss = lambda: jnp.ones((16, 64)), lambda w, x: jnp.mean((x @ w) ** 2)
@@ -479,8 +481,8 @@ class ZeRO:
         shares = rules.fsdp(
             axis_name, size=size, min_size=self.min_size, keep=self.keep, inside=self.inside
         )
-        # The dataclass is frozen, so that its parts always agree; a field can be set only like
-        # this.
+        # The dataclass is frozen, so that its parts always agree. In a frozen dataclass only
+        # `object.__setattr__` can set a field.
         object.__setattr__(self, "optimizer_rule", shares)
         object.__setattr__(
             self, "specs", rules.specs(self.model, shares, self.mesh, batch_axes=names)
@@ -523,7 +525,7 @@ class ZeRO:
             return self._checked(grads.averaged(accumulated, self.axis), "grad")
         # In stage 2 the gradients are shares already, which `reduce_scattered` sees by their shape.
         # So `reduce_scattered` only divides the shares, and all-reduces the loss and the leaves
-        # that stay whole.
+        # that stay whole: once, not once per microbatch as with the nesting in this file's head.
         return self._checked(reduce_scattered(accumulated, self.axis, self.specs), "grad")
 
     def optimizer(
@@ -544,20 +546,20 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf that the model lacks, and a leaf whose shape on this device does not
-            follow from its spec. `specs` maps each path to a spec, and `wholes` maps it to the
-            shape of the whole leaf."""
+            """Refuses a leaf that the model lacks, and a leaf whose shape on this device is not the
+            share of the whole leaf that its spec gives. `specs` maps each path to a spec, and
+            `wholes` maps it to the shape of the whole leaf."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "
-                    "was given has none. Give it the shapes of the model that is trained."
+                    "was given has none. Give ZeRO the shapes of the model that is trained."
                 )
             needed = NamedSharding(self.mesh, specs[path]).shard_shape(wholes[path])
             if shape != needed:
                 raise ValueError(
-                    f"ZeRO.{name}: in stage {self.stage} a device has {needed} of "
-                    f"{path or 'the parameter'}, whose whole shape is {wholes[path]}, by "
-                    f"{specs[path]}; got {shape}. Give step.init this object's rule, ZeRO.rule, "
+                    f"ZeRO.{name}: in stage {self.stage}, by the spec {specs[path]}, a device "
+                    f"needs the shape {needed} of {path or 'the parameter'}, whose whole shape is "
+                    f"{wholes[path]}; got {shape}. Give step.init this object's rule, ZeRO.rule, "
                     f"and run the step on its mesh, {dict(self.mesh.shape)}."
                 )
 

@@ -2569,8 +2569,57 @@ BISECT = (
         "compare", "if not off <= allowed", "if off > 2", "test_bisect.py::test_a_fault_is_named"
     ),
     Mutant(
+        "_placed_as",
+        "may_alias=False",
+        "may_alias=True",
+        "test_leaves.py::test_a_given_model_keeps_its_arrays",
+    ),
+    Mutant(
+        "_check_split",
+        "for leaf in split or leaves",
+        "for leaf in (split or leaves)[1:]",
+        "test_islands.py::test_refusals",
+    ),
+    Mutant(
+        "comms_of",
+        " and not layout.pipelined",
+        "",
+        "test_flash.py::test_only_tpus_without_stages_have_three_products",
+    ),
+    Mutant(
+        "_run",
+        "jobs = jobs.after(entered)",
+        "pass",
+        "test_pipeline_ends.py::test_on_a_cpu_all_parameters_wait_for_the_first_embedding",
+    ),
+    Mutant(
+        "ends_of",
+        'rows = "table" if config.tied else "head"',
+        'rows = "head"',
+        "test_plan.py::test_traffic_of_a_llama_in_a_pipeline_is_that_of_the_program",
+        long=True,
+    ),
+    Mutant(
+        "stages",
+        "recording.only_if(is_used)",
+        "recording.only_if(True)",
+        "test_bisect_layouts.py::test_no_alarm_where_stages_share_the_embedding",
+    ),
+    Mutant(
         "_SliceReader._outside",
-        "outside.append((body.jaxpr.outvars[place - consts], body))",
+        "operands = operands[1:]",
+        "pass",
+        "test_bisect.py::test_what_a_branch_and_a_loop_take_is_followed",
+    ),
+    Mutant(
+        "_SliceReader._outside",
+        "operands[first : first + second] if of_step",
+        "operands[second : first + second] if of_step",
+        "test_bisect.py::test_what_a_branch_and_a_loop_take_is_followed",
+    ),
+    Mutant(
+        "_SliceReader._outside",
+        "outside.append((after, self._inside(step, body.parent, body.eqn)))",
         "pass",
         "test_bisect.py::test_a_fault_is_named",
     ),

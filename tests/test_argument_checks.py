@@ -84,7 +84,9 @@ CASES = {
     "Layout().check(FITTING "
     "| {'batch': "
     "'48'})": r"Layout: batch='48' must be a whole number from 1 to 2147483647\. Use batch=1\.",
-    "Layout(data=4).check(FITTING | {'processes': 3})": r"the run has 3\. Use data=3,processes=3\.",
+    "Layout(data=4).check(FITTING | {'processes': 3})": (
+        r"the run has 3 processes\. Use data=3,processes=3\."
+    ),
 }
 NUMPYS = {
     "Layout.from_json(Layout(data=np.int64(2), tensor=np.int8(2), "

@@ -154,8 +154,8 @@ def test_auxiliary_values_that_differ_are_refused():
     with pytest.raises(
         ValueError,
         match=(
-            r"step.make: the auxiliary value row differs along \['data'\], and Info is the same "
-            r"on"
+            r"step.make: the auxiliary value row differs along \['data'\], but every value of Info "
+            r"must be the same on"
         ),
     ):
         step_of(grad=grad)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tapped_net import Parts
 
 from parallax import bisect, grads, mesh, taps
-from parallax.bisect.collectives_between import before_result
+from parallax.bisect.collectives_between import before_result, before_tap
 from parallax.bisect.diagnosis import diagnose
 from parallax.collectives import ring
 from parallax.collectives.types import linear, replicated, varying
@@ -413,7 +413,7 @@ def test_what_cannot_be_is_refused():
     one = bisect.record(named("a"))
     with pytest.raises(ValueError, match="none in common"):
         bisect.compare(one, bisect.Record({}, {}, 1))
-    with pytest.raises(ValueError, match="maps the layer"):
+    with pytest.raises(ValueError, match="maps the number of the layer"):
         bisect.record(lambda: (jax.vmap(_at), (jnp.arange(2), jnp.zeros((2, 3)))))
 
 
@@ -442,7 +442,7 @@ def test_mapped_places_are_refused_by_name():
         return bisect.tap(x, "x", places={0: places})
 
     with pytest.raises(
-        ValueError, match=r"vmap maps the places of x\. Pass places that are the same"
+        ValueError, match=r"vmap maps the argument `places` of the tap x\. Pass `places`"
     ):
         bisect.record(lambda: (jax.vmap(placed), (jnp.zeros((2, 3)), jnp.arange(6).reshape(2, 3))))
 
@@ -460,6 +460,31 @@ def test_each_call_of_one_function_is_followed():
         program = jax.make_jaxpr(step)(*[jnp.ones(3)] * 4).jaxpr
     found = before_result(program, 0)
     assert sorted(path for path, _ in found.taps) == ["a", "b", "c", "d"]
+
+
+def test_what_a_branch_and_a_loop_take_is_followed():
+    """Their operands stand in another order than the inputs of the jaxprs inside them."""
+
+    def branch(a, b, c, d):
+        return lax.cond(a[0] > 0, lambda b, c: taps.tap(2 * c, "seen"), lambda b, c: b, b, c)
+
+    def loop(a, b, c, d):
+        def step(carry):
+            i, x, y = carry
+            # `a` and `c` are constants of the condition and of the body. The carry `y` becomes `x`.
+            return i + 1, y, taps.tap(2 * x, "seen") + c
+
+        return lax.while_loop(lambda carry: carry[0] < a[0], step, (0, b, d))
+
+    for f, before in ((branch, ["c"]), (loop, ["b", "c", "d", "seen"])):
+
+        def program_of(*arrays, f=f):
+            return f(*(taps.tap(x, path) for x, path in zip(arrays, "abcd", strict=True)))
+
+        with taps.recording():
+            program = jax.make_jaxpr(program_of)(*[jnp.ones(3)] * 4).jaxpr
+        found = before_tap(program, "seen", "forward")
+        assert sorted(path for path, _ in found.taps) == before
 
 
 def test_a_dim_of_vmap_is_the_batch():

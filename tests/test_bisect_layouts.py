@@ -120,6 +120,14 @@ def test_no_alarm_over_context_replica_and_expert(run):
     assert found.first is None, str(found)
 
 
+def test_no_alarm_where_stages_share_the_embedding():
+    """Only the first stage has the embedding's sum; what the others have is not compared."""
+    found = bisect.compare(
+        one_device("gpt2"), Run("gpt2", Layout(stage=2, microbatches=2)).record()
+    )
+    assert found.first is None, str(found)
+
+
 def test_a_hundred_layouts_are_drawn_and_split_every_axis():
     assert len({*drawn()}) == 100
     for axis in ("data", "stage", "tensor", "context", "replica", "expert"):

@@ -395,6 +395,20 @@ def test_what_is_no_placement_is_refused(placement):
             refused()
 
 
+@pytest.mark.parametrize("placement", [[[0, 1], [2, 3]], [[0, 1], [3, 2]]], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("move", [pipeline.to_placement, pipeline.from_placement])
+def test_blocks_of_another_shape_are_refused(placement, shape, move):
+    """Also where the placement is the model's order, in which nothing moves."""
+    with pytest.raises(
+        ValueError,
+        match=rf"^pipeline\.{move.__name__}: 2 chunks on 2 stages need arrays of the blocks of "
+        r"shape \[2, L / 2, \.\.\.\], with L, the number of layers, a multiple of 4; got "
+        rf"{re.escape(str(shape))}\.",
+    ):
+        move(jnp.zeros(shape), np.array(placement))
+
+
 @pytest.mark.sweep(3, "branching")
 @settings(max_examples=3, phases=no_shrinking)
 @given(data=st.data(), seed=st.integers(0, 1000))
@@ -488,8 +502,8 @@ def test_what_all_devices_must_run_at_once_is_refused():
     refused(
         ringed,
         table,
-        r"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\), which "
-        rf"all .*{cure}",
+        r"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\)\. "
+        rf"All devices must run this collective at once\. {cure}",
     )
     summed = along(lambda x, _: (lax.psum(x, "stage") / 4 + 0 * x, None))
     refused(

@@ -186,7 +186,8 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
         "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
-        "be a multiple of 8, the number of their owners. Use optimizers.whole, or other axes."
+        "be a multiple of 8, the number of devices among which these layers are divided. Use "
+        "optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, PARAMS)
@@ -200,7 +201,7 @@ def test_by_matrix_refuses_whole_layers_that_do_not_divide():
     run = mesh.spmd(optimizer.init, mesh=over, in_specs=(P(),), out_specs=P())
     message = (
         "weight has 12 layers on a device (dim 0 of (12, 2, 2)), which must be a multiple of 8, "
-        "the number of their owners."
+        "the number of devices among which these layers are divided."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, params)
@@ -234,13 +235,25 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
     )
 
 
-@pytest.mark.parametrize("noise", ["add_noise", "noisy_sgd"])
+def drawing(draw):
+    """An optimizer that multiplies a gradient by random numbers; `draw` takes a shape."""
+    return optax.stateless(lambda g, w: jax.tree.map(lambda x: x * draw(x.shape), g))
+
+
+NOISE = {
+    **{name: WRAPPED[name] for name in ("add_noise", "noisy_sgd")},
+    "gamma": drawing(lambda shape: jax.random.gamma(jax.random.key(0), 1.0, shape)),
+    "uniform": drawing(lambda shape: lax.rng_uniform(0.0, 1.0, shape)),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
 def test_by_matrix_refuses_what_draws_noise(noise):
     assert_refused_by_matrix(
         "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
         "in every layer. Use optimizers.whole, which draws them for whole leaves, as one device "
         "does.",
-        WRAPPED[noise],
+        NOISE[noise],
     )
 
 

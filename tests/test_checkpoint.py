@@ -420,8 +420,8 @@ def test_another_format_is_refused_in_a_sentence_and_stays(tmp_path):
     with checkpoints(tmp_path, keep=Retention(1)) as store:
         restored = store.restore(small_state())
         assert (
-            "it is of format 5, and this program reads format 4. Use the version that wrote it"
-            in restored.refused[2]
+            "it is of format 5, and this program reads format 4. Use the version of the package "
+            "that wrote this file" in restored.refused[2]
         )
         store.save(3, small_state(3))
     assert (tmp_path / "00000002" / "manifest.json").exists()

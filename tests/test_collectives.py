@@ -543,6 +543,21 @@ def test_the_parts_of_a_torus_walk_at_once(monkeypatch):
         assert program.count("stablehlo.collective_permute") == 2 * loops
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("algorithm", [ring, two_rings], ids=str)
+def test_one_device_copies_nothing(algorithm, name):
+    """On one device the result is `x` itself: no slice and no barrier, which would copy `x`."""
+
+    options = {} if name == "all_reduce" else {"tiled": True}
+
+    def local(x):
+        return getattr(algorithm, name)(x, "x", **options)
+
+    over_one = mesh.spmd(local, mesh=mesh.make(x=1, y=8), in_specs=P("x"), out_specs=P("x"))
+    jaxpr = str(jax.make_jaxpr(over_one)(jnp.zeros((16, 256))))
+    assert not re.search("slice|concatenate|barrier|cond|while", jaxpr)
+
+
 @pytest.mark.parametrize(
     "collective", [f for f in COLLECTIVES if algorithm(f) == "two_rings"], ids=name
 )

@@ -37,14 +37,15 @@ def test_figures_are_of_rows_that_are_there(bench, tmp_path):
 
 def test_rows_make_the_choices_that_they_name(bench):
     layout = Layout(data=4, tensor=2, sequence=True)
-    plain = bench.choices(layout, "lax", "kernel")
+    plain = bench.choices(layout, "lax", "kernel", 4)
     assert (plain.axes, plain.attention, plain.comms) == ({}, None, None)
-    assert bench.choices(layout, "lax", "scores").attention is grouped
-    assert bench.choices(layout, "ring", "kernel,made").reduce_in_backward
-    rings = bench.choices(layout, "ring", "kernel,matmul")
+    assert bench.choices(layout, "lax", "scores", 4).attention is grouped
+    assert bench.choices(layout, "ring", "kernel,made", 4).reduce_in_backward
+    rings = bench.choices(layout, "ring", "kernel,matmul", 4)
     names = {name: axis.names for name, axis in rings.axes.items()}
     assert names == {name: name for name in layout.axes}
     assert rings.comms is sequence.overlapping
+    assert (plain.unroll, bench.choices(layout, "lax", "kernel,unrolled", 4).unroll) == (None, 4)
 
 
 @pytest.mark.targets

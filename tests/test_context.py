@@ -449,10 +449,12 @@ def through(make):
 
 ERRORS = {
     "the number of heads of q, 3, must be a multiple of that of k and v, 2.": {"q": (2, 8, 3, 2)},
-    "needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got float32[2, 4, 4, "
-    "2], bfloat16": {"dtypes": (jnp.float32, jnp.bfloat16)},
+    "needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type: B sequences of T tokens, "
+    "with H or G heads of width K; got float32[2, 4, 4, 2], bfloat16": {
+        "dtypes": (jnp.float32, jnp.bfloat16)
+    },
     "on an axis of 4 devices, a device has 2 of the 8 heads of queries, so it needs 1 of the 2 "
-    "heads of keys; its k has 2. Select the": {
+    "heads of keys; the number of heads of its k is 2. Select the": {
         "q": (2, 8, 2, 2),
         "heads": (8, 2),
     },

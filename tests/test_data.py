@@ -183,7 +183,8 @@ def test_split_holds_out_the_end(n, held_out):
 )
 def test_split_refuses_an_empty_side(n, held_out):
     with pytest.raises(
-        ValueError, match=f"leaves tokens on both sides, got {held_out} of {n} tokens"
+        ValueError,
+        match=f"leaves tokens for training and for the held-out part, got {held_out} of {n} tokens",
     ):
         data.split(np.arange(n), held_out)
 

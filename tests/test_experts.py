@@ -622,8 +622,8 @@ def test_refusals():
         route=experts.top_k(0),
     )
     refused(
-        "experts.moe: the tokens must differ along 'data', over which the experts are split, and "
-        "x, float64[8, 6, 8], is the same along ['data']: the 4 devices would send the same "
+        "experts.moe: the experts are split over 'data', so the tokens must differ along 'data'. "
+        "But x, float64[8, 6, 8], is the same along ['data']: the 4 devices would send the same "
         "tokens. Split the batch over that axis too",
         split=False,
     )

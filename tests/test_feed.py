@@ -70,7 +70,7 @@ def test_leaving_ends_the_thread():
 
 
 def test_ahead_is_checked():
-    with pytest.raises(ValueError, match="ahead of 1 or more; got 0"):
+    with pytest.raises(ValueError, match="ahead >= 1; got 0"):
         prefetch.Prefetched(lambda step: step, 0, 1, ahead=0)
 
 

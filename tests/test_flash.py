@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu import flash_attention as kernels
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh
+from parallax import mesh, tensor
 from parallax.layout import Layout
 from parallax.models import flash, gpt2, llama
 from parallax.models.attention import grouped
-from parallax.models.recipe import Compute, Setup, attention_of, unroll_of
+from parallax.models.recipe import Compute, Setup, attention_of, comms_of, unroll_of
 
 # Of the largest number. float32: sums of some hundred terms in another order; bfloat16: its
 # rounding, 2^-8, of the scores and of what they weigh, forward and backward.
@@ -174,3 +174,19 @@ def test_layers_in_the_body_of_the_loop(monkeypatch, platform, layout, unroll):
     assert unroll_of(dataclasses.replace(setup, compute=Compute(unroll=3))) == 3
     long = dataclasses.replace(setup, config=gpt2.Config(layers=96))
     assert unroll_of(long) == (unroll if unroll < 12 else 1)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(
+    "layout", ["data=2", "tensor=2", "tensor=2,sequence=True", "stage=2,microbatches=2"]
+)
+def test_only_tpus_without_stages_have_three_products(monkeypatch, platform, layout):
+    """Of queries, keys and values; a user's own `comms` is used as it is."""
+    monkeypatch.setattr(Setup, "platform", platform)
+    layout = Layout.parse(layout)
+    setup = Setup(gpt2.FAMILY, gpt2.SMALL, layout, mesh.abstract(**layout.axes), None)
+    three = platform == "tpu" and not layout.pipelined
+    made = comms_of(setup)(())
+    assert [made.column.keywords["on_tpu"], made.row.keywords["on_tpu"]] == [three, three]
+    own = dataclasses.replace(setup, compute=Compute(comms=tensor.comms))
+    assert comms_of(own) is tensor.comms

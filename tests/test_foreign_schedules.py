@@ -113,7 +113,7 @@ REFUSED = {
     ),
     "another number of places": (
         "0F0,0B0,2F0,2B0\n1F0,1B0\n",
-        "All stages need equally many places of the model; got 2, 1.",
+        "All stages need the same number of chunks (places of the model); got 2, 1.",
     ),
     "the first elsewhere": (
         "1F0,1B0\n0F0,0B0\n",
@@ -138,7 +138,10 @@ REFUSED = {
         "next place without a stage is 2. Number the places without a gap, "
         "and put each on exactly one stage.",
     ),
-    "no job": ("tick,stage 0\n0,\n", "All stages need equally many places of the model; got 0."),
+    "no job": (
+        "tick,stage 0\n0,\n",
+        "All stages need the same number of chunks (places of the model); got 0.",
+    ),
     "too early": (
         "tick,stage 0,stage 1\n0,0F0,1F0\n1,,1I0\n2,0I0,1W0\n3,0W0,\n",
         "line 2: tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, "

@@ -225,5 +225,5 @@ def test_an_optimizer_may_give_no_leaf_an_update():
 
 def test_nothing_to_train_is_refused():
     nothing = lambda model, batch: (adapted_loss(model, batch), jax.tree.map(lambda _: None, model))
-    with pytest.raises(ValueError, match="all of them are None: nothing is trained"):
+    with pytest.raises(ValueError, match="all leaves of the tree are None: nothing is trained"):
         step_of(grad=grads.averaged(nothing, "data"), trainable=lambda leaf: False)

@@ -384,15 +384,22 @@ def rows_of_up(*bounds):
 def test_refusals():
     train = step.make(grads.averaged(grad_of(()), "data"), ADAMW)
     runs(train)
-    with pytest.raises(ValueError, match="the batch is the same on all islands"):
-        runs(train, specs_of_batch=P("data"))
+    one_is_split = (P("data"), SPLIT)  # a batch has two arrays; one of them split is not enough
+    for specs in (P("data"), P(), one_is_split):
+        with pytest.raises(
+            ValueError,
+            match=r"^islands\.local: an array of the batch, float\d\d\[\d+, 4\], is the same along "
+            r"\['island'\], so islands would train on the same data\. Split it over \('island',\) "
+            r"too, such as by the spec P\(\('island', 'data'\)\)\.",
+        ):
+            runs(train, specs_of_batch=specs)
     for stream, message in {
         islands.by_path("up"): r"they have 0 elements of down, which has 32",
         islands.by_path("up", "**"): r"they have 256 elements of up, which has 128",
         reshaped(jnp.transpose): r"in the shape \(\d+, \d+\), which is no part of \(\d+, \d+\)",
         reshaped(jnp.ravel): r"a fragment has .* in the shape \(128,\), which is no part of",
-        rows_of_up((0, 2), (0, 2)): r"two of them have the same elements of up\. Take other layers",
-        rows_of_up((0, 3), (2, 3)): r"two of them have the same elements of up\. Take other layers",
+        rows_of_up((0, 2), (0, 2)): r"two of them have the same elements of up\. Take different",
+        rows_of_up((0, 3), (2, 3)): r"two of them have the same elements of up\. Take different",
     }.items():
         with pytest.raises(ValueError, match=message):
             runs(train, stream=islands.Stream(stream))

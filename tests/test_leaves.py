@@ -71,6 +71,16 @@ def test_a_state_has_the_static_leaves_of_the_model_and_can_be_donated():
         np.testing.assert_array_equal(getattr(newer.model, name), getattr(model, name))
 
 
+def test_a_given_model_keeps_its_arrays():
+    """Also a random key that is already where the state needs it: the state's is a copy."""
+    world = mesh.make(data=8)
+    make = lambda: {"w": jnp.ones((8, 2)), "key": jax.random.key(3)}
+    given = jax.device_put(make(), mesh.shardings(P(), world))
+    state = step.planned(make, OPTIMIZER, rules.match("**", P()), world).init(given)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert jnp.array_equal(*map(jax.random.key_data, (given["key"], state.model["key"])))
+
+
 def floats():
     return {"w": normal(0, 8), "scale": 2.0}
 

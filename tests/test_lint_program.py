@@ -1,6 +1,7 @@
 """Each mistake in a program is found, on its line; the repaired program is silent, and so is every
 step of ours."""
 
+import functools
 import inspect
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from reference import moved_by
 
 from parallax import grads, lint, mesh, precision, rules, tensor, zero
 from parallax.collectives import bucketed, doubling, halving, ring, send_next, torus, two_rings, xla
-from parallax.collectives.types import varying
+from parallax.collectives.types import linear_jaxpr, varying
 from parallax.layout import Layout
+from parallax.lint import values
 from parallax.models import decoder, gpt2, recipe
 
 ALGORITHMS = [xla, ring, two_rings, halving, doubling, torus, lambda names: bucketed(ring(names))]
@@ -678,3 +680,16 @@ def test_gradient_functions_in_their_order(name):
         : len(kinds) or None
     ] == kinds
     assert all("/parallax/" in each.where or __file__ in each.where for each in found)
+
+
+@pytest.mark.parametrize("to", ["varying", "invarying", "reduced"])
+def test_a_gather_of_ours_is_not_taken_for_a_sum(to):
+    """With `invarying` and `reduced` its result is declared equal on all devices, as a sum's is."""
+    mesh_ = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    specs = {"varying": P("x"), "invarying": P(), "reduced": P(None, reduced={"x"})}
+    gather = functools.partial(ring.all_gather, axis_name="x", tiled=True, to=to)
+    program = jax.make_jaxpr(
+        jax.shard_map(gather, mesh=mesh_, in_specs=P("x"), out_specs=specs[to])
+    )(jax.ShapeDtypeStruct((16,), jnp.float32, sharding=jax.NamedSharding(mesh_, P("x"))))
+    ours = functools.partial(linear_jaxpr, mesh=mesh_, check_vma=True)
+    assert [sent.kind for sent in values.sent_inside(program.jaxpr, ours)] == ["gather"]

@@ -196,7 +196,7 @@ def test_auxiliary_losses_are_scaled_in_float16():
     [
         (
             {"experts": 2, "chosen": 3},
-            r"needs chosen, .* at most experts=2; got chosen=3\. Use chosen=2\.",
+            r"chosen, .* must be at most experts=2; got chosen=3\. Use chosen=2\.",
         ),
         (
             {"experts": 0},

@@ -214,8 +214,8 @@ REFUSED = {  # what is wrong: (the weight's spec, what is said of it after its p
     ),
     "too long": (
         P(None, None, "data"),
-        "{spec} has 3 entries, and the array has 2 dims (shape (6, 8)). Drop entries: at most "
-        "one for each dim.",
+        "{spec} has 3 entries, and the array has 2 dims (shape (6, 8)). Drop entries, so "
+        "that at most one for each dim is left.",
     ),
     "does not divide": (
         P("data"),

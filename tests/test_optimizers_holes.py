@@ -391,7 +391,7 @@ def test_an_axis_that_is_not_there_is_refused_when_the_state_is_made(wrapper, ax
     rule = rules.first(rules.match("w", P("tensor")), rules.match("b", P()))
     message = (
         r"^optimizers: the optimizer gathers matrices along 'tensr', but the mesh has 'data', "
-        r"'tensor'\. Give "
+        r"'tensor'\. Pass "
     )
     with pytest.raises(ValueError, match=message):
         step.planned(lambda: model, optimizer, rule, axes)

@@ -554,8 +554,8 @@ def test_the_program_does_not_grow_with_the_layers():
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["psum", "ring"])
 def test_gpt2s_collectives_are_those_of_theory(algorithm):
-    """Two exchanges a tick; what tensor parallelism and the shared vocabulary need; one reduction
-    of each gradient."""
+    """Two exchanges a tick; what tensor parallelism needs; hops of the shared vocabulary from stage
+    to stage; one reduction of each gradient."""
     layout = Layout(data=2, stage=2, tensor=2, microbatches=4)
     config = dataclasses.replace(CONFIG, dropout=0.0, attention_dropout=0.0)
     with jax.numpy_dtype_promotion("standard"):
@@ -577,10 +577,8 @@ def test_gpt2s_collectives_are_those_of_theory(algorithm):
     shard = lambda leaf: math.prod(leaf.addressable_shards[0].data.shape)
     reductions = [
         *[(t, activation)] * 2 * layers * ticks * 2,  # in the layers, forward and backward
-        *[(everywhere, activation), (P_, activation)]
-        * ticks,  # the embedding, forward; what enters it, backward
-        *[(P_, activation), (everywhere, activation), (everywhere, 2 * tokens)]
-        * M,  # the head: from the last stage, back, the sums
+        *[(t, activation)] * (1 + ticks),  # the embedding, once before the first tick
+        *[(t, activation), (everywhere, 2 * tokens)] * M,  # the head: backward, the sums
         *[
             (P_, shard(leaf))
             for leaf in (state.model.wpe, state.model.norm.weight, state.model.norm.bias)
@@ -593,10 +591,12 @@ def test_gpt2s_collectives_are_those_of_theory(algorithm):
         ],  # squared norms of what is split over the stages, and over both
         (everywhere, 1),  # whether what the step made is finite
     ]
-    # The last tick, a loop of one, is opened, and what it would send, nobody reads. The maxima of
-    # the logits stay `lax.pmax`.
+    # The last tick, a loop of one, is opened, and what it would send, nobody reads. Two stages need
+    # one hop for the embedding's sum, one for its cotangent, and one each way for the head's input.
+    # The maxima of the logits stay `lax.pmax`.
+    exchanges, hops = 2 * ticks - 1, (1 + ticks) + ticks + 2 * M
     expected = collections.Counter(
-        {("collective-permute", 8 * activation): 2 * ticks - 1, ("all-reduce", 8 * tokens): M}
+        {("collective-permute", 8 * activation): exchanges + hops, ("all-reduce", 8 * tokens): M}
     )
     for n, elements in reductions:
         if algorithm is xla:
@@ -707,9 +707,9 @@ def test_blocks_that_are_whole_on_every_stage_are_refused(grad_fn):
         layers = 6 if specs == P() else 8
         message = (
             f"pipeline: the blocks' array {at}, of shape (1, {layers}, 8, 8) on a stage, is the "
-            "same along 'stage', so each of the 4 stages would run all layers. Split its layers "
-            "dim, as [1, L / 1, ...] under P(None, 'stage'); L must be a multiple of 4, "
-            "the number of chunks of all stages."
+            "same along 'stage', so each of the 4 stages would run all layers. Shape the array "
+            "as [1, L / 1, ...] for L layers, and split its dim 1 by the spec P(None, 'stage'); L "
+            "must be a multiple of 4, the number of chunks of all stages."
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             jax.eval_shape(on_stages(specs), model(pairs, 1, layers), batch_of(16))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh
+from parallax import jaxprs, mesh, plan
+from parallax.layout import Layout
+from parallax.models import decoder, gpt2
 from parallax.pipeline import ends
 
 STAGES = range(1, 9)
@@ -47,3 +49,33 @@ def test_nothing_of_other_stages_remains():
     np.testing.assert_array_equal(run(x), jnp.full((4, 3), 2.0))
     gradient = jax.grad(lambda x: jnp.sum(run(x)))(x)
     np.testing.assert_array_equal(gradient, jnp.zeros((4, 3)).at[-1].set(4.0))
+
+
+def test_on_a_cpu_all_parameters_wait_for_the_first_embedding():
+    """Its hop stands before the loops over ticks. XLA moves the gathers of parameters out of the
+    loops, and beside the hop they could meet it in one rendezvous."""
+    layout = Layout(data=2, stage=2, microbatches=4, zero=3)
+    world = mesh.abstract(**layout.axes)
+    config = gpt2.Config(layers=4, heads=2, width=16, context=8, vocabulary=32)
+    windows = jax.ShapeDtypeStruct((8, config.context + 1), jnp.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        prepared = decoder.train_step(
+            gpt2.FAMILY, config, plan.ADAMW, layout, world, batch=8, key=jax.random.key(0)
+        )
+        program = jax.make_jaxpr(prepared.train)(prepared.shapes, windows)
+    (body,) = (
+        jaxprs.inner(eqn)[0]
+        for eqn in jaxprs.every(program.jaxpr)
+        if eqn.primitive.name == "shard_map"
+    )
+    given, late, waiting = set(body.invars), set(), []
+    for eqn in body.eqns:
+        operands = {atom for atom in eqn.invars if not jaxprs.is_literal(atom)}
+        if eqn.primitive.name == "scan":
+            waiting += [x in late for x in operands & given if jaxprs.is_float(x.aval)]
+        if operands & given:
+            given |= {*eqn.outvars}
+        if operands & late or eqn.primitive.name == "ppermute":
+            late |= {*eqn.outvars}
+    assert len(waiting) > 30
+    assert all(waiting)

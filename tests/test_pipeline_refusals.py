@@ -82,14 +82,15 @@ def closing(of):
 
 penalty = lambda params: jnp.sum(params["blocks"]["w"] ** 2)
 CURE = (
-    "Read it from stage's first argument, which has all parameters; to leave it "
-    "out of the gradient, use jax.lax.stop_gradient there."
+    "Read the parameter scale from stage's first argument, which has all parameters; to leave the "
+    "parameter scale out of the gradient, use jax.lax.stop_gradient in stage."
 )
 ELSEWHERE = (
     "{0} reads blocks.w, which is split over 'stage'. In {0} each device would read only the "
-    "blocks of its own stage, and they would get no gradient from it. Move the code that reads "
-    "them into the stage, which may add a term to the loss: return pipeline.Output(x, loss=...). A "
-    "weight that embed, head and all stages use does not belong in the blocks."
+    "blocks of its own stage, and the blocks would get no gradient from {0}. Move the code that "
+    "reads the blocks into the stage. A stage may add a term to the loss: let it return "
+    "pipeline.Output(x, loss=...). A weight that embed, head and all stages use does not belong in "
+    "the blocks."
 )
 MISUSES = {
     "head": (
@@ -105,8 +106,8 @@ MISUSES = {
         (
             "parameter-by-closure",
             "scale",
-            "stage uses the parameter scale by closure, and this part of the gradient would be "
-            "missing. " + CURE,
+            "stage uses the parameter scale by closure, so the gradient of the parameter scale "
+            "would miss this use. " + CURE,
         ),
     ),
     "whole on every stage": (
@@ -122,9 +123,9 @@ MISUSES = {
             "blocks-on-every-stage",
             "w",
             "the blocks' array ['w'], of shape (1, 4, 4, 4) on a stage, is the same along "
-            "'stage', so each of the 2 stages would run all layers. Split its layers dim, as [1, "
-            "L / 1, ...] under P(None, 'stage'); L must be a multiple of 2, the number of chunks "
-            "of all stages.",
+            "'stage', so each of the 2 stages would run all layers. Shape the array as [1, "
+            "L / 1, ...] for L layers, and split its dim 1 by the spec P(None, 'stage'); L must be "
+            "a multiple of 2, the number of chunks of all stages.",
         ),
     ),
     "closure, computed": (
@@ -132,8 +133,8 @@ MISUSES = {
         (
             "parameter-by-closure",
             "scale",
-            "stage uses a value made of the parameter scale by closure, and this part of the "
-            "gradient would be missing. " + CURE,
+            "stage uses a value made of the parameter scale by closure, so the gradient of the "
+            "parameter scale would miss this use. " + CURE,
         ),
     ),
 }

@@ -391,10 +391,10 @@ def test_more_numbers_than_int32_counts_are_rows():
 
 
 UNEQUAL = {
-    "unequal: each of the tables side by side needs 4 devices, and 3 rounds as the first table "
-    "has; one has 4 devices and 2": (lambda n: (ring.table(n), tables.halving.table(n))),
-    "unequal: each of the tables side by side needs 4 devices, and 7 rounds as the first table "
-    "has; one has 8 devices": (lambda n: ring.table(8)),
+    "unequal: all tables that run side by side need 4 devices and 3 rounds, like the first table; "
+    "one has 4 devices and 2": (lambda n: (ring.table(n), tables.halving.table(n))),
+    "unequal: all tables that run side by side need 4 devices and 7 rounds, like the first table; "
+    "one has 8 devices": (lambda n: ring.table(8)),
 }
 
 

@@ -700,10 +700,15 @@ FILES = {
         "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",
         "{path}: line 2: tick 0, stage 0: has two forward jobs. Write them in two ticks.",
     ),
+    "torch's form, which has no line for a tick": (
+        "0F0,0B0,0F90,0B90\n1F0,1B0,1F90,1B90\n",
+        "{path}: tick 5, stage 0: forward of job 90: jobs are numbered from 0 and 10 ticks hold at "
+        "most 10. Use -1 where the stage rests, else microbatch * chunks + chunk.",
+    ),
     "B beside W": (
         "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",
-        "{path}: The file has B, which is I and W together, beside I or W. Write I and W "
-        "in the whole file, or B in the whole file.",
+        "{path}: The file has whole backward jobs (B) and also separate ones (I: input gradient, "
+        "W: weight gradient). Write I and W in the whole file, or B in the whole file.",
     ),
     "late": (
         "tick,stage 0,stage 1\n0,0F0,\n1,,\n2,,1F0 1B0\n3,0B0,\n",
@@ -717,7 +722,7 @@ FILES = {
     ),
     "no ticks": (
         "tick,stage 0\n",
-        "{path}: All stages need equally many places of the model; got 0.",
+        "{path}: All stages need the same number of chunks (places of the model); got 0.",
     ),
 }
 

@@ -60,7 +60,7 @@ def test_batches_are_those_of_one_array(folder, seed, step, rows):
 def test_places_outside_are_refused(folder):
     found = shards.read(folder, vocabulary=300)
     for places in ([0, 1000], [-1, 3]):
-        with pytest.raises(IndexError, match=r"the places 0 to 999; got -?\d+ to \d+"):
+        with pytest.raises(IndexError, match=r"the tokens 0 to 999; got indices from -?\d+ to \d+"):
             found[np.array(places)]
     assert found[np.zeros((0, 3), int)].shape == (0, 3)
 
@@ -140,8 +140,8 @@ def text(folder):
     [
         (
             {"format": 4},
-            "json: it is of format 4, and this program reads format 3. Use the version that "
-            "wrote it",
+            "json: it is of format 4, and this program reads format 3. Use the version of the "
+            "package that wrote this file",
         ),
         ({"format": "2"}, "needed the number of a format, got '2'"),
         ({"format": 1}, "json: it is of format 1, and this program reads format 3"),
@@ -398,7 +398,7 @@ def test_a_file_is_indexed_as_an_array(tmp_path_factory, places, runs, cut):
     np.testing.assert_array_equal(part[inside], array[start:stop][inside])
     if len(part) < 100:
         with pytest.raises(
-            IndexError, match=rf"the text has the places 0 to {len(part) - 1}; got "
+            IndexError, match=rf"the text has the tokens 0 to {len(part) - 1}; got "
         ):
             part[np.array([0, len(part)])]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallax import mesh, tensor
+from parallax import mesh, sequence, tensor
 from parallax.collectives import ring, xla
 
 ALGORITHMS = {"ring": ring, "psum": xla}
@@ -109,6 +109,41 @@ def test_without_bias():
     np.testing.assert_array_equal(
         tensor.row(tensor.column(x, w, None, **none), v, None, **none), x @ w @ v
     )
+
+
+@pytest.mark.parametrize("on_tpu", [False, True])
+@pytest.mark.parametrize("layers", [tensor, sequence])
+def test_stacked_products_and_their_bias_equal_one_product(layers, on_tpu):
+    """Value and gradients of queries, keys and values, and of the biases of both layers."""
+
+    def loss(column, row):
+        def of_arrays(x, weight, bias, out, out_bias):
+            q, k, v = tensor.unstacked(column(x, weight, bias), 2)
+            return jnp.sum(jnp.tanh(row(q * jnp.tanh(k) + v**2, out, out_bias)) ** 2)
+
+        return jax.value_and_grad(of_arrays, range(5))
+
+    plain = loss(
+        lambda x, weight, bias: jnp.tensordot(x, weight, axes=1) + bias[None, None],
+        lambda x, weight, bias: jnp.tensordot(x, weight, axes=2) + bias[None, None],
+    )
+    ours = layers.comms((), on_tpu=on_tpu)
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((4, 6, 16), (16, 3, 4, 5), (3, 4, 5), (4, 5, 8), (8,))
+    arguments = [jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True)]
+    jax.tree.map(close, loss(ours.column, ours.row)(*arguments), plain(*arguments))
+
+
+def test_products_that_are_taken_apart_are_not_stacked():
+    """The compiled program that takes the products apart has no array of all of them."""
+
+    def local(x, weight, bias):
+        return tensor.unstacked(tensor.affine(x, weight, bias, on_tpu=True), 1)
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((7, 16), (16, 3, 4, 5), (3, 4, 5))
+    ]
+    assert not re.search(r"\[7,3,4,5\]", jax.jit(local).lower(*shapes).compile().as_text())
 
 
 def test_hidden_dims_may_be_several():
@@ -304,7 +339,7 @@ REFUSED = {
         lambda x: tensor.reduce_from(x, ring("tensor")),
         "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, "
         "3), is the same along ['tensor'], and would be counted once per device. Split the weights "
-        "before it, or leave out `reduce_from`.",
+        "of the layer before `reduce_from`, or leave out `reduce_from`.",
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),

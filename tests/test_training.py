@@ -129,7 +129,7 @@ def test_probes_of_a_larger_loss_scale_are_no_faults():
         scale = precision.adjusted(scale, jnp.asarray(False))
         assert skipped.count(number, bad, scale)
     assert skipped.steps == [101, 102]
-    with pytest.raises(metrics.OverBudget, match=r"step 103: .* 3 steps were not finite"):
+    with pytest.raises(metrics.OverBudget, match=r"step 103: .* 3 steps had a loss"):
         skipped.count(103, bad, precision.adjusted(scale, jnp.asarray(False)))
 
 

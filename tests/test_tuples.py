@@ -225,8 +225,8 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
     with pytest.raises(
         ValueError,
         match=(
-            r"dim 0 of w is split over \('fsdp', 'tensor'\).* Name those axes last, \('tensor', "
-            r"'fsdp'\)"
+            r"dim 0 of w is split over \('fsdp', 'tensor'\).* In the spec, name \('fsdp',\) last, "
+            r"as in \('tensor', 'fsdp'\)"
         ),
     ):
         total({"w": P(("fsdp", "tensor"))})

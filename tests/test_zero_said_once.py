@@ -166,13 +166,13 @@ FORGOTTEN = {
     "3: the model's rule": (
         3,
         {"model_rule": lambda sharing: RULE},
-        "in stage 3 a device has (8, 4) of layers.0.linear.weight",
+        "a device needs the shape (8, 4) of layers.0.linear.weight",
     ),
     "1: which rule is the model's": (
         1,
         {"model_rule": lambda sharing: sharing.optimizer_rule},
-        "in stage 1 a device has (8, 8) of layers.0.linear.weight, whose whole shape is (16, 8), "
-        "by P('tensor',); got",
+        "in stage 1, by the spec P('tensor',), a device needs the shape (8, 8) of "
+        "layers.0.linear.weight, whose whole shape is (16, 8); got",
     ),
     "the rule of the split layers": (
         1,
@@ -193,7 +193,7 @@ FORGOTTEN = {
     "the model's other sizes": (
         1,
         {"model": eqx.filter_eval_shape(make_mlp, 32)},
-        "in stage 1 a device has (16, 8) of",
+        "a device needs the shape (16, 8) of",
     ),
     "a leaf of the model": (
         1,
@@ -203,7 +203,7 @@ FORGOTTEN = {
     "the state's specs": (
         1,
         {"specs_in": P()},
-        "in stage 1 a device has (8, 8) of layers.0.linear.weight",
+        "a device needs the shape (8, 8) of layers.0.linear.weight",
     ),
     "the size of the mesh": (1, {"sizes": (4, 2)}, "the mesh has 4 devices along 'data', not 2"),
 }

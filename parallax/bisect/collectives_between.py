@@ -1,8 +1,9 @@
-"""Finds the collectives between a wrong value and the taps before it in a traced program.
+"""Finds the collectives between a wrong value and the values reported before it in a program.
 
 A *tap* is an equation that reports a value. The tap's `mark` has a `path`, which names the value in
-the model. The tap's `way` says whether the value belongs to the forward or the backward pass. The
-search goes backward through the equations from one value to the nearest taps.
+the model. The tap's `way` says whether the value belongs to the forward or the backward pass.
+`_SliceReader` goes backward from one value, through the equations that made it, to the nearest
+taps.
 
 A *body* is a record of a jaxpr and its place in the program. It has the body around the jaxpr
 (`parent`), the equation of `parent` that runs the jaxpr (`eqn`), the ids of all equations around
@@ -26,6 +27,7 @@ from parallax.jaxprs import (
     every,
     inner,
     is_literal,
+    opened,
     scan_parts,
 )
 from parallax.source_lines import is_jax_function
@@ -53,12 +55,14 @@ _NAMED_COLLECTIVES = frozenset(
 
 
 class ProgramSlice(NamedTuple):
-    """The part of a program that computes a value from the taps before it.
+    """The part of a program that computes a value from the nearest values that taps reported.
 
     Attributes:
-        taps: the taps at which the part begins, as `(path, way)`.
-        collectives: a description of each collective, the nearest to the value first.
-        functions: the functions that made the equations, as `file.py:function`, the nearest first.
+        taps: the taps at which this part of the program begins, as `(path, way)`.
+        collectives: a description of each collective in this part. The collective nearest to the
+            computed value comes first.
+        functions: the Python functions that made the equations of this part, as
+            `file.py:function`, the nearest first.
         callers: the functions that called the `functions`, in no order.
     """
 
@@ -88,11 +92,15 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the part of a program that computes the values at the taps with this `path` and this
-    `way`, from the nearest taps before them. If `numbers` is true, this part also computes the
-    number of the microbatch and the number of the layer that the taps with this path report.
+    """Returns the part of a program before the taps with this `path` and `way`: the nearest earlier
+    taps, and the collectives and functions that compute the reported values from the values of
+    these earlier taps.
+
+    A tap also reports the number of the microbatch and the number of the layer. If `numbers` is
+    true, the part also has the code that computes these two numbers, since a right value may be
+    reported under a wrong number.
     """
-    # `follow` collects the equations that an operand depends on, as far as the nearest taps.
+    # `follow` goes back from an operand to the nearest taps, and collects what is on the way.
     reader = _SliceReader()
     for body in _bodies(program, None, None):
         for eqn in body.jaxpr.eqns:
@@ -109,7 +117,8 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program that computes result number `place` from the taps before it."""
+    """Returns the part of a program before its result number `place`: the nearest taps before this
+    result, and the collectives and functions between these taps and the result."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
@@ -134,10 +143,11 @@ def _bodies(jaxpr: Jaxpr, parent: _Body | None, eqn: JaxprEqn | None) -> Iterato
 
 
 class _SliceReader:
-    """Collects the equations that a value depends on, as far as the nearest taps."""
+    """Goes back from a value to the nearest taps (equations that report a value). Collects these
+    taps, and the collectives and functions between them and the value."""
 
     def __init__(self):
-        """Begins with nothing collected; `program_slice` says what is collected."""
+        """Begins with nothing collected; `program_slice` returns what was collected."""
         # The variables that were followed, each with the `calls` of its body.
         self.seen: set[tuple[tuple[int, ...], Any]] = set()
         # The bodies of opened calls, by the id of the called jaxpr and the body's own `calls`.
@@ -149,8 +159,8 @@ class _SliceReader:
         self.callers: set[str] = set()
 
     def program_slice(self) -> ProgramSlice:
-        """Returns the collected taps and collectives, the functions that made the equations, and
-        the callers of these functions."""
+        """Returns the collected taps and collectives, the functions that made the equations between
+        these taps and the value, and the callers of these functions."""
         return ProgramSlice(
             tuple(self.taps),
             tuple(self.collectives),
@@ -159,8 +169,9 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Collects the equations that `atom` depends on, back to the nearest taps. Equations nearer
-        to `atom` come first. `atom` is an operand of an equation of `body`, or a result of
+        """Goes back from `atom` to the nearest taps (equations that report a value). For each
+        equation on the way, `_inputs` collects its tap or its collectives and functions; those
+        nearer to `atom` come first. `atom` is an operand of an equation of `body`, or a result of
         `body`."""
         waiting = [(atom, body)]
         while waiting:
@@ -174,14 +185,16 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the operands from which the equation `eqn` of `body` computes its result `atom`,
-        each with the body whose jaxpr it belongs to. The search goes on from these operands.
+        """Collects the tap, or the collectives and functions, of the equation `eqn` of `body`.
+        Returns the operands from which `eqn` computes its result `atom`, each with the body whose
+        jaxpr it belongs to. `follow` goes on from these operands.
 
-        There are three kinds of equations. A tap whose way is not LINEAR ends the search: it is
-        collected, and no operand is returned. A call of a function, or a `scan`, is opened: the
-        search goes on in its jaxpr, from the result that becomes `atom`. For any other equation,
-        the Python functions that made it and the collectives that it runs are collected, and so are
-        those of the equations inside its jaxprs.
+        There are three kinds of equations. A tap (an equation that reports a value) ends the
+        search, unless its `way` is LINEAR: the tap is collected, and no operand is returned. A call
+        of a function, or a `scan`, is opened: the result of its jaxpr that becomes `atom` is
+        returned, and `follow` goes on in this jaxpr. For any other equation, such as a `while` or a
+        `cond`, the Python functions that made it and the collectives that it runs are collected,
+        and so are those of all equations inside its jaxprs.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -200,6 +213,9 @@ class _SliceReader:
             return [(called_jaxpr.outvars[eqn.outvars.index(atom)], inside)]
         self._note(eqn, body)
         if not is_cached:
+            # A `while` and a `cond` are not opened: all their code counts, even code that does not
+            # compute `atom`, and a tap in them does not end the search. `_note` uses `body` only to
+            # find the mesh.
             for jaxpr in inner(eqn):
                 for inner_eqn in every(jaxpr):
                     self._note(inner_eqn, body)
@@ -209,7 +225,8 @@ class _SliceReader:
 
     def _note(self, eqn: JaxprEqn, body: _Body) -> None:
         """Collects the functions that made an equation, and the collectives that the equation runs.
-        The innermost function of the stack goes to `functions`, the others go to `callers`.
+        The innermost function of the equation's Python stack goes to `functions`, the others go to
+        `callers`.
         """
         frames = _frames(eqn)
         names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
@@ -222,21 +239,39 @@ class _SliceReader:
         """Returns the variables outside `body` on which `atom`, an input of `body`, depends. Each
         variable is returned with the body whose jaxpr it belongs to.
 
-        The list has the operand that the equation around `body` passes as `atom`. If `atom` is the
-        carry of a `scan`, the list also has the carry that the iteration before returned, which is
-        a result of `body`. The list is empty for an argument of the whole program and for a
-        constant.
+        The returned list has the operand that the equation around `body` passes as `atom`. If
+        `atom` is the carry of a loop, the list also has the carry that the iteration before
+        returned, which is a result of the loop's body. The list is empty for an argument of the
+        whole program and for a constant.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
         place = body.jaxpr.invars.index(atom)
-        # The equation's operands stand in the order of the jaxpr's inputs. The slice is empty if
-        # the equation has fewer operands.
-        outside = [(operand, body.parent) for operand in body.eqn.invars[place : place + 1]]
-        if body.eqn.primitive.name == "scan":
-            consts, carries = scan_parts(body.eqn)
-            if consts <= place < consts + carries:
-                outside.append((body.jaxpr.outvars[place - consts], body))
+        # In a call, a `shard_map` or a `scan`, the equation's operands stand in the order of the
+        # jaxpr's inputs. A Pallas kernel has more inputs than its equation has operands, so the
+        # slice below may be empty.
+        operands, params = body.eqn.invars, body.eqn.params
+        # The body of the loop, and the places of the carry among the inputs of `body.jaxpr`.
+        step, carry = body.jaxpr, range(0)
+        match body.eqn.primitive.name:
+            case "cond":
+                operands = operands[1:]  # the first one chooses the branch
+            case "scan":
+                consts, carries = scan_parts(body.eqn)
+                carry = range(consts, consts + carries)
+            case "while":
+                # The operands are constants of the condition, constants of the body, and the carry.
+                # `body.jaxpr` is either the condition or the body.
+                step = opened(params["body_jaxpr"])
+                first, second = params["cond_nconsts"], params["body_nconsts"]
+                of_step = body.jaxpr is step
+                own = operands[first : first + second] if of_step else operands[:first]
+                operands = [*own, *operands[first + second :]]
+                carry = range(len(own), len(operands))
+        outside = [(operand, body.parent) for operand in operands[place : place + 1]]
+        if place in carry:
+            after = step.outvars[place - carry.start]
+            outside.append((after, self._inside(step, body.parent, body.eqn)))
         return outside
 
     def _inside(self, jaxpr: Jaxpr, body: _Body, eqn: JaxprEqn) -> _Body:
@@ -253,7 +288,8 @@ class _SliceReader:
 
 def _is_cached(jaxpr: Jaxpr | None) -> bool:
     """Returns whether a jaxpr belongs to a function of JAX itself, such as jnp.where, and has no
-    tap. JAX caches such jaxprs."""
+    tap. JAX caches such jaxprs, so the source lines in them may be those of another call. A jaxpr
+    with a tap also has code of the model, so it must be opened to find the tap."""
     if jaxpr is None or not is_jax_function(jaxpr):
         return False
     return not any(eqn.primitive.name == "tap" for eqn in every(jaxpr))
@@ -278,7 +314,7 @@ def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
     the primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:
-    # the function is traced to see what it sends.
+    # the function is traced to see what it sends. `mesh.spmd` sets check_vma=True too.
     if eqn.primitive is types.linear_p:
         inside = every(types.linear_jaxpr(eqn, mesh, check_vma=True))
         sent = [pair for inner_eqn in inside for pair in _collectives(inner_eqn, mesh)]
@@ -306,7 +342,7 @@ def _collective_function(eqn: JaxprEqn) -> str:
     """
 
     def is_inside(frame):
-        """Returns whether a frame is in the folder of collectives."""
+        """Returns whether the file of a stack frame is in the folder `parallax/collectives`."""
         return frame.file_name.startswith(_COLLECTIVES)
 
     innermost = itertools.takewhile(is_inside, _frames(eqn))
@@ -325,8 +361,9 @@ def _caller(eqn: JaxprEqn) -> str:
     unknown too, the text is "".
     """
     frames = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_COLLECTIVES)]
-    # Files directly in the package's folder, such as tensor.py, are no models. Files in the
-    # package's folder `models`, and files of the user, are models.
+    # Files directly in the package's folder, such as tensor.py, are no models. All other files
+    # count as models: those of the user, and those in the package's folders, such as `models` or
+    # `context`, but not `collectives`, which was left out above.
     is_model = [os.path.dirname(frame.file_name) + os.sep != _PACKAGE for frame in frames]
     model_frames = list(itertools.compress(frames, is_model))
     lines = [

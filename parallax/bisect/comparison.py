@@ -28,15 +28,16 @@ class Difference(NamedTuple):
 
     Attributes:
         key: the value's key.
-        off: the difference, relative to the largest number of the value. This difference may be
-            within the bound if only the value's copies differ.
+        off: the largest difference of an element, divided by the largest magnitude in the value. If
+            the runs agree, but copies of the value on several devices differ, `off` may be below
+            `bound`.
         bound: the largest `off` that is allowed.
         index: the index of the number with the largest difference, in the whole value.
         right: this number in the first run.
         wrong: this number in the second run.
         microbatch: the microbatch of the second run that the number belongs to; None if the value
             has no rows of the batch.
-        diagnosis: the kind of mistake that the two values suggest.
+        diagnosis: the kind of mistake that the values of the two runs suggest.
         after: the names of the last values that are equal in both runs. The first value that
             differs comes after them.
         program_slice: the collectives and functions between the values `after` and the value that
@@ -61,8 +62,8 @@ class Difference(NamedTuple):
         return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
-        """Returns the difference as text: the numbers, the diagnosis, and the code between the last
-        equal values and the value that differs."""
+        """Returns the difference as text: the right and the wrong number, the diagnosis, and the
+        code between the last equal values and the value that differs."""
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
             f"{self.key} differs first: {self.off:.2g} of its largest number, "
@@ -82,8 +83,9 @@ class Comparison(NamedTuple):
 
     Attributes:
         first: the first value that differs; None if all are equal.
-        compared: the number of values that both runs have.
-        worst: the largest difference within the bound, and the name of the value that has it.
+        compared: the number of values that both runs have, those after `first` included.
+        worst: the largest difference that the bound still allows, and the name of the value that
+            has this difference. Only values before `first` count.
         alone: the names of the values that only one run has.
     """
 
@@ -93,8 +95,8 @@ class Comparison(NamedTuple):
     alone: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Returns the first difference as text. If there is none, returns the largest difference
-        within the bound."""
+        """Returns the first value that differs, as text. If no value differs by more than the bound
+        allows, returns the largest of the allowed differences."""
         if self.first is not None:
             return str(self.first)
         off, name = self.worst
@@ -119,8 +121,9 @@ def compare(
         run_a: the run that is right, such as a run on one device. It is a `Record`, or a function
             that `record` takes as `run`.
         run_b: a run in another layout, of another commit, or in another precision.
-        bound: the allowed |a - b|, relative to the largest |a| of the value. It is one number, or a
-            dict with a number for each value, as `rounding` returns it.
+        bound: the largest difference that is allowed, divided by the largest magnitude in the value
+            of `run_a`. It is one number, or a dict with a number for each value, as `rounding`
+            returns it.
         options: the options of `record`.
 
     Raises:
@@ -139,22 +142,22 @@ def compare(
     for key in keys:
         # A value for which `bound` has no number may differ by anything.
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
-        off = differences[key]
-        # The axes along which the copies in `run_b` differ too much. If `off` is nan, `off >
-        # allowed` would be false, and `not off <= allowed` is true.
+        difference = differences[key]
+        # The axes along which the copies in `run_b` differ too much; `off` is the difference of the
+        # copies. A nan must count as too much: nan > allowed would be false.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
-        if copies or not off <= allowed:
-            first = _described(a, b, key, (off, allowed), copies, equal)
-            return Comparison(first, len(keys), worst, tuple(alone))
-        worst = max(worst, (off, str(key)))
+        if copies or not difference <= allowed:
+            first = _described(a, b, key, (difference, allowed), copies, equal)
+            return Comparison(first, compared=len(keys), worst=worst, alone=tuple(alone))
+        worst = max(worst, (difference, str(key)))
         equal.append(key)
-    return Comparison(None, len(keys), worst, tuple(alone))
+    return Comparison(None, compared=len(keys), worst=worst, alone=tuple(alone))
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in low precision, such as bfloat16: the value's
-    rounding error, but at least the median error, multiplied by `times`. The median is taken over
-    the errors other than 0, since many values may be exact.
+    """Returns a bound for each value of a run in low precision, such as bfloat16: `times` times the
+    larger of the value's rounding error and the median error of all values. The median is taken
+    over the errors other than 0, since many values may be exact.
 
     `compare(exact, run, bound=rounding(exact, rounded))` then compares a run of another layout in
     low precision, and allows for rounding. Each run is a `Record` or a function, as in `compare`.
@@ -162,7 +165,8 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
     Args:
         exact: a run in higher precision, on one device.
         rounded: the same run in low precision, on one device.
-        times: a factor, since another layout sums in another order, which rounds differently.
+        times: the factor by which the errors are multiplied, since another layout sums in another
+            order, which rounds differently.
         options: the options of `record`.
     """
     off = _differences(_recorded(exact, options), _recorded(rounded, options))
@@ -179,8 +183,9 @@ def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Returns the kind of a value: the key's `way` and the first fields of its path. The moments of
-    an optimizer are one kind, for example. Values of one kind have numbers of similar magnitude.
+    """Returns the kind of a value: the `way` of the value's key, and the first one or three names
+    in the key's path. The moments of an optimizer are one kind, for example. Values of one kind
+    have numbers of similar magnitude.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.
@@ -189,11 +194,12 @@ def _kind(key: Key) -> tuple[str, str]:
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
-    """Returns, for each value that both runs have, the largest |a - b| divided by a magnitude.
+    """Returns, for each value that both runs have, the largest difference of its elements in the
+    two runs, divided by a magnitude.
 
-    The magnitude is the larger of two numbers: the largest |a| of the value, and `SMALL` times the
-    largest |a| among all values of the same kind. The result is infinite if the shapes differ, or
-    if whole numbers differ at all.
+    This magnitude is the larger of two numbers: the largest |element| of the value in `a`, and
+    `SMALL` times the largest |element| among all values of the same kind in `a`. The result is
+    infinite if the shapes differ, or if whole numbers differ at all.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
@@ -239,7 +245,7 @@ def _described(
         b: the record of the other run.
         key: the key of the value that differs.
         off: two numbers: the difference of this value, and the difference that is allowed.
-        copies: the axes along which the value's copies in `b` differ.
+        copies: the axes along which devices hold copies of the value in `b` that differ too much.
         equal: the keys of the values before `key`, which are equal in both runs.
     """
     right, value = a.values[key].whole, b.values[key]
@@ -283,7 +289,8 @@ def _described(
 
 
 def _slice_before(wrong_run: Record, key: Key, *, numbers: bool) -> ProgramSlice | None:
-    """Returns the part of a run's program that computes the value `key` from the taps before it.
+    """Returns the part of a run's program that computes the value `key` from the nearest values
+    that taps reported before it.
 
     If `numbers` is true, the returned part also computes the indices of the microbatch and of the
     layer that the value belongs to. Returns None for an argument, which no part of the program

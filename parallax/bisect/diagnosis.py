@@ -1,7 +1,8 @@
 """Guesses the kind of mistake from a wrong value and the right one.
 
-Each guess is a function of the two arrays, which are in float64 and have the same shape. The
-function returns a text with the mistake, or "" if this mistake does not explain the wrong value.
+Each guess is a function of two arrays, the right and the wrong value, which are in float64 and have
+the same shape. The function returns a text with the mistake, or "" if this mistake does not explain
+the wrong value.
 """
 
 import itertools
@@ -36,7 +37,7 @@ def diagnose(
         wrong: the wrong value, which may have another shape.
         sizes: the sizes of the mesh's axes in the wrong run.
         microbatches: the number of microbatches of the wrong run.
-        differs: the axes along which the wrong value's copies differ.
+        differs: the axes along which devices hold different copies of the wrong value.
     """
     if right.shape != wrong.shape:
         return f"another shape: {list(wrong.shape)} instead of {list(right.shape)}"

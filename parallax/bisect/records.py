@@ -1,11 +1,12 @@
-"""Records one run: assembles each tapped value from the reports of the devices.
+"""Records one run: assembles each value that a tap reports from the pieces that the devices report.
 
-A device reports a block of the whole value, a term of a sum, or a copy. The spec of the tap and
-JAX's replication types tell which of the three it is. For a cotangent, sums and copies change
-places: if devices have copies of a value that is typed as varying, each device has a term of the
-cotangent; if devices have terms of a sum, each device has a copy of the cotangent. A loss is a mean
-over equal parts of the batch. A device reports the cotangents of the loss of one part of the batch,
-so this module multiplies these cotangents by 1 / the number of parts.
+A *tap* is a call in the model that reports a value. A device reports a block of the whole value, a
+term of a sum, or a copy of the value. The partition spec that the tap was given and JAX's
+replication types tell which of the three it is. For a cotangent, sums and copies change places: if
+devices have copies of a value that is typed as varying, each device has a term of the cotangent; if
+devices have terms of a sum, each device has a copy of the cotangent. A loss is a mean over equal
+parts of the batch. A device reports the cotangents of the loss of one part of the batch, so this
+module multiplies these cotangents by 1 / the number of parts.
 
 A `Report` (in taps.py) has a device's block as its `value`, the device's index along each mesh axis
 as `device`, the number of the microbatch as `microbatch` (-1 on a pipeline stage that had none to
@@ -15,10 +16,10 @@ compute), and the number of the layer as `layer` (-1 if there is none). For each
 `varying`, the axes along which the value is typed as varying; `dims`, the axes that split each dim.
 In `terms` and `dims`, BATCH stands for all axes that split the rows of the batch.
 
-A `_Form` tells how the blocks form a value. `row_dim` is the dim of the batch's rows, or None if
-there is none. `dims` has the axes that split each dim. Devices have different blocks along
-`block_axes`, and terms of a sum along `summed`. If `joined` is true, microbatches have terms of the
-sum too.
+A `_Form` tells how the blocks that devices report form a value. `row_dim` is the dim of the batch's
+rows, or None if there is none. `dims` has the axes that split each dim. Devices have different
+blocks along `block_axes`, and terms of a sum along `summed`. If `joined` is true, the value is a
+sum over microbatches too.
 """
 
 import dataclasses
@@ -49,7 +50,8 @@ class Key(NamedTuple):
     """The key of a value.
 
     Attributes:
-        path: the path of the value's tap, with "*" in place of the number of the layer.
+        path: the path of the tap that reported the value, with "*" in place of the number of the
+            layer.
         layer: the number of the value's layer; -1 if the value belongs to no layer.
         way: the phase of the run that the value belongs to, one of `PHASES`.
     """
@@ -71,8 +73,8 @@ class Value(NamedTuple):
 
     Attributes:
         whole: the value; nan in places that no device reported.
-        differs: the axes along which the devices' copies differ, each with the largest difference
-            relative to the largest number.
+        differs: the axes along which the devices' copies of the value differ, each with the largest
+            difference divided by the largest magnitude in the first copy.
         rows: two numbers, the dim of the batch's rows and the number of rows of a microbatch on a
             device; None if no dim has the rows of the batch.
     """
@@ -147,9 +149,9 @@ def load(path: str | Path) -> Record:
 
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
-    """Returns the key of one saved value, and the value. `entry` has all but the array `whole`:
-    path, layer, way, `differs` and `rows`. Raises an error for other data; `load` turns this error
-    into one with the file's name."""
+    """Returns the key of one saved value, and the value. `whole` is the value's array. `entry` has
+    the path, the layer and the way of the key, and the fields `differs` and `rows` of `Value`.
+    Raises an error for other data; `load` turns this error into one with the file's name."""
     # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
@@ -169,12 +171,12 @@ def record(
     rows: Sequence[str] = ("data",),
     means: Sequence[str] = (),
 ) -> Record:
-    """Returns the arguments of a run, the values at all of its taps, and its results.
+    """Returns the arguments of a run, the values that all taps in the run report, and its results.
 
     Args:
         run: returns a function and its arguments, such as `lambda: (train_step.train,
-            (train_step.init(), windows))`. `run` is called while taps are on, and must make the
-            function anew: a function that was traced before has no taps.
+            (train_step.init(), windows))`. `record` switches the taps on and then calls `run`,
+            which must make a new function: a function that was traced before has no taps.
         rows: the axes that split the rows of the batch.
         means: other axes over which the loss is a mean, such as an axis that splits the tokens.
 
@@ -211,9 +213,10 @@ def record(
 def _put_together(
     recorder: taps.Recorder, rows: tuple[str, ...], means: tuple[str, ...]
 ) -> tuple[dict[Key, Value], dict[str, int], int]:
-    """Returns the tapped values in program order, the sizes of the mesh's axes, and the number of
-    microbatches. `recorder` has all reports of the run; `rows` and `means` are as in `record`: the
-    axes that split the batch's rows, and the other axes over which the loss is a mean.
+    """Returns the values that the taps reported, in program order, the sizes of the mesh's axes,
+    and the number of microbatches. `recorder` has all reports of the run; `rows` and `means` are as
+    in `record`: the axes that split the batch's rows, and the other axes over which the loss is a
+    mean.
     """
     reports_of: dict[Key, list[Report]] = {}  # the reports of each value
     for report in recorder.reports:
@@ -261,9 +264,10 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
         group[path] = begins
 
     def order(key: Key) -> tuple[int, ...]:
-        """Returns the sort key of a value: the numbers of its phase, of its group of taps, of its
-        layer and of its tap. The last three are negative for a cotangent, so that cotangents are
-        sorted in reverse."""
+        """Returns the sort key of a value: the number of its phase, the place of the first tap in
+        its group (taps that are neighbours in the trace), the number of its layer, and the place of
+        its own tap. The last three are negative for a cotangent, so that cotangents are sorted in
+        reverse."""
         place = (group[key.path], key.layer, paths[key.path])
         return (PHASES.index(key.way), *(place if key.way != BACKWARD else (-x for x in place)))
 
@@ -280,7 +284,7 @@ class _Form(NamedTuple):
         row_dim: the dim of the batch's rows; None if there is none.
         block_axes: the axes along which devices have different blocks.
         summed: the axes along which devices have terms of a sum.
-        joined: whether microbatches also have terms of the sum.
+        joined: whether the value is a sum over microbatches too.
         scale: a factor on the sum, which turns the sum into a mean if the loss is a mean.
         microbatches: the number of microbatches.
     """
@@ -299,7 +303,8 @@ class _Form(NamedTuple):
 def _form(
     reports: list[Report], microbatches: int, rows: tuple[str, ...], means: tuple[str, ...]
 ) -> _Form:
-    """Returns the form of one value, from the spec of its tap and from JAX's replication types.
+    """Returns the `_Form` of one value, from the partition spec of its tap and from JAX's
+    replication types.
 
     Args:
         reports: the reports of the value.
@@ -335,8 +340,9 @@ def _form(
 
 
 def _whole(reports: list[Report], form: _Form) -> Value:
-    """Returns one value, assembled from all devices and microbatches. Terms are added up, blocks
-    are put in their places, and copies are compared with the first of them."""
+    """Returns one value, assembled from all devices and microbatches. If devices report terms of a
+    sum, the terms are added up. Blocks are put in their places. Copies are compared with the first
+    copy."""
     copy_axes = [name for name in form.names if name not in form.block_axes | form.summed]
     # If a value has no rows and is no sum over microbatches, each microbatch has a copy of it.
     by_microbatch = form.row_dim is None and not form.joined
@@ -386,9 +392,10 @@ def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
     With rematerialisation (`jax.checkpoint`) a value is computed and reported again; only the first
-    report counts. The reports of a cotangent are added up. In ticks that have no microbatch for the
-    embedding, a pipeline still runs the embedding's backward pass, on microbatch 0 and with a
-    cotangent of 0. The reports of these ticks are 0, so they do not change the sum.
+    report counts. The reports of a cotangent are added up, since the first one may be only a zero:
+    in those steps of its schedule (ticks) that have no microbatch for the embedding, a pipeline
+    still runs the embedding's backward pass, on microbatch 0 and with a cotangent of 0. The reports
+    of these ticks are 0, so they do not change the sum.
     """
     kept: dict[tuple[tuple[int, ...], int], Report] = {}
     for report in reports:
@@ -442,7 +449,8 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
     For the dims `mark.placed` the report itself has the indices. In any other dim, along which a
     block has n elements, block number b has the indices from b * n to (b + 1) * n - 1. Blocks are
-    counted over the axes of the dim, the outermost first, and then over microbatches.
+    counted over the mesh axes that split the dim, the outermost axis first, and then over
+    microbatches.
     """
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []
@@ -460,7 +468,8 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 def _of_array(leaf: Any) -> Value:
     """Returns a JAX array as a `Value`. Devices may have copies of one block of the array. If
     copies of a floating-point block differ, `differs` has the largest difference under the name
-    "devices". Copies of whole numbers are not compared.
+    "devices". Copies of whole numbers are not compared: `relative` measures rounding errors, which
+    whole numbers do not have.
     """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers

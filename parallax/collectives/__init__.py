@@ -1,4 +1,4 @@
-"""Collectives written as tables of hops: drop-in replacements for the collectives of `jax.lax`.
+"""Collectives written as tables of messages: drop-in replacements for the collectives of `jax.lax`.
 
 A hop is one message from each device to another. A table can be read, combined with other tables,
 and used to compute the cost of the collective. The collectives can be differentiated.

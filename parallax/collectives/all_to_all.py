@@ -33,7 +33,8 @@ Tree = TypeVar("Tree", bound=PyTree)
 def straight(n: int) -> Route:
     """Returns the table in which each block goes straight to the device that owns it.
 
-    Each hop has a different distance, so the hops cannot be a loop, and the program grows with n.
+    Each hop has a different distance, so the hops cannot be a loop, and the program grows with n,
+    the number of devices.
     """
     # (n,): the devices form a box of one dim, a row of n. {k: [k]} sends the block of the device
     # that is k places further on straight there. Each hop is a round of its own: one round of all
@@ -44,9 +45,9 @@ def straight(n: int) -> Route:
 def _messages(size, n, itemsize):
     """Returns the rounds of messages of `all_to_all`, from which `cost` computes a call's cost.
 
-    A message has 1/n of the `size` numbers of the array, rounded up; `itemsize` is the bytes of a
-    number. `n` is a number of devices, or a tuple with the number on each of several axes;
-    `devices(n)` is the number of all devices.
+    A message has 1/n of the `size` numbers of the array on one device, rounded up; `itemsize` is
+    the bytes of a number. `n` is a number of devices, or a tuple with the number on each of several
+    axes; `devices(n)` is the number of all devices.
     """
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 
@@ -61,8 +62,8 @@ def all_to_all(
 
     `all_to_all` works like `lax.all_to_all`.
 
-    In hop k device i sends the block of device i + k straight to that device. The transpose is the
-    `all_to_all` that sends the blocks back.
+    In hop k device i sends the block that is meant for device i + k straight to that device. The
+    transpose is the `all_to_all` that sends the blocks back.
 
     Args:
         x: arrays. The size of their dim `split_axis` is n, the number of devices; if `tiled`, it is
@@ -75,13 +76,15 @@ def all_to_all(
 
     Raises:
         ValueError: the size of a leaf's dim `split_axis` is not n or, if `tiled`, not a multiple of
-            n; or a leaf lacks one of the dims; or the code does not run over `axis_name`.
+            n; or a leaf lacks one of the dims; or the code does not run inside a `shard_map` over
+            `axis_name`.
     """
 
     def leaf(x):
-        """Returns one array after the exchange.
+        """Returns one array after the all-to-all.
 
-        `linear_collective` states the transpose. JAX itself would derive the transpose hop by hop.
+        `linear_collective` states the transpose of the all-to-all. JAX itself would derive the
+        transpose hop by hop.
         """
         # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)

@@ -205,11 +205,11 @@ AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
 def combined_axis(*parts: AxisLike) -> Axis:
     """Returns several axes as one axis.
 
-    If all parts have the same algorithm, the devices form one row-major group, in which the first
-    axis varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along one
-    axis after the other: it reduces and scatters from the first to the last, and gathers from the
-    last to the first. A part without a name, `()`, is left out. If no part has a name, the result
-    is `Axis(())`, the axis of one device.
+    If all given axes have the same algorithm, the devices form one row-major group, in which the
+    first axis varies slowest, as in `lax.psum(x, ("a", "b"))`. Otherwise a collective works along
+    one axis after the other: it reduces and scatters from the first to the last, and gathers from
+    the last to the first. An axis without a name, `()`, is left out. If no axis has a name, the
+    result is `Axis(())`, the axis of one device.
     """
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
     if len({axis.algorithm for axis in named}) > 1:
@@ -221,25 +221,27 @@ def combined_axis(*parts: AxisLike) -> Axis:
 
 
 def _in_order(parts: list[Axis]) -> Axis:
-    """Returns an axis whose collectives work along one part after the other.
+    """Returns the axis made of several axes, `parts`. Its collectives work along one part after the
+    other.
 
     The collectives reduce and scatter from the first part to the last, and gather from the last to
     the first, as `Axis.of` states. An all-to-all is refused.
 
-    The `axis_name` passed to a collective may name all axes of the parts, or only some of them.
-    `_groups` joins neighbouring axes that have the same algorithm. Then the groups work one after
-    the other.
+    The `axis_name` passed to a collective may name all mesh axes of the combined axis, or only some
+    of these mesh axes; their order in `axis_name` counts. `_groups` joins neighbouring axes that
+    have the same algorithm. Then the groups work one after the other.
     """
 
     def all_reduce(x, axis_name):
-        """Returns the sum over all parts: over the first part, then over the next, and so on."""
+        """Returns the sum over the axes `axis_name`: over the first group of them, then the
+        next."""
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's slices of the sum, scattered over `parts` from the first to the
-        last.
+        """Returns this device's slices of the sum, scattered over the axes in `axis_name`, from the
+        first to the last.
 
-        `_groups` gives the axes in `axis_name`, in groups of neighbours with one algorithm.
+        `_groups` gives these axes in their order, in groups of neighbours with one algorithm.
         """
 
         def leaf(x):
@@ -259,7 +261,8 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False):
-        """Returns all devices' blocks, gathered over `parts` from the last to the first."""
+        """Returns all devices' blocks, gathered over the axes in `axis_name`, from the last to the
+        first."""
 
         def leaf(x):
             """Returns the joined blocks of one array: each group of axes gathers along `axis`."""
@@ -283,7 +286,8 @@ def _in_order(parts: list[Axis]) -> Axis:
 
 
 def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
-    """Returns the axes `axis_name` in groups; a group is an `Axis` with the algorithm of its part.
+    """Returns the axes `axis_name` in groups, each an `Axis` with the algorithm of its axes in
+    `parts`.
 
     Neighbouring axes that have the same algorithm form one group: a collective over two axes sends
     fewer messages than two collectives.

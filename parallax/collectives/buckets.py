@@ -35,15 +35,15 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     grads.averaged(grad, bucketed(ring("data")))
     ```
 
-    The values equal those of an `all_reduce` of each leaf, if the algorithm rounds a number's sum
-    in the same way at any place in an array. Types and gradients are the same too. A bucket holds
-    leaves of one dtype that vary along the same axes, in the order of the tree, up to `nbytes`. A
-    leaf that JAX types as `unreduced` or `reduced` along an axis has its own bucket, and so has a
-    leaf of `nbytes` or more. A bucket is padded to a multiple of the number of devices, so that a
-    ring need not copy the bucket again. The int8 algorithm `quantized` rounds a block of
-    neighbouring numbers by one scale, and in a bucket a block may hold numbers of two leaves. So
-    reduce a loss apart from the gradients: the magnitude of the loss would spoil the accuracy of
-    the gradients.
+    The values equal those of an `all_reduce` of each leaf, if the algorithm rounds the sum of an
+    element in the same way wherever the element is in an array. Types and gradients are the same
+    too. A bucket holds leaves of one dtype that vary along the same axes, in the order of the tree,
+    up to `nbytes`. A leaf that JAX types as `unreduced` or `reduced` along an axis has its own
+    bucket, and so has a leaf of `nbytes` or more. A bucket is padded to a multiple of the number of
+    devices, so that a ring need not copy the bucket again. The int8 algorithm `quantized` rounds a
+    block of neighbouring numbers by one scale, and in a bucket a block may hold numbers of two
+    leaves. So reduce a loss apart from the gradients: the magnitude of the loss would spoil the
+    accuracy of the gradients.
 
     Args:
         axis: the axis, or its name. All collectives but `all_reduce` stay as they are.
@@ -68,7 +68,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
             parts = [leaves[i] for i in bucket]
             if len(parts) > 1:
                 # On a CPU a bucket waits for `done`, the reduced leaves of the bucket before it, so
-                # that at most one packed copy is in memory at a time.
+                # that at most one packed copy is in memory at a time. Elsewhere no bucket waits:
+                # the order of the buckets is left to XLA.
                 parts = [_packed(sequence_after(parts, done), axis_name)]
             # `parts` has one array by now: the packed bucket, or its only leaf.
             (total,) = algorithm.all_reduce(parts, axis_name)

@@ -1,6 +1,6 @@
 """A ring in plain `ppermute`s, to read before all other files: each of n devices sends to its right
-neighbour. `x` has one block for each device, `[n, *block]`. The tests compare `tables.ring` with
-it."""
+neighbour. `x` has one block for each device, `[n, *block]`. `A[I_X]` is split along dim I over axis
+X, and `A[I] {U_X}` is not yet summed over X. The tests compare `tables.ring` with this ring."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Shaped
 def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "*block"]:
     """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`.
 
-    The partial sum for block i starts at device i + 1 and gains one term per hop on its way to i.
+    The partial sum for block i starts at device i + 1, and gains one term per hop to device i.
     """
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     partial = x[(me - 1) % n]  # after n - 1 hops it is at device me - 1, which owns that block
@@ -30,7 +30,7 @@ def all_gather(block: Shaped[Array, "*block"], axis_name: str) -> Shaped[Array, 
 
 
 def all_reduce(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "n *block"]:
-    """Returns the sum on every device: `A {U_X} -> A`. Each link carries 2 (n - 1)/n of `x`."""
+    """Returns the sum on every device: `A {U_X} -> A`. A link carries 2 (n - 1)/n times `x`."""
     return all_gather(reduce_scatter(x, axis_name), axis_name)
 
 

@@ -7,8 +7,8 @@ A collective is a list of rounds. In a round every device sends a message, or se
 links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
 program may send the messages of two such rounds at the same time, but a device with one port
 cannot. The other rounds have `waits` set. A round's `reduced` is the bytes that a device adds to
-its own numbers. All numbers are integers that count padding too, and they equal the numbers that
-the tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live mesh.
+its own numbers. All costs here are integers that include padding, and they equal the costs that the
+tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
@@ -32,9 +32,9 @@ class Message(NamedTuple):
 
     Attributes:
         bytes: the size of the message.
-        step: the distance of the message, in devices, along each dim of the box of devices (the
-            `shape` of the table); negative if the message goes backwards. A message crosses one
-            link on a switch, and `step` links on a bare ring.
+        step: the distance of the message, in devices, along each dim of the grid that the devices
+            form (`Route.shape`); negative if the message goes backwards. A message crosses one link
+            on a switch, and `step` links on a bare ring.
         pieces: the number of permutes that send the message: one for each block if blocks are
             large, else one for all blocks.
     """
@@ -51,7 +51,8 @@ class Round(NamedTuple):
         times: the number of rounds.
         messages: the messages that a device sends in each round, at the same time.
         reduced: the received bytes that a device adds to its own numbers in each round.
-        waits: whether each round makes the longest chain of dependent messages longer by one.
+        waits: whether each round must wait for rounds before it, and so makes the longest chain of
+            dependent messages longer by one.
     """
 
     times: int
@@ -114,8 +115,8 @@ class Link(NamedTuple):
         start: the seconds per call.
         one_port: whether the messages of a round are sent one after another, as through one
             process's sockets, instead of each over its own link.
-        error: the median relative difference between the fit and the measured times; 0 for a link
-            made by hand.
+        error: the median relative difference between the times that these rates predict and the
+            measured times; 0 for a link made by hand.
     """
 
     alpha: float
@@ -148,7 +149,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
 def of_leaves(
     collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
 ) -> Cost:
-    """Returns the cost of leaves (or buckets) of `sizes` bytes, sent one after another.
+    """Returns the cost of one call of `collective` for each leaf (or bucket), one after another.
+    `sizes` has the bytes of each leaf on a device; the other arguments are those of `of`.
 
     Raises the errors of `of`.
     """
@@ -188,7 +190,8 @@ def rounds(
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
-    """Returns the rounds of a priced function: empty rounds are left out, equal neighbours joined.
+    """Returns the rounds of a function decorated by `priced`, without empty rounds; equal
+    neighbours are joined.
 
     The rounds are for an array of `size` numbers of `itemsize` bytes on each device. `n` is the
     number of devices on the axis, or on each of several axes. `options` are the function's options,
@@ -227,7 +230,7 @@ def total(rounds: Iterable[Round]) -> Cost:
         pieces = sum(message.pieces for message in messages)
         # In the order of `Cost`'s fields: hops, bytes, sent, messages, reduced, chain. The links
         # work at once, so the largest message counts as `bytes`. Each piece of a message is a
-        # permute of its own, so `messages` counts pieces.
+        # permute of its own, so `messages` counts pieces. `chain` counts the rounds that wait.
         counts = 1, max(sizes), sum(sizes), pieces, reduced, int(waits)
         cost += times * np.array(counts, object)
     return Cost(*cost)
@@ -247,7 +250,8 @@ def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
 def seconds(cost: Cost, link: Link) -> float:
     """Returns the seconds of a call: start + alpha hops + beta bytes + gamma reduced.
 
-    Through one port the seconds are start + alpha messages + beta sent + gamma reduced.
+    If `link.one_port` is true, so that a device sends the messages of a round one after another,
+    the seconds are start + alpha messages + beta sent + gamma reduced.
     """
     # The first four fields of a `Link` are alpha, beta, gamma and start, in the order of `terms`.
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))

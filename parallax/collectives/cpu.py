@@ -58,7 +58,8 @@ def _can_wait(leaf) -> bool:
 
 
 def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
-    """Returns the arrays `x`, each selected by a condition that is computed from `after`.
+    """Returns the arrays `x`, each the result of a `jnp.where` with a condition computed from
+    `after`.
 
     The condition is always true, but XLA does not replace it by a constant, so `x` waits for
     `after`. An optimization barrier would not help: the CPU's compiler removes it.
@@ -76,9 +77,12 @@ def _selected(x: list[jax.Array], after: list[jax.Array]) -> list[jax.Array]:
     def alternative(leaf):
         """Returns a value that, for XLA, may differ from `leaf`.
 
-        If XLA knew that both are equal, it would remove the `jnp.where` that selects one of them.
+        If XLA knew that the value equals `leaf`, it would remove the `jnp.where` that selects one
+        of the two.
         """
-        # `~leaf` never equals `leaf`. Floating-point types have no `~`: there the value is 0.
+        # `~leaf` never equals `leaf`, so a constant waits too, such as the number of a microbatch.
+        # Floating-point types have no `~`: there the value is 0, and a leaf of constant zeros may
+        # not wait.
         is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)  # or complex
         return jnp.zeros((), leaf.dtype) if is_float else ~leaf
 

@@ -1,8 +1,8 @@
 """Drop-in replacements for `lax`'s collectives, made from a scatter and a gather of slices.
 
 This file adds the dims, options, replication types and errors of `lax`'s functions. The scatter and
-the gather are a pair, `Slices`, and work along one dim of one array. Both keep this dim: a scatter
-makes it n times shorter, a gather n times longer.
+the gather are a pair, `Slices`, and work along one dim of one array. Both keep this dim: over n
+devices, a scatter makes it n times shorter, a gather n times longer.
 
 As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
 along a dim. Without `tiled` the dim has size n: the scatter cuts it to size 1, and then it is
@@ -47,8 +47,9 @@ def reduce_scatter_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.psum_scatter` of one array, computed by `slices.scatter`.
 
-    The transpose is `slices.gather`. Both functions keep the dim along which they cut or join; so
-    if not `tiled`, the dim is dropped after the scatter, and added before the gather.
+    The transpose is `slices.gather`. `slices.scatter` and `slices.gather` keep the dim along which
+    they cut or join; so if not `tiled`, the dim is dropped after the scatter, and added before the
+    gather.
     """
     # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an error.
     x = check_summand("reduce_scatter", summable(x), axis_name)

@@ -1,9 +1,9 @@
 """Runs one or several tables of messages (`Route`) at the same time, forwards or backwards.
 
 Run forwards, a table is a scatter: partial sums travel to the devices that own them. Run backwards,
-it is a gather: blocks travel from the devices that own them. Each table carries its own share of
-the array. A message is a list of arrays: one for each block, or only one if the blocks are small
-enough to join.
+it is a gather: blocks travel from the devices that own them. If several tables run at the same
+time, each carries its own share of the array that is summed or gathered. A message is a list of
+arrays: one for each block, or only one if the blocks are small enough to join.
 
 The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
 It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
@@ -50,12 +50,13 @@ def scatter(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> list[Shaped[Array, "..."]]:
-    """Returns this device's block of the sum over all devices, as a list of shares, one per table.
+    """Returns this device's block of the sum over all devices, as a list with each table's share of
+    it.
 
     Args:
         routes: the tables, all with the same number of rounds.
-        term: `term(table, j)` returns this device's term of the share of device j's block that
-            `routes[table]` carries.
+        term: `term(table, j)` returns this device's term of a share of device j's block: the share
+            that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
         unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
@@ -105,9 +106,9 @@ def gather(
     Args:
         routes: the tables, which run backwards; all have the same number of rounds.
         blocks: the shares of this device's block, one for each table.
-        write: `write(result, table, j, block)` returns `result` with `block`, the share of device
-            j's block that `routes[table]` carries. `write` must keep the shapes and types of
-            `result`.
+        write: `write(result, table, j, block)` returns `result` after `block` is written into it.
+            `block` is the share of device j's block that `routes[table]` carries. `write` must keep
+            the shapes and types of `result`.
         result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
@@ -137,7 +138,8 @@ def gather(
 
 
 def _chains(routes: Sequence[Route]) -> Iterator[range]:
-    """Yields the chains, as ranges of round numbers; a single round may be a chain.
+    """Yields the chains (consecutive rounds that can run as a loop), as ranges of round numbers. A
+    single round may be a chain.
 
     From the second round of a chain on, each table passes on exactly the blocks that just arrived,
     or the table sends nothing in the whole chain. Any other round begins a new chain.
@@ -151,9 +153,11 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether round `number` passes on, by the same step, the blocks of the round before.
+    """Returns whether round `number` sends the blocks that the round before brought, over the same
+    distance.
 
-    Each of the two rounds must have one step. The result is also True if both send nothing.
+    Both the round and the round before it must have exactly one step. The result is also True if
+    both send nothing.
     """
     before, now = list(route.rounds[number - 1].items()), list(route.rounds[number].items())
     if len(before) != 1 or len(now) != 1:
@@ -186,12 +190,14 @@ def _arrivals(
 
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
-    """Runs a chain of a scatter as a loop, one hop per iteration, and updates `sums`.
+    """Runs a chain (rounds that pass on the blocks that just arrived) of a scatter as a loop, one
+    hop per iteration, and updates `sums`.
 
     After each hop a device adds its own terms to the partial sums that arrived. `sums` has partial
     sums from earlier chains, by table and offset. `take(table, offset)` removes and returns one of
     these partial sums, or returns this device's term if there is none. `term(table, j)` returns
-    this device's term of device j's block. The blocks of one message are joined along `dim`.
+    this device's term of the share of device j's block that `routes[table]` carries. The blocks of
+    one message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
@@ -199,8 +205,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         """Returns a function from `trip`, an iteration's number, to the terms that this device
         adds.
 
-        The device adds these terms to the message of `table`. The first such message holds the
-        partial sums for the devices at `offsets`.
+        The device adds these terms to the message of `table`. Before the first iteration, this
+        message holds the partial sums for the devices at `offsets`.
         """
         route = routes[table]
 
@@ -218,6 +224,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
             return own_terms
         # The iteration's number, `trip`, is traced, so it cannot index `sums`, a dict. So the sums
         # of all iterations are stacked: `by_trip` has the arrays of a message for each iteration.
+        # Such a sum contains this device's own term already, so it is added instead of the term.
         by_trip = [_joined([take(table, o) for o in arriving], dim) for arriving in offsets_by_trip]
         return _indexed_by_trip([jnp.stack(pieces) for pieces in zip(*by_trip, strict=True)])
 
@@ -226,8 +233,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def hop(trip, partial_sums):
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
-        `messages` lists (table, step, offsets) of the chain's first round; `terms[table](trip)` are
-        the terms to add in iteration `trip`.
+        `messages` lists (table, step, offsets) of the first of the rounds that the loop runs;
+        `terms[table](trip)` are the terms to add in iteration `trip`.
         """
         arrived = {}
         for table, step, _ in messages:
@@ -249,7 +256,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
 
 
 def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
-    """Returns a function of `trip` that returns entry number `trip` of each stack."""
+    """Returns a function of `trip` that returns entry number `trip` of each of the stacked
+    arrays."""
 
     def entries(trip):
         return [lax.dynamic_index_in_dim(stack, trip, 0, keepdims=False) for stack in stacks]
@@ -258,7 +266,8 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
-    """Returns `result` after a chain of a gather ran backwards as a loop, and updates `copies`.
+    """Runs a chain (rounds that pass on the blocks that just arrived) of a gather as a loop, the
+    last round first. Returns the new `result`, and updates `copies`.
 
     Each iteration is one hop: each table passes on the blocks that it just received, and the
     arriving blocks are written. `copies` has, for each table, the blocks that this device has, by
@@ -266,8 +275,9 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     `write(result, table, j, block)` returns `result` with device j's block written into it.
 
     A gather runs backwards: the rounds that stand before the chain in the table run after the
-    chain, and send the same blocks again. So if there are such rounds, all blocks are also kept in
-    stacks, one of shape `[length, *block]` for each array of a message.
+    chain, and send the same blocks again. So if there are such rounds, each block that arrives is
+    also stored for them: each array of a message has a stack of shape `[length, *block]`, where
+    `length` is the number of hops of the chain.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
@@ -278,11 +288,12 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
-        """Returns the carry after one hop: the messages that arrived, the stacks, and the result.
+        """Returns the carry after one hop: the messages that arrived, the stacks of all arrived
+        blocks, and the result.
 
-        `messages` lists (table, step, offsets) of the chain's first round. `stacks` keep each
-        arrived block for rounds after the loop, and are empty if no rounds follow. `owners_after`
-        gives the offsets of the devices that own the blocks of an iteration.
+        `messages` lists (table, step, offsets) of the first of the rounds that the loop runs.
+        `stacks` keep each arrived block for rounds after the loop, and are empty if no rounds
+        follow. `owners_after` gives the offsets of the devices that own the blocks of an iteration.
         """
         last_messages, stacks, result = carry
         arrived = {}
@@ -313,7 +324,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     stacks = {table: empty_stacks(message) for table, message in first.items() if sent_on_later}
     last, stacks, result = _loop(length, hop, (first, stacks, result))
     for table, step, offsets in messages:
-        # If no round remains, the earlier blocks are not kept: nobody sends them again.
+        # If no round remains, no block is sent again. There are no stacks then, and nobody reads
+        # the last blocks, which are stored here.
         by_trip = {length - 1: last[table]}
         if sent_on_later:
             by_trip = {trip: [stack[trip] for stack in stacks[table]] for trip in range(length)}
@@ -374,12 +386,13 @@ def empty_like(
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
     The caller overwrites the whole array, so its numbers do not matter. `make(shape, dtype)` makes
-    the array, unless the mesh has Explicit axes.
+    the array. If the mesh has Explicit axes and `block` is not empty, the array is broadcast from a
+    number of `block`.
     """
     # An empty block has no number to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
         # Under a vmap over a sharded dim, JAX 0.10 requires the same sharding of every operand. A
-        # new array has none, so the array is broadcast from a number of the block, which has it.
+        # new array has no sharding. So it is broadcast from a number of the block, which has one.
         return lax.broadcast(block[(0,) * block.ndim], shape)
     return varying(make(shape, block.dtype), varying_axes(block))
 
@@ -411,9 +424,9 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 def leaf_by_leaf(function: Callable[..., Any], x: Tree, axis_name: AxisName) -> Tree:
     """Returns `function` of each array of the tree `x`.
 
-    With more than `UNROLLED` devices, hops may be loops. Then, on a CPU, each leaf waits for the
-    leaf before it. Otherwise collectives of two leaves could run at the same time, which aborts the
-    process (see `cpu`).
+    With more than `UNROLLED` devices, the hops may run in a loop. Then, on a CPU, each leaf waits
+    for the leaf before it. Otherwise collectives of two leaves could run at the same time, which
+    aborts the process (see `cpu`).
     """
     leaves, structure = jax.tree.flatten(x)
     results: list[jax.Array] = []

@@ -1,4 +1,5 @@
-"""Drop-in replacements for `jax.lax`'s collectives from a table, with gradients and computed costs.
+"""Makes drop-in replacements for `jax.lax`'s collectives, with gradients and computed costs, from a
+table of messages.
 
     @algorithm
     def direct(n):
@@ -6,9 +7,10 @@
 
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
-A table is a `Route`, a list of rounds {step: offsets}. In a reduce-scatter, the blocks that belong
-to the devices `offsets` places further on go to the device `step` places further on. Several tables
-may run side by side. Then each table carries its own *share* of every block.
+A table is a `Route`: the sizes of the box of devices, here `(n,)` for a row of n, and a list of
+rounds {step: offsets}. In a reduce-scatter, the blocks that belong to the devices `offsets` places
+further on go to the device `step` places further on. Several tables may run side by side. Then each
+table carries its own *share* of every block.
 """
 
 import functools
@@ -67,6 +69,8 @@ def algorithm(
         all_to_all: the all-to-all of the algorithm; by default that of `lax`.
     """
     name = name or maker.__name__
+    # Several axes count as one row of devices. `maker` itself is passed too: the algorithm keeps it
+    # as its attribute `table`.
     return _from_tables(maker, lambda sizes: maker(math.prod(sizes)), name, all_to_all)
 
 
@@ -82,9 +86,9 @@ def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algori
 def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algorithm:
     """Returns the algorithm that runs `tables_for(sizes)`.
 
-    `sizes` has the number of devices on each axis. `maker` becomes the attribute `table` of the
-    algorithm. The tables give no all-to-all, since they add or copy blocks on the way; so
-    `all_to_all` is an argument.
+    `sizes` has the number of devices on each axis. `maker` is not called here: it becomes the
+    attribute `table` of the algorithm. The tables give no all-to-all, since they add or copy blocks
+    on the way; so `all_to_all` is an argument.
     """
 
     # Cached, since tables are checked when they are made, which takes long for many devices.
@@ -110,7 +114,8 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
         """Returns this device's block of the sum of each array, as `lax.psum_scatter` does.
 
-        `slices` are the scatter and the gather of one array by the tables.
+        `slices` are the scatter and the gather of one array, as the algorithm's tables of messages
+        run them.
         """
 
         def leaf(x):
@@ -121,7 +126,8 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     def all_gather(x, axis_name, *, axis=0, tiled=False, to="varying"):
         """Returns all devices' blocks of each array, as `lax.all_gather` does.
 
-        `slices` are the scatter and the gather of one array by the tables.
+        `slices` are the scatter and the gather of one array, as the algorithm's tables of messages
+        run them.
         """
 
         def leaf(x):
@@ -193,8 +199,8 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
     for table in tables:
         if table.n != n or len(table.rounds) != rounds:
             raise ValueError(
-                f"{name}: each of the tables side by side needs {n} devices, and {rounds} rounds "
-                f"as the first table has; one has {table.n} devices and {len(table.rounds)} "
+                f"{name}: all tables that run side by side need {n} devices and {rounds} rounds, "
+                f"like the first table; one has {table.n} devices and {len(table.rounds)} "
                 "rounds. Add empty rounds, {}, to the tables that have fewer."
             )
 

@@ -29,7 +29,7 @@ An array is cut into n parts, one for each device, and each part into blocks. A 
 term of part j once and sends it straight to device j. Device j adds the terms of its own part in
 float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
-sum: on average it is n/2 times the bound above.
+sum: on average the error is n/2 times the bound a / 127 of one rounding.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|
@@ -244,19 +244,21 @@ class ErrorFeedback:
         error = feedback.initial(gradients)
         gradients, error = feedback.all_reduce(gradients, error)
 
-    The result plus the sum of the new errors over the devices equals the sum of (x + error) over
-    the devices, up to the rounding of the float additions. So nothing is lost: after any number of
-    calls, the sum of their results has only the error of the last call. A block with an infinity or
-    NaN leaves no error. There is no derivative: use an `ErrorFeedback` on gradients, after
-    differentiation.
+    Here the argument `error` has the rounding errors of the call before, and the new error those of
+    this call. The result plus the sum of the new errors over the devices is the sum over the
+    devices of (x + error), up to the rounding of the float additions. So nothing is lost: after any
+    number of calls, the sum of their results has only the error of the last call. (If `x` has 16
+    bits, the rounding of the sum to 16 bits is lost in `all_reduce`.) For a block (the
+    numbers that share a scale) with an infinity or NaN, the new error is 0. There is no derivative:
+    use an `ErrorFeedback` on gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
         block_size: how many numbers share a scale.
 
     Raises:
-        ValueError: the error of a leaf of shape [*dims] does not have the shape [1, *dims]; or
-            `block_size` is below 1.
+        ValueError: for a leaf of shape [*dims], the array of rounding errors does not have the
+            shape [1, *dims]; or `block_size` is below 1.
     """
 
     axis_name: AxisName
@@ -282,7 +284,8 @@ class ErrorFeedback:
     def all_reduce(self, x: Tree, error: PyTree) -> tuple[Tree, PyTree]:
         """Returns `quantized.all_reduce` of `x + error`, and this device's new error.
 
-        `error` is `initial(x)`, or the new error that the call before returned.
+        `error` is `initial(x)`, or the new error that the call before returned. If `x` has 16 bits,
+        the new error does not include the rounding of the sum to 16 bits.
         """
         axis_name = self.axis_name
 
@@ -335,9 +338,10 @@ class ErrorFeedback:
 
 
 def quantize(x: Float[Array, "*lead size"], block_size: int) -> Int8[Array, "*lead message"]:
-    """Returns `x` as one message of bytes: `size` integers, then ceil(size / block_size) exponents.
+    """Returns `x` as one message of bytes: `size` integers, then the exponents of the blocks'
+    scales.
 
-    The last dim is cut into blocks, and each block has one exponent.
+    The last dim is cut into ceil(size / block_size) blocks, and each block has one exponent.
     """
     blocks = _blocks(x, block_size)
     peak = jnp.max(jnp.abs(blocks), axis=-1)
@@ -420,13 +424,14 @@ def _slices(block_size):
 
 
 def _reduce(parts, axis_name, block_size):
-    """Returns this device's part of the sum over devices, and the rounding errors of this device's
-    terms of all parts.
+    """Returns this device's part of the sum over devices, and the rounding errors of the numbers
+    that this device sends.
 
-    Row j of `parts` is this device's term of part j. The shapes are
-    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since its exact
-    numbers are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it would come
-    back in every later call.
+    The sum has n parts, one for each device. Row j of `parts` is this device's term of part j, and
+    row j of the errors is the rounding error of this term. The shapes are
+    `[n, size] -> [size], [n, size]`. The errors of this device's own part are 0, since the exact
+    numbers of this part are added. An infinite or NaN error is set to 0 (`_finite`): otherwise it
+    would come back in every later call.
     """
     is_local, size = _is_local(parts, axis_name), parts.shape[1]
     # Row j goes to device j. All devices' terms of this device's part arrive, and are added.
@@ -444,7 +449,8 @@ def _reduce(parts, axis_name, block_size):
 
 
 def _gather(part, axis_name, block_size):
-    """Returns all devices' rounded parts, and the rounding error of this device's own part.
+    """Returns the rounded parts of the array from all devices, and the rounding error of this
+    device's own part.
 
     The shapes are `[size] -> [n, size], [size]`. An error that would be infinite or NaN is 0.
     """
@@ -467,10 +473,10 @@ def _is_local(parts, axis_name):
 def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of some leaves of the tree `x`, and `exact` of the other leaves.
 
-    Both are functions. `quantized_leaf` gets the floating-point leaves that have `block_size`
-    numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm) have few bytes to
-    save. `more` are trees like `x`: both functions also get the corresponding leaf of each of these
-    trees.
+    `quantized_leaf` and `exact` are functions. `quantized_leaf` gets the floating-point leaves that
+    have `block_size` numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm)
+    have few bytes to save. `more` are trees like `x`: both functions also get the corresponding
+    leaf of each of these trees.
     """
     if block_size < 1:
         raise ValueError(
@@ -478,7 +484,8 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
         )
 
     def leaf(x, *more):
-        """Returns the result for one leaf of `x`; `more` has the same leaf of each other tree."""
+        """Returns the result for one leaf of `x`; `more` has the corresponding leaf of each further
+        tree."""
         x = jnp.asarray(x)
         is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
         return (quantized_leaf if is_quantized else exact)(x, *more)

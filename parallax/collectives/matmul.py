@@ -1,10 +1,11 @@
 """Matrix products that overlap with their collective, hop by hop.
 
-If a product begins only after its operand is gathered, the matrix units wait for the links. Here a
-device multiplies a block while the next blocks arrive from both neighbours. In a product before a
-scatter, partial sums travel from both sides to the device that owns them, and in each hop the
-product of one block is added. The whole gathered operand, or the whole product before the scatter,
-never exists, neither forward nor backward.
+If a product begins only after its operand is gathered, the matrix units wait for the links. In this
+module, a device multiplies a block while the next blocks arrive from both neighbours. In a product
+before a scatter, the partial sums of a block travel around a ring, in both directions, to the
+device that owns the block. In each hop a device adds one term: the block's rows of the device's
+operand, times the device's share of the weight. The whole gathered operand, or the whole product
+before the scatter, never exists, neither forward nor backward.
 
 Legend: T is the number of rows (tokens), D and F are the sizes of the weight, n is the number of
 devices on axis X, and S is the bytes of one device's `[T_X, D]`. T_X means that each device has 1/n
@@ -139,9 +140,9 @@ def matmul_reduce_scatter(
     order, also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
-        x: all rows, and this device's share of the inputs.
+        x: all rows of the batch, each with this device's share of the input features.
         weight: `[*F, D]`; the inputs may have several dims, as in `tensor.row`. The last dims of
-            `x` are the same inputs.
+            `x` are the dims `*F` of the weight.
         axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`
             for a plain product without messages.
         scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
@@ -176,7 +177,8 @@ def _all_gather_matmul(x, weight, axis_name, axis):
     """
 
     def multiply(y, j, block):
-        """Returns `y` after the product of device j's block of `x` is written into it."""
+        """Returns `y` after the product of device j's block of `x` and the weight is written into
+        it."""
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
@@ -203,8 +205,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
-        """Returns `total`, the weight's gradient, plus the term of `block`, device j's rows of
-        `x`."""
+        """Returns `total`, the weight's gradient, plus the term that `block`, device j's rows of
+        `x`, gives: the outer product of these rows and their cotangent."""
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch
 
@@ -230,7 +232,9 @@ def _matmul_reduce_scatter(x, weight, axis_name, dim):
     def product(j):
         """Returns this device's term of device j's block: the block's rows of `x`, times
         `weight`."""
-        # All dims of the weight [*F, D] but the last are summed over.
+        # All dims of the weight [*F, D] but the last are summed over. The term has the dtype of
+        # `x`, as the partial sums have: these are sent, and in float32 they would take twice the
+        # bytes of 16-bit numbers.
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
     return _towards_their_owner(product, axis_name)
@@ -243,14 +247,16 @@ def _matmul_reduce_scatter_forward(x, weight, axis_name, dim):
 def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
     """Returns the gradients of `x`, [*batch, *F], and of the weight, [*F, D].
 
-    One gather of the cotangent, whose dim `dim` is split over the devices, gives both gradients.
+    One gather of the cotangent, whose dim `dim` is split over the devices, gives the gradients of
+    `x` and of the weight.
     """
     x, weight = residuals
     # `transposed` is [D, *F]; `batch` is the number of dims of `*batch`.
     transposed, batch = _transposed(weight, weight.ndim - 1), x.ndim - weight.ndim + 1
 
     def multiply_and_add(gradients, j, block):
-        """Returns both gradients, updated by device j's block of the cotangent."""
+        """Returns the gradients of `x` and of the weight, updated by device j's block of the
+        cotangent."""
         d_x, d_weight = gradients
         # The block's rows of `d_x`, and the block's term of the sum `d_weight`.
         d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
@@ -271,7 +277,8 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """Returns `carry` after `visit(carry, j, device j's x)` for every j.
 
     The device's own `x` is visited first, then the `x` of the other devices, the nearest on both
-    sides first, since a gather runs the table backwards.
+    sides first: a gather runs the table of `_from_both_sides` backwards, and in this table the
+    farthest blocks start first.
     """
 
     def write(carry, _, j, block):  # `_` is the number of the table: there is only one
@@ -287,7 +294,7 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
 def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
     """Returns, on device j, the sum over devices of `product(j)`.
 
-    The partial sums travel to device j from both sides at once.
+    The partial sums travel to their owner, device j, around the ring in both directions at once.
     """
 
     def term(_, j):  # `_` is the number of the table: there is only one
@@ -301,12 +308,12 @@ def _towards_their_owner(product: Callable[..., Any], axis_name: AxisName):
 
 
 def _alike(x, weight, axis_name):
-    """Returns both operands typed as varying along the same axes.
+    """Returns `x` and the weight, the operands of a product, typed as varying along the same axes.
 
     These axes are `axis_name` and all axes along which one of the operands varies. The gradients
     vary along all these axes, and JAX demands that a custom derivative returns gradients of the
-    operands' types. The transpose of this cast sums each gradient over the axes that its operand
-    lacked.
+    operands' types. The transpose of the cast to these types sums each gradient over the axes along
+    which its operand did not vary.
     """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
@@ -342,7 +349,7 @@ def _put(y, block, j, dim: int):
 
 
 def _zeros(shape, dtype, *, like):
-    """Returns zeros that vary along the axes of `like`."""
+    """Returns zeros, typed as varying along the axes along which `like` varies."""
     return varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
@@ -352,7 +359,8 @@ def _times(shape, dim: int, n: int):
 
 
 def _check_not_last(function: str, argument: str, dim: int, shape):
-    """Raises `ValueError` if `dim` is the last dim of `shape`, the shape of `x` or of the product.
+    """Raises `ValueError` if `dim` is the last dim of `shape`: the shape of `x`, or of `x` times
+    the weight.
 
     The last dim of `x` is summed over, and the last dim of the product comes from the weight. Only
     dims of the batch can be gathered or scattered. `function` and `argument` are names for the

@@ -33,7 +33,8 @@ def send_next(
 def send(
     x: Shaped[Array, "*dims"], axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, "*dims"]:
-    """Returns device i's `x` on device j for each pair (i, j), and zeros on all other devices.
+    """Returns device i's `x` on device j for each (i, j) in `pairs`, and zeros on all other
+    devices.
 
     Devices are numbered in row-major order of the axes in `axis_name`.
     """

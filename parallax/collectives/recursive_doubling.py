@@ -34,10 +34,10 @@ Tree = TypeVar("Tree", bound=PyTree)
 def _hops_of(n: int) -> list[list[tuple[int, int]]]:
     """Returns the pairs (sender, receiver) of each hop.
 
-    Let p be the greatest power of two not above n. In hop k each of the first p devices exchanges
-    sums with the device whose number differs in bit k. Unless n = p, there are two more hops. In
-    the first hop, the devices from p on send their terms to the first devices; in the last, they
-    receive the result.
+    Let n be the number of devices, and p the greatest power of two not above n. In hop k each of
+    the first p devices exchanges sums with the device whose number differs in bit k. Unless n = p,
+    there are two more hops. In the first hop, the devices from p on send their terms to the first
+    devices; in the last, they receive the result.
     """
     count = n.bit_length() - 1  # p = 2**count is the greatest power of two not above n
     folded = [(i, i - 2**count) for i in range(2**count, n)]
@@ -68,14 +68,14 @@ def _messages(size, n, itemsize):
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the sum over devices, on every device: `A {U_X} -> A`. It suits small arrays.
 
-    p is the greatest power of two not above n. In hop k each device i of the first p and its
-    partner, device i XOR 2**k, send each other their partial sums, arrays like `x`; there are
-    log2 p hops. Both add the same two numbers, and a + b equals b + a to the last bit, so all
-    devices end with the same bits. Unless n = p, there are 2 more hops: at first the other devices
-    send their terms to the first devices, and at the end they receive the result. The transpose
-    sends nothing: the cotangent of the sum is already the same on all devices. No table of messages
-    (`Route`) describes this: in a table a device sends each block away, and here both partners keep
-    their sum.
+    n is the number of devices, and p the greatest power of two not above n. In hop k each device i
+    of the first p and its partner, device i XOR 2**k, send each other their partial sums, arrays
+    like `x`; there are log2 p hops. Both add the same two numbers, and a + b equals b + a to the
+    last bit, so all devices end with the same bits. Unless n = p, there are 2 more hops: at first
+    the other devices send their terms to the first devices, and at the end they receive the result.
+    The transpose sends nothing: the cotangent of the sum is already the same on all devices. No
+    table of messages (`Route`) describes this: in a table a device sends each block away, and here
+    both partners keep their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 
@@ -105,11 +105,12 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
 
 
 def _as_sent(x):
-    """Returns `x` rounded to the precision of its type, as the partner receives it.
+    """Returns `x` rounded to the precision of its type, as the device to which `x` is sent receives
+    it.
 
     XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of these bits. Then a device
-    would add another number than its partner received, and replicas would differ. A cast to the
-    type that `x` has already would be removed; `reduce_precision` is not.
+    would add another number than the other device received, and replicas would differ. A cast to
+    the type that `x` has already would be removed; `reduce_precision` is not.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

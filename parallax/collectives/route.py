@@ -1,4 +1,4 @@
-"""A collective as a table of messages, checked when it is made. `execute` runs it.
+"""A table of messages that describes a collective. A table is checked when made; `execute` runs it.
 
 Each block on a device has a number, its *offset*: the block at offset o belongs to the device that
 is o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight.
@@ -14,8 +14,8 @@ summed, on the device that owns it. A *gather* runs the same table backwards: th
 and each message from its receiver to its sender. So each device's block is copied to all others. A
 scatter and a gather are each other's transpose; a scatter and then a gather is an all-reduce.
 
-The ring of n = 4 has the rounds {1: [3]}, {1: [2]}, {1: [1]}. In a scatter, the block that belongs
-to device 0 goes this way:
+The ring of 4 devices has the rounds {1: [3]}, {1: [2]}, {1: [1]}, each {step: offsets}. In a
+scatter, the block that belongs to device 0 goes this way:
 
     round 1   device 1 sends it (offset 3: 1 + 3 is device 0); device 2, offset 2, adds its term
     round 2   device 2 sends it (offset 2); device 3, offset 1, adds its term
@@ -68,7 +68,8 @@ class Route:
     rounds: Sequence[Mapping[Any, Sequence[Any]]]
 
     def __post_init__(self):
-        """Turns plain numbers into points, and checks the table."""
+        """Turns steps and offsets that are plain numbers into points (tuples with one number for
+        each dim of the box), and checks the table."""
         rounds = []
         for sends in self.rounds:
             points = {_point(step): tuple(map(_point, sends[step])) for step in sends}
@@ -90,7 +91,7 @@ class Route:
         return (0,) * len(self.shape)
 
     def points(self) -> list[Point]:
-        """Returns all offsets, in row-major order."""
+        """Returns the offsets of all blocks of a device, in row-major order."""
         return list(itertools.product(*map(range, self.shape)))
 
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
@@ -240,18 +241,21 @@ def _check(route: Route) -> None:
 
 
 def _check_step(route: Route, step: Point, r: int) -> None:
-    """Raises `ValueError` if a step of round r is outside the box, or lacks a dim of the box."""
+    """Raises `ValueError` if a step of round number `r` is outside the box of devices, or does not
+    have one number for each dim of the box."""
     box = route.shape
     inside = all(-length < s < length for s, length in zip(step, box, strict=False))
     if len(step) != len(box) or not inside:
         raise ValueError(
             f"Route: round {r} has the step {_describe(step)}, which is outside the box {box}. "
-            "A step has a number for each dim of the box, smaller in magnitude than the dim."
+            "A step has a number for each dim of the box, smaller in magnitude than the number of "
+            "devices along that dim."
         )
 
 
 def _check_sendable(route: Route, o: Point, r: int, sent: Mapping[Point, int]) -> None:
-    """Raises `ValueError` if the block at offset `o` cannot be sent in round r.
+    """Raises `ValueError` if the block at offset `o` cannot be sent in round number `r`: if it is
+    outside the box of devices, is the device's own, or was sent before.
 
     `sent` holds the round in which each block was sent before.
     """
@@ -276,11 +280,11 @@ def _describe(point: Point) -> str:
 
 
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
-    """Writes a table to a file: a line with the box and the number of rounds, a line of titles, and
-    one line for each block that is sent.
+    """Writes a table to a file: a line with the shape of the box of devices and the number of
+    rounds, a line of titles, and one line for each block that is sent.
 
-    The line of the file for a block has the round, the step and the offset of the block. The point
-    (1, 0) is written as `1 0`.
+    The line of a block has the round, the step and the offset of the block. The point (1, 0) is
+    written as `1 0`.
     """
 
     def words(point):

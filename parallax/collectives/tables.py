@@ -5,8 +5,8 @@
 table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that
 belong to the devices `offsets` places further on go to the device `step` places further on. The
 devices form a *box*, such as 2 machines x 8 devices. `product(tables, order)` joins several tables,
-each along its own dims of the box, into one table. The joined table has the rounds of all tables:
-table after table, in the order that `order` gives.
+each of which sends along other dims of the box, into one table. The joined table has the rounds of
+all tables: table after table, in the order that `order` gives.
 
 The list below is for n devices; a torus has k axes, which have a, b .. devices. A *message* is the
 data that a device sends to another in one transfer.
@@ -22,9 +22,9 @@ data that a device sends to another in one transfer.
 | `machines(g)` | g - 1 inside, n/g - 1 between machines | n/g + g - 2 | n - 1 (n/g - 1 leave) |
 | `torus` on a x b .. | k (a + b .. - k), of 1/k block | k (max(a, b ..) - 1) | n - 1 |
 
-A block has 1/n of the array's bytes. An all-gather sends the same messages backwards, and an
-all-reduce is a reduce-scatter and then an all-gather. Blocks of more than `execute.JOINED` bytes
-are sent as one permute each, since it would take longer to join them.
+A block has 1/n of the bytes of the array that n devices sum. An all-gather sends the same messages
+backwards, and an all-reduce is a reduce-scatter and then an all-gather. Blocks of more than
+`execute.JOINED` bytes are sent as one permute each, since it would take longer to join them.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), for the ring; Chan et
 al., Collective communication: theory, practice, and experience (2007), for `two_rings`; Bruck et
@@ -48,11 +48,12 @@ from parallax.collectives.route import Point, Route
 # algorithms that of `lax`.
 @functools.partial(algorithm, all_to_all=all_to_all)
 def ring(n: int) -> Route:
-    """In each round a device sends one block to its right neighbour.
+    """In each round a device sends one block to its right neighbour. (`ring.all_to_all` does
+    not use this table: it sends each block straight to its new device.)
 
-    After the first round the block that is sent is the one that just arrived. If n is large,
-    `execute` runs such rounds, which pass on what just arrived, as a loop. So the program does not
-    grow with n.
+    After the first round the block that is sent is the one that just arrived. If there are many
+    devices, `execute` runs such rounds, which pass on the block that just arrived, as a loop. So
+    the program does not grow with the number of devices.
     """
     return Route((n,), [{1: [n - h]} for h in range(1, n)])
 
@@ -71,9 +72,9 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
 
-    The device sends its other blocks, in at most `by` - 1 messages. Each of these blocks arrives at
-    an offset whose block the receiver keeps. With by=2 no table of one message per round has fewer
-    rounds, for any n.
+    The device sends its other blocks, in at most `by` - 1 messages. Each of these blocks is added,
+    on the receiver, to a block that the receiver keeps. With by=2 no table of one message per round
+    has fewer rounds, for any n.
     """
     rounds, remaining = [], n
     while remaining > 1:
@@ -103,7 +104,7 @@ def pairs(n: int) -> Route:
     the next lower bit in each later round.
 
     Raises:
-        ValueError: n is no power of two.
+        ValueError: the number of devices is no power of two.
     """
     if n & (n - 1):
         raise ValueError(
@@ -120,9 +121,10 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     """Returns an algorithm: a ring inside each machine of `g` devices, then the algorithm `between`
     over the machines.
 
-    n/g - 1 blocks of each device leave the machine. In a ring over all devices, (n - 1)/g blocks
-    per device, on average, would leave the machine. If there are many machines, `between=halving`
-    needs fewer rounds. The functions of the algorithm raise `ValueError` unless g divides n.
+    With n devices in machines of `g`, each device sends n/g - 1 blocks to other machines. In a ring
+    over all devices, (n - 1)/g blocks per device, on average, would leave the machine. If there are
+    many machines, `between=halving` needs fewer rounds. The functions of the algorithm raise
+    `ValueError` unless g divides n.
     """
 
     def table(n: int) -> Route:
@@ -167,13 +169,15 @@ def torus(*sizes: int) -> tuple[Route, ...]:
 
 
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
-    """Returns the table that runs `routes` in `order`, over the box with the dims of all routes.
+    """Returns the table that runs `routes` in `order`, on the box of devices that has the dims of
+    all routes.
 
     `order` lists indices of `routes`. An offset is a point of a box; `home` is offset 0, that of a
-    device's own block. A route names offsets along its own box. For each of these offsets, a
-    message of the product holds several blocks: those at all offsets along the boxes of later
-    routes, and at `home` along the boxes of earlier routes, which have brought all blocks there. So
-    the messages of each route have fewer blocks than those of the route before.
+    device's own block. A route names offsets along its own box. The routes that ran before it have
+    already brought all blocks to `home` along their own boxes. So, for each offset that the route
+    names, a message of the joined table holds the blocks at `home` along the boxes of earlier
+    routes and at any offset along the boxes of later routes. So the messages of each route have
+    fewer blocks than those of the route before.
     """
     rounds = []
     for turn, k in enumerate(order):
@@ -196,9 +200,9 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns the points that have `point` along box k, and a point of `spans[i]` along any other
-    box i, in all combinations; `spans[k]` is not used.
+    """Returns all points of the joined box whose part in box number `k` is `point`, and whose part
+    in any other box, number i, is one of `spans[i]`. `spans[k]` is not used.
 
-    Such a point is one tuple: the points along the boxes, joined.
+    A point of the joined box is one tuple: its parts in the single boxes, one after another.
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

@@ -4,8 +4,9 @@
     auto, why = tuning.auto(mesh, "data")    # an algorithm, and a text with the choice and why
 
 In a *race* several functions are timed on the same arrays. The formulas of `cost` select the
-functions that are raced, and the times decide. All processes of the mesh must call these functions
-together. All processes get the same result: each time is the time of the slowest process.
+functions that are raced, and the times decide. All processes of the mesh must call the functions of
+this module together. All processes get the same result: each time is the time of the slowest
+process.
 """
 
 import functools
@@ -99,7 +100,8 @@ def fit(
     most of them to compile.
 
     Args:
-        mesh: the mesh; its other axes are used at the same time, as in a training step.
+        mesh: the mesh; the collectives run at the same time on all devices of its other axes, as in
+            a training step.
         axis_name: the axis, or several, which then form one ring.
         sizes: the bytes per device of the arrays on which the collectives are timed.
         rounds: the number of times that each measurement is made; the median is used.
@@ -109,7 +111,10 @@ def fit(
     for nbytes in sizes:
         size = nbytes // 4
         # (a function, the number of numbers that it takes, its options). A gather of `size // n`
-        # returns about `size` numbers; a tiled scatter needs a multiple of n.
+        # returns about `size` numbers; a tiled scatter needs a multiple of n. A call of `send_next`
+        # is one hop, and a call of the ring n - 1: this tells the time of a hop from that of a
+        # call. Two rings send two messages in a round, through one port or two. The last two
+        # functions also add.
         probes = [
             (send_next, size, {}),
             (ring.all_gather, size // n, {}),
@@ -127,7 +132,8 @@ def fit(
 def _call(
     f: Callable[..., Any], count: int, axis_name: AxisName, options: dict[str, Any], x: Array
 ) -> Array:
-    """Returns `f` of the first `count` numbers of the vector `x`, along `axis_name`."""
+    """Returns the result of `f` for the first `count` numbers of the vector `x`. `options` are the
+    keyword arguments of `f`."""
     return f(x[:count], axis_name, **options)
 
 
@@ -168,9 +174,9 @@ def _least_absolute(relative: np.ndarray) -> np.ndarray:
     """Returns the vector x with the least sum of |relative @ x - 1|, by Weiszfeld's iteration.
 
     A row of `relative` is for one measurement. A column is for one of the rates that `solved` fits,
-    which are some of alpha, beta, gamma and start. Entry i of x is the best value of the rate of
-    column i, times the scale by which the caller divided that column. `relative @ x` is the
-    predicted time of each measurement, divided by the measured one.
+    which are some of alpha, beta, gamma and start. The caller divided each column by a scale. So
+    entry i of x is the best value of the rate of column i, multiplied by the scale of column i.
+    `relative @ x` is the predicted time of each measurement, divided by the measured one.
     """
     weights = np.ones(len(relative))
     for _ in range(30):
@@ -195,9 +201,9 @@ class Choice(NamedTuple):
     def fastest(self, nbytes: int) -> Callable[..., Any]:
         """Returns the function that is expected to be the fastest for `nbytes`.
 
-        Between two sizes of the race, the logarithm of the time is interpolated over the logarithm
-        of the size. Below the smallest and above the largest size, the time at the smallest or the
-        largest size is used.
+        Between two sizes at which the functions were timed, the logarithm of the time is
+        interpolated over the logarithm of the size. Below the smallest and above the largest size,
+        the time at the smallest or the largest size is used.
         """
         # `times` maps each function to its seconds at each of `sizes`. Logarithms, since both sizes
         # and times span several decades.
@@ -210,12 +216,12 @@ class Choice(NamedTuple):
         return min(self.times, key=log_seconds)
 
     def next_sizes(self) -> tuple[int, ...]:
-        """Returns the sizes to race next: one between each two neighbouring sizes of the race with
-        different winners.
+        """Returns the sizes at which to time the functions next. If different functions were the
+        fastest at two neighbouring sizes, there is a new size between the two.
 
-        A new size is the geometric mean of its two neighbours, rounded down to whole float32
-        numbers. A mean that equals the smaller neighbour is left out, since that size was raced
-        already.
+        A new size is the geometric mean of its two neighbours, rounded down to a multiple of 4
+        bytes, the size of a float32. A mean that equals the smaller neighbour is left out, since
+        the functions were timed at that size already.
         """
         # `times` maps each function to its seconds at each of the `sizes`. The winner at a size is
         # the function with the shortest time there.
@@ -254,11 +260,11 @@ def auto(
     """Returns an algorithm whose all-reduce is the fastest at each size, and a report as text.
 
     For each axis `auto` calls `fit`, then races some functions: those that the formulas rank first
-    or second at one of the sizes, and `lax.psum`, which has no formula. Then it races twice more,
-    at sizes between neighbouring sizes with different winners (`Choice.next_sizes`). The choice
-    depends on the bytes of each leaf and is made at trace time, so the choice costs nothing in the
-    step. Along axes that were not raced, and for the other collectives, the algorithm uses
-    `jax.lax`.
+    or second at one of the sizes, and `lax.psum`, which has no formula. Then the functions race
+    again, at most twice, at new sizes: one new size between each two neighbouring sizes that have
+    different winners (`Choice.next_sizes`). The choice depends on the bytes of each leaf and is
+    made at trace time, so the choice costs nothing in the step. Along axes that were not raced, and
+    for the other collectives, the algorithm uses `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.
@@ -269,7 +275,8 @@ def auto(
         sizes: the bytes per device of the arrays on which the functions are timed first, in rising
             order.
         rounds: the number of measurements of each function at each size; the median counts.
-        link: the link of these axes, if it was fitted before.
+        link: a link that was fitted before. It is used for all of `axis_names`, in place of a call
+            of `fit` for each.
     """
     choices: dict[tuple[str, ...], Choice] = {}
     report = []
@@ -305,7 +312,7 @@ def auto(
 
 
 def _all_reduce_call(f: Callable[..., Any], axis_name: AxisName) -> Callable[..., Any]:
-    """Returns `f` along `axis_name`, as a function of one array."""
+    """Returns a function of one array `x` that returns `f(x, axis_name)`."""
 
     def call(x):
         return f(x, axis_name)
@@ -391,10 +398,11 @@ def measure(
 def _report(
     axis_name: AxisName, n: int | tuple[int, ...], link: Link, choice: Choice, predicted: dict
 ) -> str:
-    """Returns the measurements and the choice on one axis as text.
+    """Returns, as text, the measured times on one axis and the all-reduce that was chosen for each
+    size.
 
-    `predicted` has, for each function, the seconds at each size of the choice, by the formulas of
-    `cost`.
+    `predicted` has, for each function, the predicted seconds at each of `choice.sizes`, by the
+    formulas of `cost`.
     """
     in_a_round = "one after another" if link.one_port else "at the same time"
     lines = [

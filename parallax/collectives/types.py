@@ -1,4 +1,5 @@
-"""Replication types that JAX's public functions cannot state: a result is equal on all devices.
+"""States replication types that JAX's public functions cannot, such as that a result is equal on
+all devices.
 
 Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
 devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
@@ -6,12 +7,13 @@ yet: each device has one term. A *reduced* value is the same on all, and its cot
 JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
 `lax.pcast` never goes from varying to invariant (in its words "invarying"). So the result of a ring
-of `ppermute`s could never leave the map under `out_specs=P()`. And JAX would derive the transpose
-of the ring hop by hop.
+of `ppermute`s could never leave the `shard_map` under `out_specs=P()`. And JAX would derive the
+transpose of the ring hop by hop.
 
-Three primitives solve this. `replicated` declares a value invariant. `terms_p` gives each device
-its own term of an unreduced value. `linear` pairs a linear function with its transpose, as
-`jax.custom_derivatives.linear_call` does, and has a batching rule too.
+Three primitives state these types and transposes. `replicated` declares a value invariant.
+`terms_p` gives each device its own term of an unreduced value, a sum that was not taken yet.
+`linear` pairs a linear function with its transpose, as `jax.custom_derivatives.linear_call` does,
+and has a batching rule too.
 
 This is the only file that uses undocumented parts of JAX: types, and the state of
 `jax.distributed`.
@@ -123,7 +125,8 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
     other axes the type stays. As with `replicated`, the declaration must be true, and there is no
     derivative: use `cast_unchecked` inside `linear`.
     """
-    # All axes become varying first: `lax.pcast` has no direct way between the other states.
+    # All axes become varying first, so that one path serves all states: `lax.pcast` has a direct
+    # way between few of the other states, such as from invariant to reduced.
     for axis, state in reduction_state(x).items():
         if axis in states and state == "unreduced":
             x = terms_p.bind(x, axis=axis)
@@ -165,10 +168,11 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def _check_bound(names: tuple[str, ...]) -> None:
-    """Raises `ValueError` for the first of `names` that is not an axis of a map around this code.
+    """Raises `ValueError` for the first of `names` that is no axis of a `shard_map`, `pmap` or
+    `vmap` in which the caller runs.
 
-    The name may be misspelt, for example. Inside a map, `lax.pcast` and JAX's collectives would
-    fail for this axis with an assertion that has no text.
+    The name may be misspelt, for example. Inside a `shard_map`, `lax.pcast` and JAX's collectives
+    would fail for this axis with an assertion that has no text.
     """
     # The axes of the `shard_map`s around this code.
     bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
@@ -185,18 +189,20 @@ def _check_bound(names: tuple[str, ...]) -> None:
 
 
 def check_typed() -> None:
-    """Raises `ValueError` inside a map whose types do not record which values vary over devices.
+    """Raises `ValueError` inside a `shard_map` or `pmap` that does not record in JAX's types which
+    values vary over devices.
 
     Such a map is `jax.shard_map(check_vma=False)`, or a `pmap`, over an axis of several devices. An
     axis index differs between devices by definition, so the type of an axis index shows whether the
     map records varying axes.
     """
     for name in jax.sharding.get_abstract_mesh().manual_axes:
+        # Traced apart, so that the caller's program gets no equation for the index.
         index_type = jax.make_jaxpr(lambda name=name: lax.axis_index(name))().out_avals[0]
         if lax.axis_size(name) > 1 and name not in axes_of_type(index_type):
             raise ValueError(
-                f"This map does not track which values differ between devices along {name!r}, so "
-                "nothing would be summed over it. Use mesh.spmd, or "
+                "The shard_map or pmap around this call does not track which values differ between "
+                f"devices along {name!r}, so nothing would be summed over it. Use mesh.spmd, or "
                 "jax.shard_map(..., check_vma=True), instead of check_vma=False or pmap."
             )
 
@@ -281,7 +287,8 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
     programs = []
 
     def body():
-        """Traces `forward` on zeros of the operand's type, and appends the jaxpr to `programs`."""
+        """Traces `forward` on zeros of the type of the equation's operand, and appends the jaxpr to
+        `programs`."""
         zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
         zeros = cast_unchecked(zeros, reduction_state_of_type(x))
         programs.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
@@ -463,9 +470,9 @@ def coordination_client() -> Any:
 
 
 def rank_and_processes() -> tuple[int, int]:
-    """Returns this process's rank and the number of processes, without making JAX's devices.
+    """Returns this process's rank and the number of processes, without initialising JAX's backend.
 
-    `jax.process_index` would make the devices, and then the number of virtual CPU devices could no
-    longer be set.
+    `jax.process_index` would initialise the backend, and then the number of virtual CPU devices
+    could no longer be set.
     """
     return distributed.global_state.process_id, distributed.global_state.num_processes

@@ -1,4 +1,4 @@
-"""The commands `parallax compare` and `parallax bisect` check a split step on virtual CPUs."""
+"""The commands `parallax compare` and `parallax bisect` check a step split over virtual devices."""
 
 import argparse
 from pathlib import Path
@@ -36,9 +36,10 @@ def add_checks(commands: Any) -> None:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Returns a table, as text, of the plan's predictions beside the values of the compiled step.
-    The training step is compiled for virtual CPU devices and not run. `options` has the model, the
-    batch, the layout and the devices, as the command line gives them.
+    """Returns, as text, a table of the values that the plan of the layout predicts, such as memory
+    and messages, beside the same values of the compiled step. The training step is compiled for
+    virtual CPU devices and not run. `options` has the model, the batch, the layout and the devices,
+    as the command line gives them.
 
     Raises:
         ValueError: the layout does not fit the model, the batch or the devices.

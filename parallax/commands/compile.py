@@ -87,7 +87,7 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
     """Returns the training step on the devices of `target`, and the shapes of its two arguments,
     the state and the token windows. Islands are groups of devices that train separately and
     exchange their weights only once in many steps. With several islands, each island has the layout
-    and the batch of the options. Raises `ValueError` if the islands or the layout do not fit.
+    and the batch that `options` name. Raises `ValueError` if the islands or the layout do not fit.
     """
     import jax
     import jax.numpy as jnp
@@ -126,5 +126,5 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
 
 
 def _compile_time(seconds: float) -> str:
-    """Returns the line for the time of the compilation."""
+    """Returns the line of the report that states the time of the compilation."""
     return f"compiled in {seconds:.0f} s of processor time"

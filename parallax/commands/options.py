@@ -100,7 +100,7 @@ def add_command(
 
 
 def add_island_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of islands to a command."""
+    """Adds the options for islands (groups of devices that train separately) to a command."""
     add = command.add_argument
     add(
         "--islands",
@@ -207,7 +207,7 @@ def layout_of(
 
 
 def _flag_or_field(name: str, value: Any) -> str:
-    """Returns a size as the flag that sets it, or as `name=value` if no flag does."""
+    """Returns the text `--flag value` for a size; `name=value` if no flag sets this size."""
     return f"--{FLAGS[name]} {value}" if name in FLAGS else f"{name}={value}"
 
 
@@ -218,7 +218,7 @@ def flag(name: str, value: Any) -> str:
 
 def precision_flag(_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
     """Returns the flags for a `change` that an error proposes: `--name value` for each field of the
-    change. The first argument, the fields that the user has written, is not used here.
+    change. The first argument, the layout's fields that the user has written, is ignored.
     """
     return " ".join(flag(name, value) for name, value in change.items())
 

@@ -85,7 +85,9 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> str:
     """Returns a plan as text: the predicted memory, traffic and time of a step. With a file and
     `--mesh`, it is the plan of the step in that file. With `--layout`, it is the plan of this
-    layout. With neither a file nor `--layout`, the best layouts are searched.
+    layout; with several `--islands`, the text also has the bytes that the islands exchange. With
+    neither a file nor `--layout`, the best layouts are searched. A search and the plan of a file do
+    not use `--islands`.
 
     Raises:
         ValueError: there is no layout, no file and no number of devices; only one of a file and
@@ -116,12 +118,14 @@ def plan(options: argparse.Namespace) -> str:
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     """Returns a text in several parts: a table of the fastest layouts of `--devices`; the plan of
-    the simplest layout among those that are nearly as fast as the first; a table of the fastest
-    algorithm for each axis of this layout along which `jax.lax` moves data, if there is such an
-    axis; and the best interval between checkpoints, if `--failures-per-device-year` is given.
+    the simplest layout among those that are nearly as fast as the fastest one; a table with the
+    algorithm (such as a ring) that is predicted to be the fastest for the collectives of `jax.lax`
+    along each axis of this layout, if the plan has such collectives; and the best interval between
+    checkpoints, if `--failures-per-device-year` is given.
 
     Raises:
-        ValueError: `--devices` is missing or below 1, or nothing fits.
+        ValueError: `--devices` is missing; `--devices` or `--batch` is below 1; `--precision` is
+            unknown; or no layout has as many devices and fits into their memory.
     """
     from parallax import validate
     from parallax.layout import Layout
@@ -158,8 +162,9 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
 
 def kernel_of(options: argparse.Namespace) -> bool | None:
-    """Returns True with `--attention-kernel`: the attention keeps no scores. Returns None without
-    this option: the plan assumes the attention that the training recipe uses on the chip.
+    """Returns True with `--attention-kernel`: the attention does not store its scores for the
+    backward pass. Returns None without this option: the plan assumes the attention that the
+    training recipe uses on the chip.
     """
     return options.attention_kernel or None
 
@@ -193,7 +198,7 @@ def checkpoint_interval(options: argparse.Namespace, devices: int) -> str:
     "" if this option is not given. `devices` is the number of devices that may fail.
 
     Raises:
-        ValueError: the rate is negative.
+        ValueError: `--failures-per-device-year` is negative.
     """
     if options.failures_per_device_year is None:
         return ""

@@ -6,11 +6,12 @@ prediction.
     predicted = {"data": cost.of(ring.all_reduce, nbytes, n)}
     print(*certificate.differences(entries, predicted), sep="\\n")
 
-A collective in a loop counts once for each trip. XLA writes the numbers of a group's devices; the
-mesh tells along which axes these devices differ. In a *chain* each collective waits for the
-collective before it; `hops` is the length of a chain. A *computation* is a list of instructions
-with a name, such as a loop's body. `hlo.runs` yields the collectives of a program, each with its
-number of runs (`times`); the `ops` of a collective are the arrays that it returns.
+A collective in a loop counts once for each iteration (trip). For each group of devices that
+exchange data, XLA writes the devices' numbers; the mesh tells along which axes these devices
+differ. In a *chain* each collective waits for the collective before it; `hops` is the length of a
+chain. A *computation* is a list of instructions with a name, such as a loop's body. `hlo.runs`
+yields the collectives of a program, each with its number of runs (`times`); the `ops` of a
+collective are the arrays that it returns.
 """
 
 import functools
@@ -59,7 +60,9 @@ class Entry(NamedTuple):
 
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     """Returns the collectives of a compiled program or of its text, added up in entries: one entry
-    for each combination of kind, set of axes, `conditional` and `unbounded`.
+    for each combination of kind, set of axes, `conditional` and `unbounded`. `conditional`
+    collectives are in a branch and may run less often. `unbounded` collectives are in a loop of
+    unknown length, which counts as one trip.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
@@ -127,10 +130,10 @@ def differences(
     Args:
         entries: the result of `read`.
         predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
-            tuple of names. The value of a key is the number of bytes of all results along this
-            axis, or a `Cost`, whose `sent`, `messages` and `chain` are compared with the bytes, the
-            count and the hops. Fewer hops than predicted are no difference, since several arrays
-            may travel side by side.
+            tuple of names. The value of a key is the number of bytes of the results of all
+            collectives along this axis, or a `Cost`, whose `sent`, `messages` and `chain` are
+            compared with the bytes, the count and the hops. Fewer hops than predicted are no
+            difference, since several arrays may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -205,7 +208,9 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
-        if field == "hops":  # entries of one kind have the hops of one chain, which counts once
+        # Entries of one kind differ only in `conditional` and `unbounded`. Each has the hops of the
+        # longest chain of this kind, so these hops count once.
+        if field == "hops":
             actual = sum({entry.kind: entry.hops for entry in entries}.values())
         # The predicted hops are an upper bound: they assume that arrays go one after another.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
@@ -245,7 +250,8 @@ def _chain(
     program: hlo.Module, name: str, key: Callable[..., Any], known: dict[str, Counter]
 ) -> Counter:
     """Returns, for each key, the length of the longest chain of collectives with that key in a
-    computation. In a chain each collective waits for the one before it.
+    computation. The function `key` gives each collective its key. In a chain each collective waits
+    for the one before it.
 
     Args:
         program: the program.
@@ -279,8 +285,8 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns, for each key, the length of the longest chain of collectives with that key in one
-    instruction.
+    """Returns, for each key, the length of the longest chain of collectives with that key that one
+    instruction runs. The function `key` gives each collective its key.
 
     A collective is a chain of length one. Any other instruction has the chains of the computations
     that it runs. A loop repeats the chain of its body in each trip. `known` has the results for
@@ -301,8 +307,9 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns, for each key, the largest length that any of the counters has for this key. The
-    union (`|`) of two counters takes the larger number."""
+    """Returns, for each key, the largest length that any of `chains` has for this key. These are
+    counters from a key to the length of a chain. The union (`|`) of two counters takes the larger
+    number."""
     return functools.reduce(operator.or_, chains, Counter())
 
 

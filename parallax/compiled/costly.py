@@ -4,8 +4,9 @@ print(costly.table(costly.instructions(program.text, program.target.hardware)))
 
 A *computation* is a list of instructions with a name, such as a loop's body. `line.called` has the
 computations that an instruction runs, each with its number of runs. This number is 0 for a loop
-whose text does not state its trips. `line.counted` is the mean number of trips of a run of the
-loop, if tracing wrote this number into the loop's name; if not, `line.counted` is 0.
+whose text does not state its number of iterations (trips). `line.counted` is the mean number of
+iterations of a loop in one iteration of the loop around it, if tracing wrote this number into the
+loop's name; if not, `line.counted` is 0.
 """
 
 import itertools
@@ -23,7 +24,7 @@ class Costly(NamedTuple):
     """An instruction that takes time.
 
     Attributes:
-        seconds: the instruction's time in a whole step, without messages.
+        seconds: the time of all runs of the instruction in a step.
         times: how often the instruction runs in a step.
         name: the instruction's name in the program's text.
         opcode: the instruction's operation, such as "fusion".
@@ -42,7 +43,7 @@ class Costly(NamedTuple):
 def instructions(
     compiled: jax.stages.Compiled | str, chip: Hardware, *, cores: int = 1
 ) -> list[Costly]:
-    """Returns all instructions that take time, without collectives, the most expensive first.
+    """Returns all instructions that take time, except collectives, the most expensive first.
 
     A loop of unknown length counts as one trip. For a conditional, only the slowest branch counts.
 
@@ -52,7 +53,7 @@ def instructions(
         cores: the number of devices that share a chip.
 
     Raises:
-        ValueError: the program states cycles, and the chip has no clock.
+        ValueError: the program states times in cycles, and `chip` has no clock rate.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -90,7 +91,7 @@ def instructions(
 
 
 def _total(expensive: Iterable[Costly]) -> float:
-    """Returns the seconds of all these instructions."""
+    """Returns the sum of the seconds of the instructions in `expensive`."""
     return sum(instruction.seconds for instruction in expensive)
 
 

@@ -73,8 +73,8 @@ class Instruction(NamedTuple):
         operands: the names of the instruction's operands, and of other instructions that it waits
             for.
         attributes: the text after the operands.
-        trips: the trips of a loop whose text does not state them, as `module` reads them from the
-            loop's condition; 0 if the condition does not tell.
+        trips: the number of iterations (trips) of a loop whose text does not state this number.
+            `module` reads the number from the loop's condition; 0 if the condition does not tell.
     """
 
     name: str
@@ -113,6 +113,8 @@ class Instruction(NamedTuple):
         # count at the start only.
         if self.opcode.endswith(("-done", "-update")):
             return []
+        # If the text does not state a loop's number of trips, `self.trips` has the number that
+        # `module` read from the loop's condition, or 0.
         stated = TRIPS.search(self.attributes)
         trips = int(stated[1]) if stated else self.trips
         # A loop's condition is also evaluated once after the last trip. An unknown number stays 0.
@@ -126,9 +128,10 @@ class Instruction(NamedTuple):
 
     @property
     def counted(self) -> Fraction:
-        """The mean number of trips that a loop has in one trip of the loop around it. It is a
-        fraction if some trips of the outer loop do not run this loop. It is 0 unless
-        `jaxprs.counted_scope` wrote the number into the loop's name when the program was traced.
+        """The mean number of iterations (trips) of a loop in one iteration of the loop around it.
+        It may be a fraction, since some iterations of the outer loop may skip this loop. It is 0
+        unless `jaxprs.counted_scope` wrote the number into the loop's name when the program was
+        traced.
         """
         # In a name such as "head.3_of_8", group 2 is 3, the trips of this loop in all trips of the
         # outer loop, and group 3 is 8, the trips of the outer loop.
@@ -166,7 +169,7 @@ class Module(NamedTuple):
     entry: str
 
     def __getitem__(self, name):
-        """Returns the instructions of a computation; an empty list for an unknown name."""
+        """Returns the instructions of the computation `name`, or an empty list if there is none."""
         return self.computations.get(name, [])
 
 
@@ -288,10 +291,10 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     is a loop, a call or a conditional that contains collectives. The second is a later instruction
     that is or contains a collective, and that does not wait for the end of the first.
 
-    XLA's CPU backend may begin an instruction that does not use the loop's results while threads
-    still run the loop. Collectives of both instructions can then meet in one rendezvous, and the
-    process aborts: "Id can't be larger than the number of participating threads".
-    `cpu.sequence_after` makes the later instruction wait for the loop.
+    While threads still run a loop, XLA's CPU backend may begin a later instruction that does not
+    use the loop's results. A collective of the loop and one of the later instruction can then meet
+    in one rendezvous, and the process aborts: "Id can't be larger than the number of participating
+    threads". `cpu.sequence_after` makes the later instruction wait for the loop.
     """
     program = module(compiled)
 

@@ -9,9 +9,10 @@ A link carries one message at a time; messages that share a link wait for each o
 each pair (sender, receiver) to the bytes that are sent; devices are numbered in the order of the
 mesh. An `alpha` is a latency in seconds, a `beta` the seconds per byte. `hardware.fast` has the
 alpha and the beta of a link, and `hardware.slow` those of the network. `hardware.reached[1]` is the
-share of their stated rate that links reach. A *server* is the GPUs behind one switch. A `Machine`
-has, for each device, the coordinates of the device (`places`) and the number of its slice of TPUs
-or of its server (`groups`). `sizes` has the sizes of the torus, and is empty with a switch.
+share of a link's stated rate that programs reach. A *server* is the GPUs behind one switch. A
+`Machine` has, for each device, the coordinates of the device (`places`) and the index of its slice
+of TPUs or of its server (`groups`). `sizes` has the length of each dim of the torus; it is empty if
+a switch joins the devices.
 """
 
 from collections import Counter
@@ -34,10 +35,10 @@ class Machine(NamedTuple):
 
     Attributes:
         hardware: the rates of the chip, such as `hardware.TPU_V5E`.
-        places: for each device its coordinates on the torus; with a switch, the number of the
-            device.
-        groups: for each device the number of its slice of TPUs, or of its server.
-        sizes: the sizes of the torus; with a switch, an empty tuple.
+        places: for each device its coordinates on the torus, or, if a switch joins the devices, the
+            index of the device alone.
+        groups: for each device the index of its slice of TPUs, or of its server.
+        sizes: the length of each dim of the torus; an empty tuple if there is a switch.
         cores: the number of devices that share a chip.
         closed: for each dim of the torus, whether its ends are linked, as in a ring.
     """
@@ -50,8 +51,8 @@ class Machine(NamedTuple):
     closed: tuple[bool, ...] = ()
 
     def kind(self, source: int, target: int) -> str:
-        """Returns the kind of connection of two devices: "link", or "network" between slices or
-        servers."""
+        """Returns the kind of connection of two devices: "link" inside a slice or server, "network"
+        between slices or servers."""
         return "link" if self.groups[source] == self.groups[target] else "network"
 
     def path(self, source: int, target: int) -> list[Link]:
@@ -103,9 +104,9 @@ def torus(
     coordinates: Sequence[Sequence[int]],
     groups: Sequence[int] | None = None,
 ) -> Machine:
-    """Returns the machine of TPUs at these coordinates, one for each device. `groups` has the
-    number of each device's slice; by default there is only one slice. Devices of a slice with equal
-    coordinates are cores of one chip."""
+    """Returns the machine of TPUs whose devices have the given `coordinates`, one tuple for each
+    device. `groups` has the index of each device's slice; by default there is only one slice.
+    Devices of a slice with equal coordinates are cores of one chip."""
     places = tuple(tuple(int(k) for k in place) for place in coordinates)
     groups = tuple(groups or (0,) * len(places))
     sizes = tuple(max(column) + 1 for column in zip(*places, strict=True))
@@ -131,10 +132,11 @@ def switch(hardware: Hardware, devices: int, in_machine: int = 8) -> Machine:
 
 def of_a_hop(machine: Machine, axes: Mapping[str, int]) -> dict[str, float]:
     """Returns, for each mesh axis of several devices, the mean number of links in a hop of a ring
-    along the axis. It is 1 if all hops go to neighbours.
+    along the axis. A hop is a message to the next device of the ring. The mean is 1 if all these
+    messages go to neighbours.
 
-    The mean is below 1 if devices share a chip. With a switch the mean is 2, since a hop uses a
-    port out and a port in.
+    The mean is below 1 if devices share a chip. If a switch joins the devices, the mean is 2, since
+    a message uses the sender's link to the switch and the switch's link to the receiver.
     """
     # The numbers of the devices are in an array of the mesh's shape. `np.roll` shifts it along a
     # dim, so that each device is paired with the next one on the ring.

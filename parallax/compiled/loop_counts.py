@@ -2,8 +2,8 @@
 Programs for TPUs and GPUs state these numbers nowhere else.
 
 A counted loop compares a number in its state with a bound, and adds a constant to that number in
-each trip. This module follows the number and the bound through copies, tuples and fusions back to
-constants.
+each trip. This module follows the number and the bound back to constants, through instructions such
+as `copy`, `tuple` and `fusion`.
 
 In XLA's text (HLO), the condition and the body of a loop are computations (named lists of
 instructions) of their own, which the instruction `while` names. The state of a loop is a tuple. It
@@ -27,8 +27,8 @@ class Number(NamedTuple):
     number is the constant alone.
 
     Attributes:
-        plus: the constant.
-        element: the index of the element in the state.
+        plus: the constant that is added to the element.
+        element: the index of this element in the loop's state, or None.
     """
 
     plus: int
@@ -36,12 +36,12 @@ class Number(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A comparison.
+    """A comparison of two numbers.
 
     Attributes:
         direction: XLA's name of the comparison, such as "LT".
-        left: the left side.
-        right: the right side.
+        left: the number on the left of the comparison.
+        right: the number on the right.
     """
 
     direction: str
@@ -77,7 +77,7 @@ class Computations(NamedTuple):
             return None
 
         def operand(k: int) -> Any:
-            """Returns the value of the k-th operand."""
+            """Returns the value of operand k of the instruction, counted from 0."""
             return self.value(where, line.operands[k], arguments)
 
         match line.opcode:
@@ -105,8 +105,8 @@ class Computations(NamedTuple):
         """Returns the value of `line`, which takes an element out of a tuple (`get-tuple-element`).
         `whole` is the value of this tuple. If `whole` is a `State`, returns the element of the
         loop's state. Any other tuple has no value of its own. If a `tuple` instruction in the same
-        computation makes it, returns the value of that instruction's operand; if not, returns
-        None."""
+        computation makes the tuple, returns the value of the operand that becomes the element; if
+        not, returns None."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -145,8 +145,8 @@ class Computations(NamedTuple):
             where: the name of the computation that contains the loop.
             loop: the loop's instruction.
             body: the name of the computation that is the loop's body.
-            side: this side of the comparison. It is a constant, or an element of the loop's state
-                plus a constant.
+            side: the side of the comparison whose start and step are returned. It is a constant, or
+                an element of the loop's state plus a constant.
         """
         if side.element is None:
             return side.plus, 0  # a constant
@@ -176,8 +176,8 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
     )
 
     def with_trips(where: str, line: Any) -> Any:
-        """Returns an instruction of the computation `where`. If it is a loop whose text does not
-        state its trips, the returned instruction has its `trips` set."""
+        """Returns the instruction `line` of the computation `where`. If `line` is a loop whose text
+        does not state its trips, the returned instruction has its `trips` set."""
         if line.opcode != "while" or STATED in line.attributes:
             return line
         return line._replace(trips=program.trips(where, line))
@@ -202,7 +202,8 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
     """Returns the comparison of two numbers, with the direction that is in `attributes`. Returns
-    None if a side is no `Number`, or if the direction is not in `MIRRORED`, such as "EQ"."""
+    None if one of the two is no `Number`, or if the direction, such as "EQ", is not in
+    `MIRRORED`."""
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -214,9 +215,10 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 def _turns(direction: str, first: int, step: int) -> int:
     """Returns the number of trips of a loop; 0 if it would not end.
 
-    In trip t = 0, 1, ... the left side minus the right side is `first + t * step`. The loop goes on
-    as long as this number is below 0 ("LT"), at most 0 ("LE"), and so on. A loop without any trip
-    also gives 0, but no program has such a loop: XLA removes a loop that is known to have no trip.
+    The loop's condition compares two numbers. In trip t = 0, 1, ... the left one minus the right
+    one is `first + t * step`. The loop goes on as long as this difference is below 0 ("LT"), at
+    most 0 ("LE"), and so on. A loop without any trip also gives 0, but no program has such a loop:
+    XLA removes a loop that is known to have no trip.
     """
     # -x < 0 is the same as x > 0.
     if direction in ("GT", "GE"):

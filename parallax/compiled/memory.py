@@ -12,8 +12,8 @@ def of(compiled: jax.stages.Compiled) -> dict[str, int]:
     "peak" for the sum of these. "results" leaves out results that are written over a donated
     argument.
 
-    On a TPU the dict, and so the sum, also has the bytes of the "program" itself, which is in the
-    device's memory.
+    On a TPU the returned dict also has the key "program", the bytes of the program itself, which is
+    in the device's memory. "peak" includes these bytes.
     """
     analysis = compiled.memory_analysis()
     assert analysis is not None, "This backend gives no memory analysis."

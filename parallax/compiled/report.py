@@ -14,8 +14,8 @@ def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
     """Returns a report of the program as text: the devices, the memory, the collectives, and the
-    estimate of the time. On a torus it also has the mean number of links in a hop. If messages go
-    over a network, it has their bytes.
+    estimate of the time. On a torus it also has the mean number of links that a message to the next
+    device of a ring uses. If messages go over a network, it has their bytes.
 
     Args:
         program: the result of `targets.compile`.
@@ -83,6 +83,8 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
         f"estimated: {_ms(timeline.seconds)}, of which compute {_ms(timeline.compute)}, exposed "
         f"{_ms(timeline.exposed)} ({share(timeline.exposed)})"
     )
+    # The seconds at the full rate, divided by the estimated seconds, are the share of the peak rate
+    # that the program reaches.
     lines = [first if peak is None else f"{first}; {share(peak)} of peak"]
     for speed, seconds in timeline.at_speed.items():
         if speed != 1.0:

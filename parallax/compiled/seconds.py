@@ -18,7 +18,8 @@ import re
 from parallax.compiled import hlo
 from parallax.hardware import Hardware
 
-# The attributes with a compiler's cycles, a kernel's counts, and the dims that a product sums over.
+# The attributes with a compiler's cycles, with a kernel's operations and bytes, and with the dims
+# that a product sums over.
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 KERNEL = re.compile(
     r'"?cost_estimate"?:\s*\{"flops":"?(\d+)"?,(?:"transcendentals":"?\d+"?,)?'
@@ -51,16 +52,18 @@ class Costs:
         return self.known[line.name]
 
     def _estimate(self, line: hlo.Instruction) -> float:
-        """Returns the seconds of an instruction. They come from the compiler's cycles, or from a
-        kernel's own counts, if the text has either; if not, from the instruction's operations and
-        bytes. Raises `ValueError` if the text has cycles and the chip has no clock.
+        """Returns the seconds of an instruction. They come from the compiler's cycles, or from the
+        operations and bytes that a kernel states, if the text has either; if not, from the
+        operations and bytes of the instruction itself. Raises `ValueError` if the text has cycles
+        and the chip has no clock.
         """
         if cycles := CYCLES.search(line.attributes):
             if not self.hardware.clock:
                 raise ValueError(
-                    f"The program states cycles, as a TPU's does ({line.name}), so its time needs "
-                    f"a chip with a clock; {self.hardware.name} has none. Pass the chip that the "
-                    "program was compiled for, with its clock in cycles per second."
+                    f"The program states cycles, as programs for TPUs do ({line.name}), so the "
+                    f"estimate of its time needs a chip with a clock; {self.hardware.name} has "
+                    "none. Pass the chip that the program was compiled for, with its clock in "
+                    "cycles per second."
                 )
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
@@ -79,8 +82,8 @@ class Costs:
 
     def _over_rates(self, operations: float | int, traffic: float | int) -> float:
         """Returns the seconds that `operations` operations or `traffic` bytes take, whichever take
-        longer. The devices (`cores`) of a chip share its rates, so the time is multiplied by their
-        number."""
+        longer. The devices of a chip share its rates, so the time is multiplied by the number of
+        devices of a chip (`cores`)."""
         # Only a TPU's chip has a clock. There the times of most instructions are the compiler's
         # cycles, to which no share of the rate (`efficiency`) is applied. So none is applied to a
         # kernel.
@@ -109,11 +112,14 @@ class Costs:
             return 0.0
         dims = [int(dim) for dim in re.findall(r"\d+", contracted[1])] if contracted else []
         terms = math.prod(left_shapes[0][dim] for dim in dims)
+        # A call of a library returns a tuple of the product and scratch memory: the first array of
+        # the result's type is the product.
         return 2.0 * math.prod(_shapes(line.result)[0]) * terms
 
     def traffic(self, line: hlo.Instruction) -> float:
         """Returns the bytes that an instruction reads and writes. A slice or an update in place
-        reads and writes only a part of the array, so the bytes of this part count 2 times.
+        reads and writes only a part of its array, the slice or the update, so the bytes of this
+        part count 2 times.
         """
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)

@@ -2,10 +2,11 @@
 
 The text of a program for several slices is the program of one slice. A collective between slices is
 a pair, a `send` and a `recv`, which have the same *rendezvous* (a name) in their attributes. The
-text names the devices at both ends, with slices counted from one: `100003->200003` goes from device
-3 of the first slice to device 3 of the second. This module replaces each pair by the collective
-that it stands for, over the devices of all slices, so that other modules need not know about
-slices. A `line` is an instruction. `partitions` is the number of devices of a slice.
+text names the sender and the receiver, each as slice * 100000 + device; slices are counted from 1,
+and devices from 0: `100003->200003` goes from device 3 of the first slice to device 3 of the
+second. This module replaces each pair by the collective that it stands for, over the devices of all
+slices, so that other modules need not know about slices. A `line` is an instruction. `partitions`
+is the number of devices of a slice.
 """
 
 import re
@@ -42,7 +43,7 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
     """Returns the instructions of a computation, with the collectives between slices replaced. The
     `recv` of such a collective becomes the collective's start, and the `recv-done` its end.
     """
-    # The name of the `send` of each rendezvous. The start of the collective waits for it.
+    # The name of the `send` of each rendezvous. The start of the collective waits for this `send`.
     sends = {
         found[1]: line.name
         for line in lines
@@ -56,9 +57,10 @@ def _joined(lines: list[Any], partitions: int) -> list[Any]:
 
 
 def _with_collective(line: Any, starts: Mapping[str, Any]) -> Any:
-    """Returns the line that replaces an instruction: for a `recv`, the start of the collective; for
-    a `recv-done`, the end of the collective; for any other instruction, the same line. `starts`
-    maps the name of each such `recv` to the start that replaces it."""
+    """Returns the instruction that replaces the instruction `line`: for a `recv` of a collective,
+    the start of the collective; for its `recv-done`, the end of the collective; for any other
+    instruction, `line` itself. `starts` maps the name of each such `recv` to the start that
+    replaces it."""
     if line.opcode == "recv-done" and line.operands and line.operands[0] in starts:
         start = starts[line.operands[0]]
         return line._replace(opcode=start.opcode.replace("-start", "-done"))
@@ -70,27 +72,29 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
 
     The `recv` becomes a `collective-permute-start` or an `all-reduce-start`, with its devices in
     XLA's own notation, so that `hlo` reads it like any other collective. The new instruction also
-    waits for the `send` of the same rendezvous.
+    waits for the `send` that has the same rendezvous (a name) in its attributes.
 
     Args:
         line: the `recv`.
         kind: the program's name of the kind of message, "ONE_TO_ONE" or "ALL_REDUCE".
-        sends: the name of the `send` of each rendezvous.
+        sends: a dict from a rendezvous, the name that a `send` and its `recv` share, to the name of
+            the `send`.
         partitions: the number of devices of a slice.
 
     Raises:
         ValueError: `kind` is neither "ONE_TO_ONE" nor "ALL_REDUCE", or an all-reduce does not name
             its slices.
     """
-    array = line.result.split(", u32[]", 1)[0]  # the result of a `recv` is (array, u32[], token)
+    # A `recv` returns a tuple: `line.result` is the text in its brackets, "array, u32[], token".
+    array = line.result.split(", u32[]", 1)[0]
     rendezvous = RENDEZVOUS.search(line.attributes)
     operands = line.operands
     if rendezvous and rendezvous[1] in sends:
         operands = [sends[rendezvous[1]], *operands]
 
     def place(number: str) -> int:
-        """Returns a device's number among the devices of all slices, counted from 0. `number` is
-        its number in the text, such as 200003."""
+        """Returns the index of a device among the devices of all slices. `number` is the device's
+        number in the text, such as 200003 for device 3 of the second slice."""
         return (int(number) // SLICE - 1) * partitions + int(number) % SLICE
 
     # An all-reduce names its slices, and the first and the last device of each, as in {1,2}x{0:7}.

@@ -68,10 +68,10 @@ class Target(NamedTuple):
         return self.hardware.memory / self.cores
 
     def machine(self, mesh: Mesh) -> links.Machine:
-        """Returns the machine of the devices of a mesh, in the mesh's order: the links between
-        them."""
+        """Returns the `Machine` that has the links between the devices of `mesh`. Its devices are
+        in the mesh's order."""
         devices = list(mesh.devices.flat)
-        # The number of each TPU's slice. If there is one slice, its devices may lack the attribute.
+        # The index of each TPU's slice. If there is one slice, its devices may lack the attribute.
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
             return links.torus(self.hardware, [device.coords for device in devices], groups)
@@ -95,7 +95,7 @@ class Program(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The program's text, in the order in which it runs."""
+        """The program's text, with the instructions in the order in which they run."""
         return self.compiled.as_text() or ""
 
     @property
@@ -105,7 +105,7 @@ class Program(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether a device has enough memory."""
+        """Whether the program fits in the memory of one device."""
         return self.memory["peak"] <= self.target.memory
 
     def certificate(self) -> list[Entry]:
@@ -127,7 +127,7 @@ def target(name: str) -> Target:
     such a topology ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
 
     Raises:
-        ValueError: the name is unknown, or the compiler refuses the size.
+        ValueError: the name is unknown, or the compiler has no topology of this size.
         ImportError: the compiler is not installed; the message says how to install it.
     """
     parsed = NAME.match(name.strip().lower())
@@ -173,8 +173,8 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
         target: the result of `target(name)`.
 
     Raises:
-        ValueError: no shape has a sharding, the shardings are on other devices, or the step does
-            not fit in the devices' memory.
+        ValueError: no shape has a sharding, the shardings are not on devices of `target`, or the
+            step does not fit in the devices' memory.
     """
     meshes = [
         leaf.sharding.mesh
@@ -275,7 +275,7 @@ def _tpus(chip: str, sizes: str, slices: int) -> Any:
 
 def _gpus(chip: str, count: int) -> Any:
     """Returns JAX's description of `count` GPUs that are not on this machine, with their devices.
-    The GPUs are in equal machines of at most `MACHINE` (8) GPUs.
+    Each machine has the same number of GPUs, at most `MACHINE` (8).
     """
     _installed("jax_plugins.xla_cuda12", "gpu-compile")
     machines = math.ceil(count / MACHINE)
@@ -309,7 +309,7 @@ def _installed(module: str, extra: str) -> None:
 
 
 def _examples() -> str:
-    """Returns examples of targets, for errors."""
+    """Returns a sentence for error messages, with examples of the names of targets."""
     return (
         "Examples: v5e:2x4, v5p:2x2x2, v6e:4x4, 2 x v5e:4x4 (slices), 8 x h100 or 16 x h100 "
         "(machines of eight)."

@@ -4,16 +4,17 @@ and its messages run at the same time as the instructions.
     replay = timeline.of(program.text, machine, axes={"data": 4, "tensor": 2})
     replay.seconds, replay.exposed, replay.exposed_along["data"]
 
-The text of a program for TPUs or GPUs is in the order in which it runs. The replay follows that
-order. On a TPU an instruction takes the cycles that the compiler estimates; on a GPU, the time of
-its bytes or of its operations at the chip's rates, whichever is longer. A loop's body runs once for
-each trip. A start instruction begins a message, which waits until its links are free (a link
-carries one message at a time). The done instruction of this message waits until the message has
-arrived. A conditional runs its slowest branch. The *exposed* time is the time of the replay, minus
-the time of the same program with messages that take no time.
+The text of a program for TPUs or GPUs has the instructions in the order in which they run. The
+*replay* goes through them in this order and adds up their times. On a TPU an instruction takes the
+cycles that the compiler estimates. On a GPU it takes the time that the chip needs to move its bytes
+or to compute its operations, whichever is longer. A loop's body runs once for each trip. A start
+instruction begins a message, which waits until its links are free (a link carries one message at a
+time). The done instruction of this message waits until the message has arrived. A conditional runs
+its slowest branch. The *exposed* time is the time of the replay, minus the time of the same program
+with messages that take no time.
 
 This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
-measurement. If pipeline stages run different work at the same time, the replay follows one stage,
+measurement. If pipeline stages run different work at the same time, the estimate follows one stage,
 and leaves out the waits of this stage for slower stages.
 
 The `state` of a replay has the time (`now`), the time from which each link is free (`free`), and
@@ -56,7 +57,7 @@ class Event(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The result of a replay.
+    """The estimated times of a program.
 
     Attributes:
         seconds: the time of the program.
@@ -161,8 +162,8 @@ def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
     """Returns how many trips a loop has in the run of the loop that begins now.
 
     The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
-    that runs in every other tick of a pipeline. Each run then adds the mean to `state.due`; the
-    replay runs the whole trips in this sum, and keeps the fraction for later runs. A loop of
+    that has one trip in every other tick of a pipeline. Each run then adds the mean to `state.due`.
+    The replay runs the whole trips in this sum, and keeps the fraction for later runs. A loop of
     unknown length has one trip.
     """
     stated = dict(loop.called)[_body(loop)]
@@ -180,7 +181,7 @@ def _all(program: hlo.Module) -> Iterator[hlo.Instruction]:
 
 
 class _Message(NamedTuple):
-    """A collective on this machine.
+    """The messages of a collective on the machine that the program was compiled for.
 
     Attributes:
         row: the axes along which the collective sends.
@@ -275,8 +276,9 @@ class _Replay:
     ) -> None:
         """Replays one instruction: first its messages start, then the instruction computes, then it
         waits until its messages have arrived. The start of an asynchronous message or copy
-        (`-start`) does not wait: it adds to `started` the time at which the message or copy ends,
-        and its source line, for the instruction that waits (`-done`).
+        (`-start`) does not wait: it records in `started` the time at which the message or copy
+        ends, and the source line of the start. `_computation` replays the `-done` instruction,
+        which reads both and waits.
         """
         sent = self._collectives(line)
         source = self.lines(line.attributes) if sent else ""

@@ -23,7 +23,7 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axes_of_type, varying_axes
 from parallax.trees import is_array
 
-# Each primitive that sends has a name that begins with one of these.
+# The names of all primitives that send begin with one of these words.
 _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")
 
 
@@ -45,7 +45,7 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
             raise ValueError(
                 f"context: the layers send nothing along {sorted(names)}, which splits their "
                 "tokens, so each token would see only the tokens of its own device. Attend by "
-                "comms.wrap_attention(attend)(q, k, v), or use a layout without context."
+                "comms.wrap_attention(attend)(q, k, v), or use a layout without a context axis."
             )
         return layers(*arguments)
 
@@ -53,27 +53,27 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 
 
 def check_places(
-    attend: Callable[..., Any], arrays: tuple[Any, ...], known: dict[str, Any], tokens: int
+    attend: Callable[..., Any], arrays: tuple[Any, ...], options: dict[str, Any], tokens: int
 ) -> None:
-    """Raises `ValueError` if `attend` makes its mask from counts that it makes itself, and not from
-    `positions`.
+    """Raises `ValueError` if `attend` makes its mask from arrays 0, 1, 2, ... of its own, and not
+    from `positions`.
 
-    A count is an array 0, 1, 2, ... that the program makes itself. `attend` is traced, and refused
-    if its program compares two counts and no result of the program depends on `positions`.
-    Attention without a mask compares no counts, so it passes.
+    `attend` is traced, and refused if its program compares two *counts* (arrays 0, 1, 2, ... that
+    the program makes itself) and no result of the program depends on `positions`. Attention without
+    a mask compares no counts, so it passes.
 
     Args:
         attend: the attention function.
         arrays: the arguments of `attend`, (q, k, v).
-        known: the options of `attend`. `known["positions"]` is a pair: the positions of the
-            queries, and the positions of the keys.
+        options: the keyword arguments of `attend`: perhaps `segments`, and `positions`, a pair of
+            the positions of the queries and the positions of the keys.
         tokens: the number of tokens of a whole sequence.
     """
-    positions = known["positions"]
+    positions = options["positions"]
 
     # The inputs (`invars`) of this program are only the positions; the arrays are constants of it.
     def of_positions(positions):
-        return attend(*arrays, **known | {"positions": positions})
+        return attend(*arrays, **options | {"positions": positions})
 
     program = jax.make_jaxpr(of_positions)(positions)
     opened = jaxprs.opened(program)
@@ -82,8 +82,9 @@ def check_places(
         raise ValueError(
             "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for "
             f"its mask. But the {positions[0].shape[0]} queries of a device need not be the first "
-            f"of the {tokens} tokens of the sequence, in this order. Compare positions[0], of the "
-            "queries, with positions[1], of the keys, as context.blockwise does."
+            f"{positions[0].shape[0]} of the {tokens} tokens in the order of the sequence. Compare "
+            "positions[0], of the queries, with positions[1], of the keys, as context.blockwise "
+            "does."
         )
 
 
@@ -98,11 +99,12 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 
 
 def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
-    """Returns whether a program compares two counts that lie along two dims, as a mask does. A
-    count is an array 0, 1, 2, ...
+    """Returns whether a program compares a count along one dim with a count along another dim, as a
+    mask does. A count is an array 0, 1, 2, ... that the program makes itself.
 
     `counts` maps each argument of the program to the ids of the counts on which the argument
-    depends. The id of a count is the `id` of the equation that makes it.
+    depends. The id of a count (an array 0, 1, 2, ...) is Python's `id` of the equation that makes
+    the array.
     """
     counts = dict(counts)
     for eqn in program.eqns:
@@ -116,6 +118,8 @@ def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
         # Operands of a comparison that depend on two counts: on the queries' and on the keys'.
         if len(joined) > 1 and name in ("lt", "le", "gt", "ge"):
             return True
+        # A count that `inner` makes and returns is not followed. If a mask compares such a count,
+        # the comparison is not found.
         if inner is not None:
             arguments = dict(zip(inner.invars, operands, strict=True))
             if _compares_counts(inner, arguments):
@@ -140,14 +144,14 @@ def check_kernel(
 
     A window and ALiBi make scores depend on distances. `attention` calls a kernel on one chunk of
     the tokens without the chunk's place, so such scores would be wrong. The kernel is traced on one
-    head, and the tables [T, T] in its program that do not depend on q, k and v are computed. A
-    table that is not constant on each side of its diagonal depends on distances. Tables made in a
-    loop or inside a Pallas kernel are not found.
+    head. The *tables* in its program, arrays [tokens, tokens] that do not depend on q, k and v, are
+    evaluated. A table that is not constant on each side of its diagonal depends on distances.
+    Tables made in a loop or inside a Pallas kernel are not found.
 
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
         q: the queries of a device, [B, T, H, K].
-        chunks: the number of chunks of a device.
+        chunks: the number of chunks into which the tokens of a device are cut.
         devices: the number of devices along the context axis.
         causal: whether the attention is causal.
     """
@@ -168,7 +172,7 @@ def check_kernel(
         # The kernel may allow fixed sizes only. If it has an error, the real trace raises it.
         return
     # One token has no distance to another, and a dim of size 1 need not be a dim of tokens.
-    for table in _counted_tables(program, tokens) if tokens > 1 else ():
+    for table in _constant_tables(program, tokens) if tokens > 1 else ():
         if not _is_causal(table):
             raise ValueError(
                 "context.attention: the scores of kernel= depend on distances between tokens, as "
@@ -178,9 +182,9 @@ def check_kernel(
             )
 
 
-def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the tables, such as masks, that a program makes without its arguments, and combines
-    with values that depend on its arguments.
+def _constant_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
+    """Returns the constant tables of a program, such as masks: tables that do not depend on the
+    program's arguments, but are combined with values that depend on the arguments.
 
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other],
     where `other` joins all remaining dims.
@@ -192,7 +196,8 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
     reached = _reached(jaxpr, {*jaxpr.invars, *varies})
     tables, inner_tables = [], []
     for eqn in jaxpr.eqns:
-        # An equation without arguments combines nothing with them.
+        # An equation whose results do not depend on the arguments combines nothing with a value
+        # that depends on them.
         if reached.isdisjoint(eqn.outvars):
             continue
         tables += [
@@ -206,14 +211,14 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
         # constants, as in a `checkpoint`, cannot be computed.
         if jaxprs.called(eqn) is not None:
             (body,) = jaxprs.closed(eqn.params)
-            inner_tables += _counted_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
+            inner_tables += _constant_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
     if not tables:
         return inner_tables
     # The equations that do not depend on the arguments are enough to compute the tables. `effects`
     # would list the effects of the whole program, which these equations do not have.
-    without_arguments = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
+    constant_eqns = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
     of_tables = ClosedJaxpr(
-        jaxpr.replace(outvars=tables, eqns=without_arguments, effects=frozenset()), program.consts
+        jaxpr.replace(outvars=tables, eqns=constant_eqns, effects=frozenset()), program.consts
     )
     # The tables do not depend on the arguments, so any values will do.
     zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
@@ -230,7 +235,8 @@ def _counted_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
 
 
 def _is_causal(table: np.ndarray) -> bool:
-    """Returns whether a table [T, T, other] is constant on each side of its diagonal.
+    """Returns whether a table [tokens, tokens, other] is constant on each side of the diagonal of
+    its first two dims.
 
     A causal mask is such a table. The diagonal itself may belong to either side. The dim `other`
     joins all dims that are not of tokens, such as heads. The constants may differ between the
@@ -258,8 +264,8 @@ def _equations(program: Any) -> Iterator[Any]:
 def _moves_along(eqn: Any, names: set[str]) -> bool:
     """Returns whether an equation sends data along some of the axes `names`, and along no other.
 
-    A gather of weights (ZeRO-3) may go over these axes and the data axis together. Such a gather
-    does not count, since it is no attention.
+    A gather of weights (ZeRO-3) may go over the axes `names` and the data axis together. Such a
+    gather does not count, since it is no attention.
     """
     # `_SENDS` are the beginnings of the names of all primitives that send.
     if not eqn.primitive.name.startswith(_SENDS):
@@ -273,7 +279,7 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
 def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: int) -> None:
     """Raises `ValueError` if `attention` cannot take these heads, tokens or segments.
 
-    `chunks` is the number of chunks of a device.
+    `chunks` is the number of chunks into which the tokens of a device are cut.
     """
     check_heads("context.attention", q, k, v)
     n, tokens = axis.size(), q.shape[1]
@@ -321,7 +327,8 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     ):
         got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k, v))
         raise ValueError(
-            f"{name} needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type; got {got}."
+            f"{name} needs q[B, T, H, K], k[B, T, G, K] and v[B, T, G, K] of one type: B sequences "
+            f"of T tokens, with H or G heads of width K; got {got}."
         )
     if not G or H % G:
         raise ValueError(
@@ -361,9 +368,9 @@ def with_heads(attend: Callable[..., Any], heads: tuple[int, int]) -> Callable[.
 def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> None:
     """Raises `ValueError` unless the H query heads of a device need exactly G key heads.
 
-    `heads` are the numbers of query heads and of key heads of the whole model. The number of query
-    heads must be a multiple of the number of key heads, and of H. `name` is the name of the calling
-    function, for the message.
+    `heads` are the numbers of query heads and of key heads of the whole model. The first must be a
+    multiple of the second, and of H, the number of query heads on a device. `name` is the name of
+    the calling function, for the message.
     """
     all_queries, all_keys = heads
     if all_queries % all_keys or all_queries % H:
@@ -384,6 +391,6 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
         )
         raise ValueError(
             f"{name}: on an axis of {all_queries // H} devices, a device has {H} of the "
-            f"{all_queries} heads of queries, so it {fit}; its k has {G}. Select the heads of keys "
-            "that the device's queries use."
+            f"{all_queries} heads of queries, so it {fit}; the number of heads of its k is "
+            f"{G}. Select the heads of keys that the device's queries use."
         )

@@ -3,8 +3,8 @@
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
 `[T_X]` is split over the axis.
 
-A device sends its keys and values n - 1 times, and needs memory for the keys and values of all
-devices.
+With n devices on the axis, a device sends its keys and values n - 1 times. It needs memory for the
+keys and values of all devices.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,19 @@ def gathered(
     The function takes `(q, k, v, *, segments=None)`: q is [B, T_X, H, K], and k and v are
     [B, T_X, G, K]. It calls `attend(q, k, v, positions=pair)` with the keys and values of whole
     sequences, [B, T, G, K], in the order of the sequence. The pair is the positions of q and the
-    positions of k. If there are segments, `attend` gets a second pair, `segments=`.
+    positions of k. If there are segments, `attend` also gets `segments=`, the pair of the segments
+    of q and the segments of k.
 
-    A device computes the scores of T / n queries with T keys: twice as many as causal attention
-    needs. The backward pass sums and scatters the gradients of keys and values, in `q`'s type.
+    A device computes the scores of its own queries with all keys; causal attention needs only about
+    half of these scores. The backward pass sums and scatters the gradients of keys and values, in
+    `q`'s type.
 
     Args:
         attend: an attention function that takes `positions=` and masks by them, such as
             `blockwise`.
         axis: the axis or axes that the tokens are split over.
-        order: the places of the tokens on the devices.
+        order: a function that says which chunks of the sequence each device holds, such as
+            `zigzag`.
 
     The returned function raises `ValueError` if `attend` ignores the positions, and numbers queries
     and keys itself for its mask.
@@ -51,7 +54,7 @@ def gathered(
         """
         check_heads("context.gathered", q, k, v)
         n, tokens = axis.size(), q.shape[1]
-        # The order that turns the tokens of devices 0, 1, ... into the sequence.
+        # The indices that bring the tokens of devices 0, 1, ... into the order of the sequence.
         in_order, _ = sequence_order(tokens, n, order)
         q, k, v = vary_alike(q, k, v, axis)
         k, v = (jnp.take(_gather(x, axis), in_order, axis=1) for x in (k, v))
@@ -84,7 +87,8 @@ def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, 
 def _gather(x: Array, axis: Axis) -> Array:
     """Returns all devices' tokens, typed as varying: `A[B, T_X] -> A[B, T]`.
 
-    By `linear` this gather has a transpose, a reduce-scatter by the algorithm of `axis`.
+    The function `linear` gives this gather its transpose, a reduce-scatter by the algorithm of
+    `axis`.
     """
 
     def forward(x):
@@ -112,8 +116,8 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
     """Returns the segments of whole sequences, [B, T], from those of this device, [B, T_X].
 
-    `in_order` turns the tokens of devices 0, 1, ... into the sequence. `q` are the queries, of
-    which only the size of the batch is read.
+    `in_order` has the indices that bring the tokens of devices 0, 1, ... into the order of the
+    sequence. `q` has the queries; only its batch size is read.
     """
     check_segments("context", segments, (q.shape[0], len(in_order) // axis.size()))
     everywhere = axis.all_gather(varying(segments, axes(axis.names)), axis=1, tiled=True)

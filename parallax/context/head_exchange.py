@@ -3,8 +3,9 @@
 Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n devices on the axis;
 `[T_X]`, `[H_X]` and `[G_X]` are split over the axis.
 
-A device sends (n - 1)/n of its queries, keys, values and result. H must be a multiple of n.
-`vary_alike` gives q, k and v one type; `whole_segments` gathers the segments of whole sequences.
+With n devices on the axis, a device sends (n - 1)/n of its queries, keys, values and result. The
+number of query heads must be a multiple of n. `vary_alike` gives q, k and v one type;
+`whole_segments` gathers the segments of whole sequences.
 """
 
 from collections.abc import Callable
@@ -27,18 +28,19 @@ def ulysses(
     [B, T_X, G, K]. An all-to-all turns q into [B, T, H_X, K], and k and v into [B, T, G_X, K].
     `attend(q, k, v)` is called with the tokens in the order of the sequence, and with `segments=`
     if there are any. Another all-to-all brings the result of `attend` back to [B, T_X, H, K]. If
-    the number of key heads is not a multiple of n, each key head is sent several times, and the
-    gradients of its copies are added.
+    the number of key heads is not a multiple of the number of devices, each key head is sent
+    several times, and the gradients of its copies are added.
 
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. The
-            first head that `attend` gets is head `axis_index * H / n` of the model. With ALiBi,
-            choose the slopes by that number.
+            first head that `attend` gets is head `axis_index * H / n` of the model, for H query
+            heads and n devices. With ALiBi, choose the slopes by that number.
         axis: the axis or axes that the tokens are split over.
-        order: the places of the tokens on the devices.
+        order: a function that says which chunks of the sequence each device holds, such as
+            `zigzag`.
 
-    The returned function raises `ValueError` if the number of query heads is not a multiple of n,
-    and for arguments that `attention` refuses.
+    The returned function raises `ValueError` if the number of query heads is not a multiple of the
+    number of devices, and for arguments that `attention` refuses.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """
@@ -57,7 +59,8 @@ def ulysses(
                 f"devices of {axis.names!r}. Use an axis of another size, or context.attention, "
                 "which takes any number of heads."
             )
-        # The order that turns the tokens of devices 0, 1, ... into the sequence, and its inverse.
+        # The indices that bring the tokens of devices 0, 1, ... into the order of the sequence, and
+        # the indices that bring them back.
         in_order, inverse = sequence_order(q.shape[1], n, order)
         # Copies of each key head, so that their number is a multiple of n, and each device gets the
         # key heads of its query heads.
@@ -84,7 +87,8 @@ def _copies(H: int, G: int, n: int) -> int:
     the number of devices.
 
     The number of copies must divide H / G, the number of query heads of a key head, so that each
-    device gets the keys of its query heads. H / G copies always fit, since H is a multiple of n.
+    device gets the keys of its query heads. H / G copies always meet both conditions, since H, the
+    number of query heads, is a multiple of `n`.
     """
     for copies in range(1, H // G + 1):
         if (H // G) % copies == 0 and (copies * G) % n == 0:

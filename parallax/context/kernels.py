@@ -1,4 +1,5 @@
-"""Attention on one device, one tile of scores at a time, with memory linear in T.
+"""Attention on one device, one tile of scores at a time, with memory linear in the number of
+tokens.
 
 Legend: B batch, T tokens of queries, S tokens of keys, H heads, G heads of keys, K head width; a
 tile has t tokens of queries and s tokens of keys. In einsums: b batch, t and s tokens, g key heads,
@@ -55,7 +56,7 @@ class Kernel(NamedTuple):
 def tiled(block: int = 512) -> Kernel:
     """Returns a kernel in plain JAX, with tiles of `block` queries by `block` keys.
 
-    The kernel holds B H `block`^2 scores at a time.
+    For each head of each sequence, the kernel holds `block`^2 scores at a time.
     """
     if block < 1:
         raise ValueError(f"context.tiled needs a block of 1 token or more; got {block}.")
@@ -76,7 +77,8 @@ def merge_softmax(
     set.
     """
     both = jnp.logaddexp(lse, more_lse)
-    # A query that saw no key has minus infinity in both, and the difference of both would be nan.
+    # If a query saw no key, `both` is minus infinity, and `lse - both` would be nan. So 0 is
+    # subtracted instead.
     shift = jnp.where(both == -jnp.inf, jnp.zeros((), both.dtype), both)
     return out * jnp.exp(lse - shift)[..., None] + more * jnp.exp(more_lse - shift)[..., None], both
 
@@ -127,8 +129,8 @@ def _forward(
         def keys(carry, key_tile):
             """Returns (the maximum score, the sum of weights, the output) after one tile of keys.
 
-            The three belong to one tile of queries. The maximum and the sum are [B, G, H / G, t],
-            and the output is [B, G, H / G, t, K].
+            The maximum score, the sum and the output belong to one tile of queries. The maximum and
+            the sum are [B, G, H / G, t], and the output is [B, G, H / G, t, K].
             """
             (peak, total, out), ((k, v), k_marks) = carry, key_tile
             scores = _scores(q, k, q_marks, k_marks)
@@ -144,7 +146,8 @@ def _forward(
 
         peak, total = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
         start = peak, total, jnp.zeros((*rows, K), dtype)
-        # A scan's carry must keep its type, and its results vary along the axes of q.
+        # A scan's carry must keep its type, and its results vary along the axes of q. k, v and the
+        # marks vary along no other axes, since the callers cast all arguments to the same axes.
         (peak, total, out), _ = lax.scan(keys, varying(start, varying_axes(q)), key_tiles)
         # A query that saw no key has the sum 0, and gets an output of 0.
         divisor = jnp.where(total > 0, total, jnp.ones((), dtype))
@@ -191,8 +194,8 @@ def _backward(  # noqa: PLR0913
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):
-            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of key tile j added.
-            `dq` is of one tile of queries."""
+            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of tile j of the keys
+            added. `dq` belongs to one tile of queries."""
             (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
             # The softmax's weights, computed again from the log-sum-exps.
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
@@ -200,6 +203,8 @@ def _backward(  # noqa: PLR0913
             # cotangents, which the derivative of a softmax subtracts.
             errors = weights * (_product("btgrk,bsgk->bgrts", ct, v) - mean)
             errors = (errors * q.shape[-1] ** -0.5).astype(q.dtype)
+            # Queries that only fill up the last tile have a `ct` and a `mean` of 0, so they add 0
+            # to dk and dv.
             dk = _product("bgrts,btgrk->bsgk", errors, q)
             dv = _product("bgrts,btgrk->bsgk", weights.astype(ct.dtype), ct)
             dq += _product("bgrts,bsgk->btgrk", errors, k)
@@ -212,7 +217,8 @@ def _backward(  # noqa: PLR0913
         (dq, *sums), _ = lax.scan(keys, (dq, *sums), (numbers, key_tiles))
         return tuple(sums), dq
 
-    # A scan's carry must keep its type, and its results vary along the axes of q.
+    # A scan's carry must keep its type, and its results vary along the axes of q, to which the
+    # callers cast k and v too. The transpose of this cast sums dk and dv over the added axes.
     axes = varying_axes(q)
     zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, query_tiles)
@@ -221,7 +227,8 @@ def _backward(  # noqa: PLR0913
 
 
 def _scores(q, k, q_marks: _Tile, k_marks: _Tile):
-    """Returns q k^T / sqrt(K) of two tiles, [B, G, H / G, t, s].
+    """Returns q k^T / sqrt(K) of two tiles, [B, G, H / G, t, s]: (batch, key heads, query heads of
+    a key head, tokens of queries, tokens of keys).
 
     A score is minus infinity if the query does not see the key.
     """
@@ -250,8 +257,9 @@ def _tiles(
     """Returns `((queries, their marks), (keys, their marks))`, in tiles of at most `block` tokens.
 
     `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. All tiles of queries have
-    the same size, and so have all tiles of keys. Arrays and marks get a first dim of tiles; zeros
-    fill up the last tile. The queries' dim of heads becomes [G, H / G]. If there are `positions`,
+    the same size, and so have all tiles of keys. The arrays and the marks of the tokens (their
+    positions and documents) get a first dim of tiles; zeros fill up the last tile. The queries' dim
+    of heads becomes two dims: key heads, and query heads of a key head. If there are `positions`,
     they decide the mask. Without positions but with `causal`, tokens get the positions 0, 1, 2, ...
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
@@ -264,7 +272,8 @@ def _tiles(
     # queries.
     _, q_positions, q_segments = lax.optimization_barrier((of_queries[0], q_positions, q_segments))
     # Keys that fill up the last tile are masked. Queries that fill up the last tile need no mask:
-    # `_whole` drops their results.
+    # `_whole` drops their results. `is_token` is true for each of the S keys; `_cut` pads it with
+    # False.
     is_token = jnp.arange(S) < S if S % _size(S, block) else None
     grouped = [x.reshape(*x.shape[:2], G, -1, *x.shape[3:]) for x in of_queries]
     q_size, k_size = _size(T, block), _size(S, block)
@@ -277,7 +286,8 @@ def _tiles(
 
 
 def _marks(size: int, positions, segments, is_token) -> _Tile:
-    """Returns the marks of all tokens in tiles of `size`; a mark of None stays None."""
+    """Returns the positions and the documents (the *marks*) of all tokens, and whether each is a
+    token or padding, in tiles of `size`. A mark of None stays None."""
     # Each mark with the number of its dim of tokens: segments are [B, T], the others [T].
     marks = ((positions, 0), (segments, 1), (is_token, 0))
     return _Tile(*(None if mark is None else _cut(mark, size, dim) for mark, dim in marks))

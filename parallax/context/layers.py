@@ -40,7 +40,8 @@ def comms(
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
             layers attend by `context.attention`.
-        order: the places of the tokens on the devices.
+        order: a function that says which chunks of the sequence each device holds, such as
+            `zigzag`.
 
     The functions of the result raise `ValueError` if the tokens do not divide into the chunks of
     `order`.
@@ -56,10 +57,12 @@ def comms(
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 
-    # `local_tokens` takes this device's tokens of the residual stream, between the layers, which
-    # `token_shards` devices split (`over_tokens` are their axes). `context_tokens` takes the tokens
-    # that attention sees on this device, after `inner` has gathered over `axis`: `context_shards`
-    # devices split these. By default the ring replaces the model's attention.
+    # Between the layers, a sequence is split over the context axis and over the axes by which
+    # `inner` splits tokens: `local_tokens` selects a device's part, `token_shards` is the number of
+    # parts, and `over_tokens` are these axes. Inside the layers, after `inner` has gathered, a
+    # sequence is split over the context axis only: `context_tokens` selects this larger part, and
+    # `context_shards` is the number of these parts. By default the ring replaces the model's
+    # attention.
     return inner_comms._replace(
         local_tokens=inner_tokens,
         token_shards=inner_comms.token_shards * context_axis.size(),

@@ -26,14 +26,16 @@ def blockwise(
     positions: Marks | None = None,
     kernel: Kernel = TILED,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns softmax(q k^T / sqrt(K)) v on one device, in memory linear in T.
+    """Returns softmax(q k^T / sqrt(K)) v on one device, in memory linear in the number of tokens. K
+    is the head width.
 
     Products have `q`'s type; their sums and the softmax are float32 or wider. There is no
     forward-mode derivative.
 
     Args:
         q: queries.
-        k: keys; each head is shared by H / G successive heads of `q`.
+        k: keys. If `q` has H heads and `k` has G, each head of `k` is shared by H / G successive
+            heads of `q`.
         v: the values of the keys.
         causal: whether query t sees only keys 0 to t; with `positions`, whether a query sees only
             keys whose position is not after the query's.
@@ -44,7 +46,8 @@ def blockwise(
         kernel: computes the output and the gradients, such as `tiled(1024)`.
 
     Raises:
-        ValueError: the heads, tokens or segments do not fit, or the arrays have different types.
+        ValueError: the numbers of heads or of tokens, or the shape of the segments, do not fit each
+            other, or the arrays have different types.
     """
     check_heads("context.blockwise", q, k, v)
     if not (q.shape[1] and k.shape[1]):
@@ -94,6 +97,6 @@ def blockwise(
 def _positions(positions: Marks | None) -> Mapping[str, Any]:
     """Returns the option `positions` of a kernel, or no options if there are no positions.
 
-    A kernel of the user may lack the option, so it is passed only if needed.
+    A user's kernel may lack the option `positions`, so this option is passed only if needed.
     """
     return {} if positions is None else {"positions": positions}

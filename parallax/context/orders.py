@@ -7,7 +7,8 @@ equally many for all devices. The attention computes the pairs of this table, an
 count the attention's operations read the same table.
 
 A *pair* is (query chunk, key chunk, 1 if its scores are needed, or 0 if it only fills up the
-table). The chunks of a pair are numbered 0 to c - 1 within each device.
+table). The chunks of a pair are numbered 0 to c - 1 within each device, where c is the number of
+chunks of a device.
 
 Legend: n devices, c chunks of a device, T tokens of a sequence.
 """
@@ -27,7 +28,8 @@ ChunkOrder = Callable[[int], Sequence[Sequence[int]]]
 
 
 def zigzag(n: int) -> list[list[int]]:
-    """Returns the chunks of each device: of 2n chunks, device i has chunks i and 2n - 1 - i.
+    """Returns the chunks of each of n devices. The sequence has 2n chunks, and device i has chunks
+    i and 2n - 1 - i.
 
     All devices have equal work: an early chunk sees few keys, and a late one sees many.
 
@@ -37,7 +39,7 @@ def zigzag(n: int) -> list[list[int]]:
 
 
 def contiguous(n: int) -> list[list[int]]:
-    """Returns the chunks of each device: of n chunks, device i has chunk i.
+    """Returns the chunks of each of n devices. The sequence has n chunks, and device i has chunk i.
 
     Causal attention then computes twice as many scores as it needs.
     """
@@ -45,7 +47,8 @@ def contiguous(n: int) -> list[list[int]]:
 
 
 def chunk_table(order: ChunkOrder, n: int) -> np.ndarray:
-    """Returns the table of `order` for n devices, [n, c]: the numbers of each device's chunks.
+    """Returns the table of `order` for n devices, [devices, chunks]: the indices of each device's
+    chunks.
 
     Raises:
         ValueError: a chunk is missing or held twice, or the devices hold different numbers of
@@ -67,12 +70,12 @@ class BlockPairs(NamedTuple):
     chunk.
 
     Attributes:
-        chunks: c, the number of chunks of a device.
-        own: [n, pairs, 3], the pairs of each device's own queries and keys. A pair is (query's
-            chunk, key's chunk, 1). The c pairs of a chunk with itself are not listed: each device
-            computes them too, under the causal mask.
-        hops: [n - 1, n, pairs, 3], the pairs of each hop and device. A pair whose third number is 0
-            is computed but not used.
+        chunks: the number of chunks of a device.
+        own: [devices, pairs, 3], the pairs of each device's own queries and keys. A pair is
+            (query's chunk, key's chunk, 1). The pairs of a chunk with itself are not in this array:
+            each device computes them too, under the causal mask.
+        hops: [hops, devices, pairs, 3], the pairs that each device computes after each hop, a move
+            of the keys to the next device. A pair whose third number is 0 is computed but not used.
     """
 
     chunks: int
@@ -81,9 +84,10 @@ class BlockPairs(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that each device computes, of (T / (c n))^2 scores each.
+        """The number of blocks that each device computes. Each has the scores of one chunk of
+        queries with one chunk of keys.
 
-        They are the c blocks of a chunk with itself, and one block for each listed pair.
+        The blocks are those of a chunk with itself, and one for each pair in `own` and `hops`.
         """
         # `own` is [n, pairs, 3], and `hops` is [n - 1, n, pairs, 3].
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
@@ -92,21 +96,23 @@ class BlockPairs(NamedTuple):
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
     """Returns the pairs of chunks whose scores each of n devices computes; see `BlockPairs`.
 
-    In hop h device i has the keys of device i - h. The c pairs of a chunk with itself are computed
-    too, but are not listed. Without `causal` every query sees every key.
+    After the keys have moved h times to the next device (hop h), device i has the keys of device
+    i - h. The pairs of a chunk with itself are computed too, but are not in the result. Without
+    `causal` every query sees every key.
 
-    With these pairs, a device computes 2n + 1 blocks of (T/2n)^2 scores in `zigzag` order; the mask
-    hides half of each of two blocks, so the work of 2n blocks is needed. In `contiguous` order a
-    device computes n blocks of (T/n)^2 scores, twice as many as needed. Raises `ValueError` for an
-    `order` that `chunk_table` refuses.
+    With n devices and T tokens in a sequence, a device computes 2n + 1 blocks of (T/2n)^2 scores in
+    `zigzag` order. The mask hides half of the scores in two of these blocks, so only as many scores
+    as 2n blocks have are needed. In `contiguous` order a device computes n blocks of (T/n)^2
+    scores, about twice as many as needed. Raises `ValueError` for an `order` that `chunk_table`
+    refuses.
     """
     # Without a mask every query sees every key, so a device needs only one chunk.
     chunks = chunk_table(order, n) if causal else np.arange(n, dtype=np.int32)[:, None]
     c = chunks.shape[1]
 
     def visible_pairs(i, j):
-        """Returns the list of all (a, b, 1) for which device i's query chunk a sees all of device
-        j's key chunk b."""
+        """Returns a list of all pairs (a, b), with a third number 1 in each, for which device i's
+        query chunk a sees all of device j's key chunk b. The 1 says that the pair is needed."""
         pairs = itertools.product(range(c), range(c))
         return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
 
@@ -193,8 +199,8 @@ def places(tokens: int, table: np.ndarray) -> np.ndarray:
 
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
-    """Returns the number of tokens of a chunk, `tokens / (n c)`; raises `ValueError` if this is no
-    whole number."""
+    """Returns the number of tokens of a chunk: `tokens` divided by the number of devices and by the
+    number of chunks on each. Raises `ValueError` if this is no whole number."""
     n, c = table.shape
     if tokens % (n * c):
         next_multiple = -(-tokens // (n * c)) * n * c

@@ -9,8 +9,8 @@ key chunk, 1 if it is needed or 0 if it only fills up the table). The program ha
 all devices send the same messages, and none waits forever. Results are merged by their log-sum-exps
 (`lse`). The block of a chunk's queries and the same chunk's keys is not in the table: `_diagonal`
 computes these blocks, the only ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of
-each array, and `_both` a pair of segments or None. A `_Ring` has the axis, the table of pairs and
-the kernel, and its method `send` moves a tree one hop.
+each array. `_both` returns the segments of queries and of keys as a pair, or None. A `_Ring` has
+the axis, the table of pairs and the kernel, and its method `send` moves a tree one hop.
 
 | | messages | bytes a device sends |
 |---|---|---|
@@ -18,7 +18,7 @@ the kernel, and its method `send` moves a tree one hop.
 | backward | 2 (n - 1) | the same again, and n - 1 times their gradients, in float32 or wider |
 
 In the backward pass the gradients of keys and values follow the keys and values one hop later.
-After n - 1 hops these gradients are back on the device that owns the keys. That device then adds
+After the last hop these gradients are back on the device that owns the keys. That device then adds
 the gradients from its own queries.
 
 Source: Liu et al., Ring attention (arXiv 2310.01889), and the zigzag order of Zhu,
@@ -56,33 +56,38 @@ def attention(
 
     The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it. The
     function `positions` returns the places of these tokens; `split` and `local_tokens` select the
-    tokens. Products have `q`'s type; their sums, the softmax and the gradients that travel are
-    float32 or wider. Memory is linear in T: a device holds the tiles of `kernel`, and, for the
-    backward pass, `q`, `k`, `v`, the result and one number per query and head.
+    tokens. Products have `q`'s type; their sums, the softmax and the gradients that devices send
+    are float32 or wider. Memory is linear in the number of tokens: a device holds the tiles of
+    `kernel`, and, for the backward pass, `q`, `k`, `v`, the result and one number per query and
+    head.
 
-    Every device computes the same number of blocks: in `zigzag` order 2n + 1 blocks of (T/2)^2
-    scores, where the mask hides half of each of two blocks. Without `causal` the order does not
-    matter. There is no forward-mode derivative.
+    Every device computes the same number of blocks. With n devices and T tokens of a device, in
+    `zigzag` order these are 2n + 1 blocks of (T/2)^2 scores; the mask hides half of the scores in
+    two of them. Without `causal` the order does not matter. There is no forward-mode derivative.
 
     Args:
         q: queries of this device's tokens.
-        k: keys of the same tokens; each head of `k` is shared by H / G successive heads of `q`.
+        k: keys of the same tokens. If `q` has H heads and `k` has G, each head of `k` is shared by
+            H / G successive heads of `q`.
         v: values of the same tokens.
         axis: the axis or axes that the tokens are split over; `()` on one device.
         causal: whether a token sees only itself and earlier tokens.
         segments: [B, T], the number of each token's document. A token sees only tokens with the
             same number.
-        order: the places of the tokens on the devices: `zigzag`, `contiguous`, or your own
-            function of n that returns the chunks of each device.
+        order: a function that says which chunks of the sequence each device holds: `zigzag`,
+            `contiguous`, or your own function of the number of devices.
         kernel: computes the blocks, such as `tiled(1024)`.
 
     Raises:
-        ValueError: the heads, tokens or segments do not fit, or the arrays have different types.
+        ValueError: the numbers of heads or of tokens, or the shape of the segments, do not fit each
+            other, or the arrays have different types.
     """
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
     check_attention(q, k, v, segments, axis, table.chunks)
-    # If one chunk is the whole sequence, a kernel may use the distances between its tokens.
+    # `check_kernel` refuses scores that depend on distances between tokens, since a kernel is not
+    # told which chunks it gets. If one chunk is the whole sequence, the distances are right. The
+    # scores of TILED do not depend on distances.
     if kernel is not TILED and axis.size() * table.chunks > 1:
         check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
     arrays = (q, k, v) if segments is None else (q, k, v, segments)
@@ -109,11 +114,12 @@ class _Ring(NamedTuple):
 
     def local_pairs(self):
         """Returns the pairs of this device's own chunks, [pairs, 3]: each chunk of queries with
-        each earlier chunk of keys."""
+        each earlier chunk of keys. A pair is (query chunk, key chunk, 1)."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
-        """Returns this device's pairs of hop h, [pairs, 3]; hops are numbered from 1."""
+        """Returns the pairs of a query chunk and a key chunk that this device computes after the
+        keys have moved h times, [pairs, 3]. The first move is h = 1."""
         return jnp.asarray(self.table.hops)[h - 1, self.axis.index()]
 
     def send(self, tree):
@@ -122,11 +128,12 @@ class _Ring(NamedTuple):
         return self.axis.permute(tree, [(i, (i + 1) % n) for i in range(n)])
 
     def hops(self, first: int, last: int, hop, carry):
-        """Returns `carry` after the hops from `first` to before `last`, as one loop.
+        """Runs the hops `first`, ..., `last - 1` in one loop, and returns the last `carry`.
 
         `hop` takes a hop's number and the carry, and returns the new carry. If `first` is not below
         `last`, there is no hop: `carry` is returned as it is, and the program gets no empty loop.
         """
+        # Python's numbers would make the hop's number int64 if 64-bit types are enabled.
         return lax.fori_loop(np.int32(first), np.int32(last), hop, carry) if first < last else carry
 
 
@@ -136,15 +143,16 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Returns `sums` with these pairs merged in. The sums are (output, log-sum-exp) of all
-        chunks of queries."""
+        """Merges the attention of the pairs of chunks `pairs` into `sums`, and returns the new
+        `sums`: (output, log-sum-exp) of all chunks of queries."""
 
         def add_pair(sums, pair):
-            """Returns the sums with the attention of one chunk of queries to one chunk of keys
-            merged in.
+            """Merges the attention of one chunk of queries to one chunk of keys into `sums`, which
+            is (output, log-sum-exp), and returns the new `sums`.
 
-            `queries` are (q, segments), and `keys` are (k, v, segments), [c, B, T / c, ...] each.
-            Each query of a pair sees all its keys, so `causal` is False.
+            `queries` are (q, segments), and `keys` are (k, v, segments). Each array is cut into
+            chunks, [chunks, batch, tokens of a chunk, ...]. Each query of the chunk sees all keys
+            of the other chunk, so `causal` is False.
             """
             query_chunk, key_chunk, is_needed = pair
             q, q_segments = _chunk(queries, query_chunk)
@@ -162,7 +170,8 @@ def _forward(ring: _Ring, q, k, v, segments):
         return lax.scan(add_pair, sums, pairs)[0]
 
     def hop(h, carry):
-        """Returns the keys of the next hop, and the sums after the pairs of hop h are merged in."""
+        """Returns the keys of the next hop, and the outputs and log-sum-exps after the pairs of
+        chunks of hop h are merged in."""
         keys, sums = carry
         return ring.send(keys), visit(sums, keys, ring.pairs(h))
 
@@ -188,15 +197,15 @@ def _backward(ring: _Ring, residuals, ct):
     queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
 
     def visit(dq, sums, keys, pairs):
-        """Returns `dq` and `sums` with the terms of these pairs added. `sums` are the gradients of
-        k and v."""
+        """Adds the terms of the pairs of chunks `pairs` to `dq` and `sums`, and returns both.
+        `sums` are the gradients of k and v."""
 
         def add_pair(carry, pair):
-            """Returns the gradients with the terms of one chunk of queries and one chunk of keys
-            added.
+            """Adds the terms of one chunk of queries and one chunk of keys to the gradients, and
+            returns the new gradients.
 
             `queries` are (q, out, lse, ct, segments), and `keys` are (k, v, segments), in chunks.
-            Each query of a pair sees all its keys, so `causal` is False.
+            Each query of the chunk sees all keys of the other chunk, so `causal` is False.
             """
             (dq, sums), (query_chunk, key_chunk, is_needed) = carry, pair
             q, out, lse, ct, q_segments = _chunk(queries, query_chunk)
@@ -216,8 +225,8 @@ def _backward(ring: _Ring, residuals, ct):
         """Sends the keys of hop h to the next device, fetches the gradients of these keys, `sums`,
         from the device that had the keys before, and adds the terms of hop h.
 
-        Returns the keys of the next hop, `dq` and `sums`. `visit` adds the terms of some pairs of
-        chunks.
+        Returns the keys of the next hop, `dq` and `sums`. `visit` adds the terms of the pairs of
+        chunks that it gets.
         """
         keys, dq, sums = carry
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
@@ -232,12 +241,13 @@ def _backward(ring: _Ring, residuals, ct):
     if n > 1:
         # The gradients follow their keys by one hop. The first hop has no gradients to send, and
         # the last has no keys to send, so these two are not in the loop. With n = 2 both are one
-        # hop.
-        following = ring.send(arrived) if n > 2 else arrived
+        # hop. `next_keys` are the keys of hop 2, and after the loop those of the last hop; they are
+        # not used if n is 2.
+        next_keys = ring.send(arrived) if n > 2 else arrived
         dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
-        following, dq, sums = ring.hops(2, n - 1, hop, (following, dq, sums))
+        next_keys, dq, sums = ring.hops(2, n - 1, hop, (next_keys, dq, sums))
         if n > 2:
-            dq, sums = visit(dq, ring.send(sums), following, ring.pairs(n - 1))
+            dq, sums = visit(dq, ring.send(sums), next_keys, ring.pairs(n - 1))
         # The last of n - 1 sends brings the gradients home to the device of their keys.
         local_sums = jax.tree.map(jnp.add, local_sums, ring.send(sums))
     return *(_whole(x).astype(k.dtype) for x in (dq, *local_sums)), None
@@ -247,16 +257,18 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
     """Returns a function that applies a kernel's function `f` to the queries and the keys of the
     same chunk, for each chunk.
 
-    The function takes and returns arrays [c, B, ...]. It passes the c chunks to the kernel as one
-    batch of c B. Only these blocks, on the diagonal, have a causal mask inside. `q_segments` and
-    `k_segments` are [c, B, T / c], or None.
+    The function takes and returns arrays [chunks, batch, ...]. It passes all chunks to the kernel
+    as one batch: c chunks of B sequences are c * B sequences. Only the block of a chunk's queries
+    with the same chunk's keys needs a causal mask. `q_segments` and `k_segments` are
+    [chunks, batch, tokens of a chunk], or None.
     """
 
     def as_batch(x):
         return x.reshape(-1, *x.shape[2:])
 
     def on_chunks(*arrays):
-        """Returns the results of `f`, [c, B, ...] each, for all chunks as one batch."""
+        """Returns the results of `f` for all chunks as one batch, each an array
+        [chunks, batch, ...]."""
         segments = _both(*jax.tree.map(as_batch, (q_segments, k_segments)))
         results = f(*map(as_batch, arrays), causal=ring.causal, segments=segments)
         return tuple(x.reshape(*arrays[0].shape[:2], *x.shape[1:]) for x in results)
@@ -275,7 +287,7 @@ def _chunk(tree, number):
 
 
 def _chunks(ring: _Ring, tree):
-    """Returns arrays [B, T, ...] as [c, B, T / c, ...]."""
+    """Returns arrays [B, T, ...] with their T tokens cut into c chunks: [c, B, T / c, ...]."""
 
     def in_chunks(x):
         return jnp.moveaxis(x.reshape(x.shape[0], ring.table.chunks, -1, *x.shape[2:]), 1, 0)
@@ -284,5 +296,6 @@ def _chunks(ring: _Ring, tree):
 
 
 def _whole(x):
-    """Returns one array [c, B, T / c, ...] as [B, T, ...], as it was before `_chunks`."""
+    """Returns the array with its chunks of tokens joined again, [B, T, ...]: the inverse of
+    `_chunks`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])

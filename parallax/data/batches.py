@@ -7,8 +7,6 @@ needs only some `rows` of the batch reads only these rows.
 A text (a `Source`) is an array of whole numbers, or an object that `data.read` or `shards.read`
 returns. Such an object reads tokens from a file when it is indexed. `_array` converts a list to an
 array.
-
-Legend: N tokens of the text.
 """
 
 import itertools
@@ -46,9 +44,9 @@ def batch(
     and row i of the batch is the window of number step * size + i. So `batch(..., rows=r)` equals
     `batch(...)[r]`, and reads only the windows of these rows.
 
-    The memory and the time do not depend on N. Raises `ValueError` for a text shorter than one
-    window, and for tokens that are not whole numbers or do not fit int32. Raises `ValueError` too
-    for a seed, step, size, length or `rows` out of range.
+    The memory and the time do not depend on the length of the text. Raises `ValueError` for a text
+    shorter than one window, and for tokens that are not whole numbers or do not fit int32. Raises
+    `ValueError` too for a seed, step, size, length or `rows` out of range.
     """
     seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length
@@ -124,8 +122,9 @@ def permuted(
 
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
-    """Returns the permuted `numbers`, by a permutation of all numbers of `2 * half` bits. Each
-    round swaps the two halves of a number, and mixes one half into the other.
+    """Returns the permuted `numbers`, by a permutation of all numbers of `2 * half` bits. The
+    permutation has one round for each of the `keys`. A round swaps the two halves of each number,
+    and mixes one half into the other.
     """
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
@@ -192,7 +191,7 @@ def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
     tokens = np.asarray(windows)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2:
         raise ValueError(
-            "a batch needs a source of one dim of whole numbers; "
+            "a batch needs a text that is an array of one dim of whole numbers; "
             f"its windows are {tokens.dtype}{list(tokens.shape)}. Encode a text with a tokenizer."
         )
     int32 = np.iinfo(np.int32)

@@ -127,8 +127,8 @@ def files(path: Path, value: Any) -> dict[str, list]:
     """Returns `value`, the entry `files` of the manifest at `path`, after a check.
 
     The value must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
-    file. Each name must be the name of a file inside the manifest's folder. Raises `Damaged` for
-    anything else.
+    file. Each name must be printable, and the name of a file inside the manifest's folder. Raises
+    `Damaged` for anything else.
     """
     need(
         isinstance(value, dict) and value, f"{path}: files", "an object with a name or more", value
@@ -140,6 +140,7 @@ def files(path: Path, value: Any) -> dict[str, list]:
             and "/".join(parts) == name  # as `hashes` writes it: no "//", "/./" or "/" at the end
             and not name.startswith("/")
             and ".." not in parts
+            # so no NUL, which `open` refuses, and no line break in an error
             and name.isprintable()
         )
         need(inside, f"{path}: files", "names of files inside the folder", name)
@@ -166,7 +167,7 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
     if stored != number:
         raise ValueError(
             f"{path}: it is of format {stored}, and this program reads format {number}. "
-            "Use the version that wrote it, or write it again."
+            "Use the version of the package that wrote this file, or write the file again."
         )
 
 
@@ -230,7 +231,10 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(f"{path}: needed only files that the manifest lists; it lacks this file.")
+            raise Damaged(
+                f"{path}: needed only files that the manifest lists; the manifest does not list "
+                "this file."
+            )
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:

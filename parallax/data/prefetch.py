@@ -46,7 +46,7 @@ def placed(
     read = {}  # the rows that were read, by (start, stop, step)
 
     def rows(index):
-        """Returns the rows of one device. `index` says which part of the array the device holds, by
+        """Returns the rows of one device. `index` says which part of the batch the device holds, by
         a slice for each dim. Devices with the same slice of rows share one read.
         """
         bounds = index[0].indices(size)
@@ -79,7 +79,7 @@ class Prefetched(Generic[Batch]):
         ahead: the largest number of batches that are made before they are asked for.
 
     Raises:
-        ValueError: `ahead` is below 1, or one of the three numbers is not whole.
+        ValueError: `ahead` is below 1, or `start`, `stop` or `ahead` is no whole number.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Prefetched(Generic[Batch]):
         *,
         ahead: SupportsIndex = 2,
     ):
-        """Checks the numbers, and starts the thread that makes the batches."""
+        """Checks `start`, `stop` and `ahead`, and starts the thread that makes the batches."""
         start, stop, ahead = argument_checks.whole_numbers(
             "Prefetched", start=start, stop=stop, ahead=ahead
         )
         if ahead < 1:
-            raise ValueError(f"Prefetched needs ahead of 1 or more; got {ahead}.")
+            raise ValueError(f"Prefetched needs ahead >= 1; got {ahead}.")
         self._made: queue.Queue = queue.Queue(ahead)  # of pairs (batch, error)
         self._left = threading.Event()  # set at the end of the `with` block
         self._thread = threading.Thread(
@@ -120,8 +120,8 @@ class Prefetched(Generic[Batch]):
         self._put((None, StopIteration()))
 
     def _put(self, pair) -> bool:
-        """Puts a pair into the queue as soon as there is room, and returns True. Returns False if
-        the `with` block ended before that.
+        """Puts a pair (batch, error) into the queue as soon as the queue has room, and returns
+        True. Returns False if the `with` block ended before that.
         """
         while not self._left.is_set():
             try:
@@ -146,7 +146,8 @@ class Prefetched(Generic[Batch]):
         return self
 
     def __exit__(self, kind, error, traceback):
-        """Tells the thread to end, and waits for it unless the block raised an error."""
+        """Tells the thread to end. Waits for the thread, unless the body of the `with` raised an
+        error."""
         self._left.set()
         if kind is None:  # after an error in the block, the thread may hang in `make`
             self._thread.join()

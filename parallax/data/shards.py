@@ -34,7 +34,7 @@ class Shards:
     array of all tokens.
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. A
-    file is opened only when its tokens are read. Indexing raises `IndexError` for a place outside
+    file is opened only when its tokens are read. Indexing raises `IndexError` for an index outside
     the text, and the errors of `token_file.File`.
 
     Attributes:
@@ -47,22 +47,24 @@ class Shards:
 
     @property
     def starts(self) -> np.ndarray:
-        """The place of each part's first token, and the number of all tokens: `[parts + 1]`."""
+        """The index, in the whole text, of the first token of each file, and then the number of all
+        tokens: `[files + 1]`."""
         return np.cumsum([0, *map(len, self.parts)])
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def __getitem__(self, places: Integer[np.ndarray, "..."]) -> Integer[np.ndarray, "..."]:
-        """Returns the tokens at these places of the joined text. They are read part by part."""
+        """Returns the tokens at the indices `places` of the whole text. They are read file by
+        file."""
         starts = self.starts
         if places.size and not 0 <= places.min() <= places.max() < starts[-1]:
             raise IndexError(
-                f"shards hold the places 0 to {starts[-1] - 1}; "
-                f"got {places.min()} to {places.max()}."
+                f"the text has the tokens 0 to {starts[-1] - 1}; "
+                f"got indices from {places.min()} to {places.max()}."
             )
         tokens = np.empty(places.shape, self.parts[0].dtype)
-        # The number of the last part that starts at or before the place.
+        # For each place, the index of the last file that starts at or before the place.
         part_of_place = np.searchsorted(starts, places, side="right") - 1
         for part in np.unique(part_of_place):
             inside = part_of_place == part
@@ -80,8 +82,8 @@ def write(
     """Stores the `pieces` of a text, one after another, in files of `shard_tokens` tokens each; the
     last file may be shorter.
 
-    One shard and one piece are in memory at a time. The manifest is written last, so `read` refuses
-    a folder that was not written to the end.
+    At a time, memory holds no more of the text than the tokens of one file and one of the `pieces`.
+    The manifest is written last, so `read` refuses a folder that was not written to the end.
 
     Raises `ValueError` if a token is outside the vocabulary, if there are no tokens, or if the
     folder already has a manifest.
@@ -91,21 +93,23 @@ def write(
         "shards.write", vocabulary=vocabulary, shard_tokens=shard_tokens
     )
     if (folder / MANIFEST).exists():
-        raise ValueError(f"{folder} holds shards already. Choose another folder, or remove it.")
+        raise ValueError(
+            f"{folder} holds shards already. Choose another folder, or remove this one."
+        )
     if size < 1:
         raise ValueError(f"shards.write needs shard_tokens of 1 or more; got {size}.")
     folder.mkdir(parents=True, exist_ok=True)
     # By the name of a file: the number of its tokens, and its [size in bytes, hash].
-    tokens, files = {}, {}
+    counts, files = {}, {}
     for number, shard in enumerate(_cut(pieces, size)):
         name = f"{number:05d}.bin"
         files[name] = store(folder / name, shard, vocabulary)
-        tokens[name] = len(shard)
-    if not tokens:
+        counts[name] = len(shard)
+    if not counts:
         raise ValueError(
             f"shards.write needs one token or more for {folder}, got none. Pass pieces with tokens."
         )
-    manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": tokens, "files": files})
+    manifest.write(folder / MANIFEST, header(vocabulary) | {"tokens": counts, "files": files})
 
 
 def read(
@@ -136,13 +140,14 @@ def read(
     # `item` is the dtype of a token.
     record, item = manifest.read(folder / MANIFEST), stored_as(vocabulary)
     check_header(record, folder / MANIFEST, folder, vocabulary)
+    # By the name of a file: `files` has its [size in bytes, hash], `counts` the number of tokens.
     files = manifest.files(folder / MANIFEST, record.get("files"))
-    tokens = _counts(folder / MANIFEST, record.get("tokens"), files, item)
+    counts = _counts(folder / MANIFEST, record.get("tokens"), files, item)
     manifest.check_sizes(folder, files)
     # `opened` returns a `File`, which reads tokens when it is indexed.
-    parts = tuple(opened(folder / name, item, count) for name, count in tokens.items())
+    parts = tuple(opened(folder / name, item, count) for name, count in counts.items())
     if check_bytes:
-        hashes = [files[name][1] for name in tokens]
+        hashes = [files[name][1] for name in counts]
         with ThreadPoolExecutor(manifest.THREADS) as pool:
             checks = [
                 pool.submit(verify, part, vocabulary, stored=stored)

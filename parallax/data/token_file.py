@@ -81,8 +81,8 @@ class File:
             return tokens
         if not 0 <= places.min() <= places.max() < len(self):
             raise IndexError(
-                f"{self.path}: the text has the places 0 to {len(self) - 1}; "
-                f"got {places.min()} to {places.max()}."
+                f"{self.path}: the text has the tokens 0 to {len(self) - 1}; "
+                f"got indices from {places.min()} to {places.max()}."
             )
         flat, into = places.reshape(-1), tokens.reshape(-1)
         cuts = np.flatnonzero(np.diff(flat) != 1) + 1  # each run of consecutive places: one read

@@ -143,9 +143,12 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
 
     If `stored` is None, there is no record, so the file may have tokens of four bytes that are read
     as numbers of two bytes. Every second number is then the upper half of a token, and small. So a
-    file is refused if every second number is 0. A file is also refused if every second number is
-    below 64, as with a vocabulary up to 64 * 2^16 (some 4 million), and one of the other numbers is
-    1,024 or more. So a text that has only small numbers is accepted.
+    file is refused if every second number is 0. A file is also refused if two things hold: every
+    second number is below 64, and one of the other numbers is 1,024 or more. The first holds for
+    tokens of a vocabulary up to 64 * 2^16 (some 4 million). A text without a number of 1,024 or
+    more is accepted, unless every second number is 0: its vocabulary may be so small that every
+    second number is below 64 by chance. A file of fewer than 32 numbers, of an odd count of
+    numbers, or of zeros only is never refused for these reasons.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -164,6 +167,7 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     if high >= vocabulary:  # `check` raises an error with the place of the first such number
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
+    # `UPPER` is 64, so `high // 16` is at least `UPPER` if a number is 1,024 or more.
     four_bytes = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
     # Among fewer than 32 numbers, every second one could be small by chance.
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
@@ -186,8 +190,8 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
         raise ValueError(
-            "held_out must be a fraction that leaves tokens on both sides, "
-            f"got {held_out} of {len(tokens)} tokens. Use 0.1, or a longer text."
+            "held_out must be a fraction that leaves tokens for training and for the held-out "
+            f"part, got {held_out} of {len(tokens)} tokens. Use 0.1, or a longer text."
         )
     return tokens[: len(tokens) - last], tokens[len(tokens) - last :]
 
@@ -211,7 +215,7 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 
 
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
-    """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to V - 1.
+    """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to `vocabulary` - 1.
 
     The message begins with `where`. If `tokens` is a part of a text, `first` is the index in the
     text of the first token of this part.
@@ -240,10 +244,14 @@ def header(vocabulary: int) -> dict[str, Any]:
 
 
 def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: int) -> None:
-    """Raises `ValueError` if a record's format is not `FORMAT`, its vocabulary is not `vocabulary`,
-    or its type of token is not the one for this vocabulary.
+    """Raises an error if a record does not describe tokens of `vocabulary` in the format `FORMAT`.
 
     `place` is the path of the record, and `tokens` is the path of the tokens that it describes.
+
+    Raises:
+        manifest.Damaged: the format or the vocabulary is not a whole number, or the type of a token
+            is not the one for this vocabulary. `Damaged` is a `ValueError`.
+        ValueError: the format is not `FORMAT`, or the vocabulary is not `vocabulary`.
     """
     manifest.check_format(record, place, FORMAT)
     stored = record.get("vocabulary")
@@ -260,8 +268,11 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
 
 
 def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
-    """Returns the hash in the record of the file at `path`, which has `size` bytes; None if there
-    is no record.
+    """Returns the hash in the record of the file at `path`, after a check of the record; None if
+    there is no record.
+
+    Raises `ValueError` if the record is of another vocabulary, of another format, or of a file that
+    does not have `size` bytes. Raises `Damaged`, a `ValueError`, if the record is damaged.
     """
     place = record_of(path)
     if not place.exists():
@@ -290,7 +301,7 @@ def _errors_name(path: Path) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"{path}: the tokens were not written: {error.strerror or error}. "
-            "Make room there, or choose another folder.",
+            "Make room on the disk, or choose another folder.",
         ) from error
 
 

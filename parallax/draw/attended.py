@@ -13,13 +13,14 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     """Returns a table of the hops in which `context.attention` computes the blocks of scores.
 
     A row is a chunk of queries, with the device that holds the chunk; a column is a chunk of keys.
-    In hop 0 each device uses its own keys; in hop h device i uses the keys of device i - h. A dot
-    is a block that the causal mask hides. With a `path`, the function also draws the blocks as a
-    square. The colour of a block shows its hop, and the number in the block is the device that
-    computes it.
+    Before the keys move (hop 0), each device uses its own keys. After the keys have moved h times
+    to the next device (hop h), device i uses the keys of device i - h. A dot is a block that the
+    causal mask hides. With a `path`, the function also draws the blocks as a square. The colour of
+    a block shows its hop, and the number in the block is the device that computes it.
 
     Args:
-        order: the order of the chunks, such as `context.zigzag`.
+        order: a function from the number of devices to the chunks of each device, such as
+            `context.zigzag`.
         n: the number of devices.
         path: the PNG, SVG or PDF file to write.
 
@@ -53,6 +54,7 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
         np.sum(owner == i) + np.sum(table.own[i, :, 2]) + np.sum(table.hops[:, i, :, 2])
         for i in range(n)
     ]
+    # `table.blocks` also counts the diagonal blocks and the padding.
     title = (
         f"{n} devices, {chunks.size} chunks: each device computes {table.blocks} blocks; "
         f"used are {', '.join(map(str, used))}"

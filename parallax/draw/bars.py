@@ -16,8 +16,8 @@ def bytes_by_kind(
     *,
     counted: str = "on a device",
 ) -> str:
-    """Returns a table with a column for each of the `plans`. A row has the bytes of one kind, and
-    the last row has the sum.
+    """Returns a table with a column for each of the `plans`. A row has the bytes of one kind,
+    such as parameters or gradients, and the last row has the sum.
 
     With a `path`, the function also draws a stacked bar for each plan, and writes the picture to
     that file.

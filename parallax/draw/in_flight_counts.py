@@ -1,7 +1,8 @@
 """Draws the number of microbatches that each stage of a schedule holds over time. This number
 decides how much memory the stage needs. A `Span` is one job of a stage, from the time `start` to
-the time `stop`. The `lane` of a span is the kind of its job: forward, backward or weight. In
-*lockstep*, no stage begins a tick before all stages have ended their jobs of the previous tick.
+the time `stop`. The `lane` of a span is the kind of its job: forward, backward or weight. A *tick*
+is one row of the schedule, in which each stage has at most one job of each kind. In *lockstep*, no
+stage begins a tick before all stages have ended their jobs of the previous tick.
 """
 
 from collections.abc import Sequence
@@ -23,21 +24,23 @@ def in_flight(
     weight: Cost = 1,
 ) -> str:
     """Returns a table with two numbers for each stage: the largest and the mean number of
-    microbatches whose residuals the stage holds over time. The stages run in lockstep.
+    microbatches whose residuals the stage holds over time. All stages begin each tick of the
+    schedule together.
 
     Residuals, which the backward pass needs, are held from the start of the forward job to the end
-    of the backward job, or to the end of the weight job if there is one. If a stage's layers are in
-    v chunks, the residuals of a microbatch in one chunk count as 1/v of a microbatch. With a
-    `path`, the function also draws a panel for each stage; the picture is as wide as the one of
-    `timeline`.
+    of the backward job, or, if a job of its own computes the gradients of the weights, to the end
+    of that job. If a stage's layers are in v chunks, the residuals of a microbatch in one chunk
+    count as 1/v of a microbatch. With a `path`, the function also draws a panel for each stage; the
+    picture is as wide as the one of `timeline`.
 
     Args:
         schedule: the schedule.
         path: the PNG, SVG or PDF file to write.
-        forward: the time of the forward job of one microbatch in a stage, above 0.
-        backward: the time of a backward job; by default 2, or 1 if weight gradients are jobs of
+        forward: the time of one microbatch's forward jobs in all chunks of a stage, above 0. If
+            there are v chunks, one job takes 1/v of this time.
+        backward: the same for the backward jobs; by default 2, or 1 if weight gradients are jobs of
             their own.
-        weight: the time of a job of weight gradients, if there are such jobs.
+        weight: the same for the jobs of weight gradients, if there are such jobs.
 
     Raises:
         ValueError: a time is not above 0.
@@ -77,12 +80,15 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     # At equal times -1 sorts first: a job that begins takes the place of one that ends.
     for time, change in sorted(changes):
         count += change
+        # A microbatch has a job in each of the stage's chunks, so one held job counts as
+        # 1 / (number of chunks) of a microbatch.
         at_time[time] = count / schedule.chunks  # after the last change at this time
     return list(at_time.items())
 
 
 def _mean(curve: Curve, end: float) -> float:
-    """Returns the mean of a curve, whose first time is 0, over the time from 0 to `end`."""
+    """Returns the mean, from time 0 to `end`, of the number in `curve`. The curve has pairs (time,
+    number from this time on), and begins at time 0."""
     stops = [time for time, _ in curve[1:]] + [end]
     spans = zip(curve, stops, strict=True)
     return sum(count * (stop - start) for (start, count), stop in spans) / end

@@ -1,4 +1,5 @@
-"""Draws a replayed program over time: when it computes, and when each axis carries messages.
+"""Draws a program whose times were estimated: when it computes, and when each axis carries
+messages.
 
 A *row* of the picture is either "compute", or a set of axes that carries messages. An `Event` is an
 instruction or a message. It is drawn in the row `row`, from `start` to `stop` in seconds, and
@@ -21,9 +22,10 @@ MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # (bound, mark for 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
     """Returns a text with one line for computing and one for each set of axes. The time runs from
-    left to right. Each character stands for an equal part of the time: `#` if the row is busy for
-    over 95% of this part, `+` for over 50%, `.` for over 2%, and a space for less. A line ends with
-    a percentage: the share of the whole time in which its row is busy.
+    left to right. Each character stands for an equal part of the time: `#` if the device computes,
+    or the axes carry messages, for over 95% of this part, `+` for over 50%, `.` for over 2%, and a
+    space for less. A line ends with a percentage: the share of the whole time in which the device
+    computes, or the axes carry messages.
 
     With a `path`, the function also draws the lines, and writes the picture to that file.
 

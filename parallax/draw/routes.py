@@ -23,10 +23,13 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
     The first line has the numbers of devices, rounds and messages. Its last number, before the
     words "in a row", is the length of the longest chain of messages in which each message waits for
-    the one before it. Offsets are numbered in row-major order of the box, which is the grid of the
-    devices. The numbers after a block list the devices whose terms are summed in it: d stands for
-    the device d places before the owner, and 0 for the owner itself. The table is of a
-    reduce-scatter; for a gather, read the rounds from the last to the first.
+    the one before it. The *owner* of a block is the device that gets the block's sum in the end. A
+    block is named by its offset: how far the block's owner is from the device that holds the block.
+    Offsets are numbered in row-major order of the box, which is the grid of the devices. The
+    numbers after a block stand for the devices whose parts are summed in the block. The number of a
+    device is the number of the offset from this device to the owner: 0 is the owner itself, and on
+    a ring, 2 is the device two places before the owner. The table is of a reduce-scatter; for a
+    gather, read the rounds from the last to the first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -57,6 +60,8 @@ def _lines(table: Route) -> Iterator[str]:
         f"{table.n} devices ({box}): {len(table.rounds)} rounds, {messages} messages, "
         f"{max([0, *table.hops()])} in a row"
     )
+    # `blocks` has, by the number of a block's offset, the numbers of the terms that are summed in
+    # it. Offsets are numbered like devices, so `device_number` gives the number of an offset.
     for r, blocks in enumerate(_blocks(table)):
         if r:  # the first blocks are those before round 0
             moves = []
@@ -70,9 +75,9 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns a triple for each block that is sent in round r: the number, within the round, of the
-    message with this block, and the block's offset before and after the message. Offsets are
-    numbered in row-major order.
+    """Returns a triple for each block that is sent in round r: the index, in the round, of the
+    message with this block, and the block's offset (how far the block's owner is from the device
+    that holds the block) before and after the message. Offsets are numbered in row-major order.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -84,8 +89,11 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     """Yields the blocks that a device holds, first at the start and then after each round.
 
-    The key of each block is its offset. The value is the set of the devices whose terms are summed
-    in the block: d stands for the device d places before the owner, and 0 for the owner itself.
+    Each result is a dict. A key is the number of a block's offset: how far the block's owner, the
+    device that gets the block's sum in the end, is from the device that holds the block. The value
+    is a set of numbers, one for each device whose part is summed in the block. The number of a
+    device is the number of the offset from this device to the owner: 0 is the owner itself, and on
+    a ring, 2 is the device two places before the owner. Offsets are numbered in row-major order.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.
@@ -107,11 +115,12 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
     """Draws a circle of devices for each group of rounds with equal arrows, in the order of the
-    tables, and writes the picture to `path`.
+    routes `tables`, and writes the picture to `path`. At least one route must have a message.
     """
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     columns = min(len(circles), 4)
     rows = math.ceil(len(circles) / columns)
+    # Routes that run side by side have the same devices, so the first route's `n` fits all circles.
     side = max(2.2, 0.2 * tables[0].n)
     figure = canvas.figure(columns * side, rows * (side + 0.3))
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -125,8 +134,8 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
     """Yields groups of rounds, each as a list of indices of rounds. The rounds of a group follow
-    each other, and all of them have messages with the same steps. Rounds without messages are left
-    out, and do not end a group.
+    each other, and all of them have messages that go equally far along each dim of the grid. Rounds
+    without messages are left out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
@@ -135,8 +144,8 @@ def _equal_rounds(table: Route) -> Iterator[list[int]]:
 
 def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
     """Draws the devices in a circle, and an arrow for each message of the first of `rounds`. The
-    other rounds have the same arrows. Each step has its own colour; the arrows of devices other
-    than 0 are paler.
+    other rounds have the same arrows. Each distance and direction of a message has its own colour;
+    the arrows of devices other than 0 are paler.
     """
     angles = [2 * math.pi * device / table.n for device in range(table.n)]  # clockwise from the top
     places = [(math.sin(angle), math.cos(angle)) for angle in angles]

@@ -7,7 +7,8 @@ microbatch is *in flight* on a stage while the stage holds the microbatch's resi
 the part of the makespan in which a stage is idle; it is equal for all stages. In *lockstep*, no
 stage begins a tick before all stages have ended their jobs of the previous tick. A lane has a table
 of shape [ticks, stages]. An entry is a job, as the number microbatch * chunks + chunk, or -1 if the
-stage is idle. A `Span` is one job, from `start` to `stop`, in the unit of the costs.
+stage is idle. A `Span` is one job, from `start` to `stop`, in the unit in which the times of the
+jobs are given.
 """
 
 from collections.abc import Sequence
@@ -28,9 +29,12 @@ POINT = 0.075  # the width in inches of a digit of size 8
 def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
-    """Returns one line with the sizes of a schedule, its makespan, its bubble, and the largest
-    number of microbatches in flight on a stage. `forward`, `backward` and `weight` are the times of
-    a stage's jobs for one microbatch, as `Schedule.makespan` takes them.
+    """Returns one line with a schedule's numbers of stages, chunks and microbatches, its makespan,
+    its bubble, and the largest number of microbatches in flight on a stage. For the makespan and
+    the bubble, all stages begin each tick together. `forward`, `backward` and `weight` are the
+    times of a stage's jobs for one microbatch, in all chunks together. By default `backward` is 2,
+    or 1 if the gradients of the weights are jobs of their own; `weight` is the time of these jobs,
+    and is not used if there are none.
     """
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
@@ -44,11 +48,13 @@ def summary(
 
 
 def text(schedule: Schedule) -> str:
-    """Returns a schedule as text: a column for each tick, and a line for each lane of each stage.
+    """Returns a schedule as text: a column for each tick, and a line for each kind of job (forward,
+    backward or weight) of each stage.
 
     A cell has the number of a microbatch, or a dot if the stage is idle. If there are several
-    chunks, a cell has the form microbatch.chunk. The second line names the lanes that run on any
-    stage in a tick. Where these lanes change, a new phase of the schedule begins.
+    chunks, a cell has the form microbatch.chunk. For each tick, the second line names the kinds of
+    jobs that run on at least one stage. Where these kinds change, a new phase of the schedule
+    begins.
     """
     names = _letters(schedule)
     running = []
@@ -79,13 +85,14 @@ def timeline(
     title: str = "",
 ) -> None:
     """Draws the stages over time to `path` (a PNG, SVG or PDF file): a box for each job, with a
-    colour for each lane and a shade for each chunk.
+    colour for each kind of job, and a shade for each chunk of a stage's layers.
 
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
-    shows the most microbatches that each stage holds. Stages run in lockstep. Above the picture
-    stand `title`, such as the schedule's name, and the summary. `forward`, `backward` and `weight`
-    are the times of a stage's jobs for one microbatch. By default `backward` is 2, or 1 if the
-    schedule has a weight lane.
+    shows the most microbatches that each stage holds. All stages begin each tick together. Above
+    the picture stand `title`, such as the schedule's name, and the summary. `forward`, `backward`
+    and `weight` are the times of a stage's jobs for one microbatch, in all chunks together. By
+    default `backward` is 2, or 1 if the gradients of the weights are jobs of their own; `weight` is
+    the time of these jobs, and is not used if there are none.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -140,14 +147,15 @@ def width(spans: Sequence[Span]) -> float:
 
 
 def _letters(schedule: Schedule) -> dict[str, str]:
-    """Returns the letter of each lane: F, B and W. With a weight lane, a backward job computes only
-    the gradient of its input, and its letter is I.
+    """Returns the letter of each kind of job: F, B and W. If the gradients of the weights are jobs
+    of their own, a backward job computes only the gradient of its input, and its letter is I
+    instead of B.
     """
     return LETTERS if schedule.weight is None else LETTERS | {"backward": "I"}
 
 
 def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
-    """Returns the text of the legend for a lane and a chunk."""
+    """Returns the text of the legend for a kind of job (`lane`) and a chunk."""
     letter = _letters(schedule)[lane]
     # With a weight lane, the letter of the backward lane is I: its jobs have only input gradients.
     word = {"I": "input gradient", "W": "weight gradient"}.get(letter, lane)
@@ -156,7 +164,8 @@ def _legend(schedule: Schedule, lane: str, chunk: int) -> str:
 
 
 def _shade(lane: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Returns the lane's colour as red, green and blue, paler for later chunks."""
+    """Returns the colour of a kind of job (`lane`) as red, green and blue, paler for later chunks
+    of a stage's layers."""
     pale = 0.6 * chunk / max(chunks - 1, 1)  # the share of white: 0 for the first chunk
     red, green, blue = (channel + (1 - channel) * pale for channel in COLOURS[lane])
     return red, green, blue

@@ -11,8 +11,8 @@ no expert.
     ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
 
 The third column is the count of numbers that a device sends in a forward pass; it sends as many in
-the backward pass. So the all-to-all is cheaper if c k < n. The capacity c is a device's room for
-choices, as a multiple of the mean load.
+the backward pass. The capacity c is a device's room for choices, as a multiple of the mean load.
+With k experts of each token and n devices, `exchanged(c)` sends less than `gathered` if c k < n.
 """
 
 import math
@@ -35,7 +35,7 @@ LocalExperts = Callable[[Array, Array, Array, Array], Array]
 class BytesSent(NamedTuple):
     """The bytes that a device sends in one forward pass.
 
-    The backward pass sends as many bytes again, but no `ids`.
+    The backward pass sends the same bytes again, without `ids`.
 
     Attributes:
         out: the bytes of tokens, to the experts.
@@ -65,7 +65,7 @@ class Dispatch(Protocol):
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns for each token the weighted sum of its experts' results, and the number of
-        dropped choices.
+        dropped choices, which are pairs of a token and one of its experts.
 
         Args:
             x: this device's tokens.
@@ -81,8 +81,10 @@ class Dispatch(Protocol):
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes that a device sends in a forward pass for its own `tokens` tokens.
+        """Returns the bytes that a device sends in a forward pass for its own `tokens` tokens: a
+        `BytesSent`, with the bytes of the tokens, of the results, and of the ids and weights.
 
+        A token has k experts. `experts` is the number of experts on all n devices together.
         `itemsize` is the size of a number in bytes.
         """
         ...
@@ -93,7 +95,7 @@ class Gathered:
     """Gathers all tokens on each device, runs the device's experts, and reduce-scatters the
     results.
 
-    The result is exact, and no choice is dropped.
+    The result is exact, since every token reaches all its experts.
     """
 
     def __call__(
@@ -106,7 +108,8 @@ class Gathered:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's rows of the results, [T, D], and 0 dropped choices.
+        """Returns this device's rows of the results, [tokens, width], and 0, since no choice is
+        dropped.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -126,7 +129,7 @@ class Gathered:
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
         """Returns the bytes of (n - 1) T D numbers each way, and of k ids and k weights for each
-        token that is sent.
+        token that is sent, for n devices and k experts of a token.
 
         T is `tokens`, D is `width`, and a number has `itemsize` bytes.
         """
@@ -142,14 +145,15 @@ gathered = Gathered()
 
 @dataclass(frozen=True)
 class exchanged:
-    """Sends each token to its experts' devices by an all-to-all of C rows to each device, and sends
-    the results back.
+    """Sends each token to its experts' devices by an all-to-all of the same number of rows, C, to
+    each device, and sends the results back.
 
-    C is `capacity` times the mean load, rounded up. The mean load is k T / n: the k T choices of a
-    device, spread evenly over n devices. With a capacity of `math.inf`, C is the largest possible
-    load, and nothing is dropped. If more than C choices of a device's tokens want the same device,
-    first choices have priority over second choices, and then earlier tokens over later ones. A
-    dropped choice adds nothing to the layer's result: the token keeps its residual.
+    C is `capacity` times the mean load, rounded up. A *choice* is a token and one of its k experts.
+    The T tokens of a device have k T choices, so the mean load of each of n devices is k T / n
+    choices. With a capacity of `math.inf`, C is the largest possible load, and nothing is dropped.
+    If more than C choices of one device should go to the same device, first choices have priority
+    over second choices, and then earlier tokens over later ones. A dropped choice adds nothing to
+    the layer's result: the token keeps its residual.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -170,7 +174,8 @@ class exchanged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's results, [T, D], and the number of its choices that found no room.
+        """Returns this device's results, [tokens, width], and the number of pairs of a token and
+        its expert for which a message had no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -185,8 +190,8 @@ class exchanged:
         place = jnp.where(wanted.rank < room, wanted.device * room + wanted.rank, n * room)
 
         def in_place(fill, values):
-            """Returns an integer for each row to send: the entry of `values` for the row's choice,
-            or `fill` if the row is empty."""
+            """Returns an integer for each row to send: the entry of `values` for the token and
+            expert that the row belongs to, or `fill` if the row is empty."""
             return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
 
         def exchange(a):
@@ -209,17 +214,19 @@ class exchanged:
     def room(self, tokens: int, k: int, local_experts: int, n: int) -> int:
         """Returns C, the number of rows that a device sends to each device.
 
-        A token makes at most min(k, local_experts) choices on one device, which bounds C.
+        Of its k experts, a token has at most min(k, local_experts) on one device. So C is at most
+        this number times the number of tokens.
         """
         return _room(self.capacity, k * tokens, n, tokens * min(k, local_experts))
 
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of (n - 1) C D numbers each way, and of an int32 id for each row.
+        """Returns the bytes of (n - 1) C D numbers each way, and of an int32 id for each row, for n
+        devices and C rows to each.
 
-        D is `width`, and a number has `itemsize` bytes. With a capacity of 1, (n - 1) C D is
-        k (n - 1)/n T D, for T `tokens`.
+        D is `width`, and a number has `itemsize` bytes. With a capacity of 1, the (n - 1) C rows
+        are, up to rounding, (n - 1)/n of the pairs of one of the `tokens` and one of its k experts.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -231,13 +238,15 @@ class ragged:
     """Sends each token to its experts' devices in messages of exact length, by
     `lax.ragged_all_to_all`, and sends the results back.
 
-    A device has room for `capacity` times the mean load, which is k T rows. With a capacity of
-    `math.inf` the device has room for the largest possible number of rows. Rows from device 0 come
-    first, then rows from device 1, and so on; rows beyond the room are dropped. XLA's CPU backend
-    lacks this collective (jax #34755); TPUs and GPUs have it.
+    If the load is even, a device receives k T rows: T is the number of tokens of a device, and k
+    the number of experts of a token. A device has room for `capacity` times as many rows. With a
+    capacity of `math.inf` the device has room for the largest possible number of rows. Rows from
+    device 0 come first, then rows from device 1, and so on; rows beyond the room are dropped. XLA's
+    CPU backend lacks this collective (jax #34755); TPUs and GPUs have it.
 
     Args:
-        capacity: the number of rows that a device can receive, divided by the mean load, k T rows.
+        capacity: the number of rows that a device can receive, divided by the number of rows that
+            it receives if the load is even.
         move: the collective for the rows; it takes the arguments of `lax.ragged_all_to_all`.
 
     Raises:
@@ -261,7 +270,8 @@ class ragged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's results, [T, D], and the number of its choices that found no room.
+        """Returns this device's results, [tokens, width], and the number of pairs of a token and
+        its expert for which the receiver had no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -293,7 +303,8 @@ class ragged:
         place = exchange.input_offsets[wanted.device] + wanted.rank
 
         def in_order(values):
-            """Returns the integers `values`, one for each choice, sorted by the wanted device."""
+            """Returns the integers `values`, one for each pair of a token and one of its experts,
+            sorted by the device of the expert."""
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
         def zeros(rows):
@@ -314,7 +325,8 @@ class ragged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of k (n - 1)/n T D numbers each way, if the load is even.
+        """Returns the bytes of k (n - 1)/n T D numbers each way, for n devices and k experts of a
+        token, if each device gets equally many rows.
 
         T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` has the
         bytes of an int32 for each row, and of n int32 counts for each of the n - 1 other devices:
@@ -330,7 +342,8 @@ class ragged:
 class _Exchange(NamedTuple):
     """The messages of a device to the experts' devices and back, which differ in length.
 
-    The offsets and sizes, [n] each, have the names of the arguments of `lax.ragged_all_to_all`.
+    The attributes with offsets and sizes have one entry for each device of the axis. They have the
+    names of the arguments of `lax.ragged_all_to_all`, with `back_` in front for the way back.
 
     Attributes:
         move: the collective, as `ragged.move`.
@@ -345,7 +358,7 @@ class _Exchange(NamedTuple):
             device received.
         back_output_offsets: for each sender, the index of its first row to this device, among all
             rows that the sender sent.
-        dropped: the number of this device's choices that found no room.
+        dropped: the number of this device's pairs of a token and its expert that found no room.
     """
 
     move: Callable[..., Any]
@@ -409,8 +422,9 @@ class _Exchange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All choices of a device's tokens. The first choices of all tokens come before the second
-    choices. Each attribute is an array [k T].
+    """All choices of a device's tokens. A *choice* is a token and one of its k experts. The first
+    choices of all tokens come before the second choices. Each attribute is an array with an entry
+    for each choice, so k entries for each token.
 
     Attributes:
         token: the token of each choice.
@@ -449,11 +463,13 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
 
 
 def _weighted_sum(y: Array, weights: Array) -> Array:
-    """Returns for each token the weighted sum of the results of its choices, [T, D].
+    """Returns for each token the weighted sum of its experts' results, [tokens, width].
 
-    `y` is [k T, D]: the results of the first choices of all tokens, then of the second, and so on.
+    `y` has a row for each choice, a token and one of its experts: first the results of the first
+    choices of all tokens, then of the second, and so on.
     """
     tokens, k = weights.shape
+    # A product needs operands of one type. `jnp.sum` adds 16-bit numbers in float32.
     return jnp.sum(y.reshape(k, tokens, -1) * weights.T[..., None].astype(y.dtype), axis=0)
 
 

@@ -1,7 +1,7 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
 Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of the expert's
-result for this row. An id of E means no expert.
+result for this row. An id equal to the number of experts on the device means no expert.
 
 Each block has rows for one expert; *filling rows* fill up the expert's last block. Filling rows
 must add nothing to the results, so their indices `written` and `pair` are out of range: there
@@ -43,7 +43,8 @@ class ExpertCompute(Protocol):
         """Returns for each row the weighted sum of its experts' results, [N, D].
 
         The arrays of `experts` have a first dim of experts. Pair r sends row `source[r]` to expert
-        `ids[r]`, and `weights[r]` is the factor of the expert's result. An id of E means no expert.
+        `ids[r]`, and `weights[r]` is the factor of the expert's result. An id equal to the number
+        of experts means no expert.
         """
         ...
 
@@ -65,7 +66,8 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
     `expert` must treat each row by itself. The result has only a first derivative, in reverse mode.
 
     Args:
-        expert: `(parameters, [rows, D]) -> [rows, D]`; the parameters have no dim of experts.
+        expert: `(parameters, [rows, D]) -> [rows, D]`; the parameters have no dim of experts. By
+            default the parameters are a module, which is called with the rows.
         size: the number of rows of a block. Use 128 on a CPU, and more on an accelerator with fast
             matmuls.
 
@@ -115,7 +117,8 @@ class Block(NamedTuple):
             expert's last row, so that all computed numbers are finite.
         written: for each row of the block, the row of the result to add to. It is the same as
             `read`, but out of range for filling rows, whose results are not written.
-        pair: the index of each row's pair; out of range for filling rows.
+        pair: for each row of the block, the index of the pair (row of x, expert) that the row
+            belongs to; out of range for filling rows.
     """
 
     expert: Int[Array, ""]
@@ -127,11 +130,12 @@ class Block(NamedTuple):
 def _table(
     source: Array, ids: Array, rows: int, count: int, size: int
 ) -> tuple[Callable[[Array], Block], Array]:
-    """Returns a function from a block's number to the block, and the number of all blocks.
+    """Returns two things: a function that takes the index of a block and returns the block, and the
+    count of all blocks. A *pair* is a row of x and an expert that runs on it.
 
     Args:
-        source: the row of each pair.
-        ids: the expert of each pair; an id of `count` means no expert.
+        source: for each pair, the index of its row of x.
+        ids: for each pair, the index of its expert; `count` means no expert.
         rows: the number of rows of x.
         count: the number of experts.
         size: the number of rows of a block.
@@ -140,7 +144,8 @@ def _table(
     # Pairs without an expert have the greatest number, `count`, so they come last and are in no
     # block.
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    # starts[e]: the first pair of expert e among the sorted pairs; the last entry is their end.
+    # starts[e]: the place of the first pair of expert e among the sorted pairs. The last entry is
+    # the place after the last pair that has an expert.
     starts = jnp.searchsorted(ids[order], jnp.arange(count + 1, dtype=ids.dtype)).astype(jnp.int32)
     # ends[e]: the number of blocks of the experts 0 to e.
     ends = jnp.cumsum(-(-jnp.diff(starts) // size), dtype=jnp.int32)
@@ -149,9 +154,10 @@ def _table(
     def block(j):
         """Returns block j. The block's expert is the first expert e with `ends[e]` > j.
 
-        `order` sorts the pairs by expert. `starts[e]` is the first sorted pair of expert e, and
-        `ends[e]` the number of blocks of the experts 0 to e. `place` are the places of the block's
-        rows among the sorted pairs; `within` is 0 to size - 1.
+        `order` sorts the pairs by expert. `starts[e]` counts pairs: it is the place of the first
+        pair of expert e among the sorted pairs. `ends[e]` counts blocks: it is the number of blocks
+        of the experts 0 to e. `place` are the places of the block's rows among the sorted pairs;
+        `within` has the numbers 0, ..., size - 1 of the rows in the block.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.
@@ -190,7 +196,8 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)
             return _add(y, block.written, results * scale)
 
-        # Both bounds must have one type, so the first is made from the second.
+        # The sum is in float32 or wider (`_zeros`), and is cast at the end. Both bounds must have
+        # one type, so the first is made from the second.
         return lax.fori_loop(jnp.zeros_like(count), count, body, _zeros(x)).astype(x.dtype)
 
     def forward(*arguments):
@@ -203,7 +210,8 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, sums):
-            """Returns the sums of the gradients of (trained, x, weights), with block j added.
+            """Returns the sums of the gradients of (trained, x, weights), with the terms of block j
+            added.
 
             The block's results are computed again. `_at` picks one expert's arrays, and `_take`
             picks rows.
@@ -217,7 +225,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             scale = _take(weights, block.pair)[:, None].astype(cotangent.dtype)
             d_trained, d_rows = transpose(cotangent * scale)
             trained_sum, x_sum, weights_sum = sums
-            kind = weights_sum.dtype
+            kind = weights_sum.dtype  # float32 or wider
             # A weight multiplies its result, so its gradient is result times cotangent.
             d_weights = jnp.sum(results.astype(kind) * cotangent.astype(kind), axis=-1)
             return (
@@ -226,6 +234,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
                 _add(weights_sum, block.pair, d_weights),
             )
 
+        # The sums are in float32 or wider (`_zeros`), and are cast to the arrays' types at the end.
         differentiated = trained, x, weights
         sums = jax.tree.map(_zeros, differentiated)
         # Both bounds must have one type, so the first is made from the second.
@@ -256,12 +265,14 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Returns the rows of `x` at `index`; a number out of range, as in a filling row, gives 0."""
+    """Returns the rows of `x` at `index`. An index out of range, as the rows that fill up a block
+    have, gives zeros."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _add(total: Array, index: Array, term: Array) -> Array:
-    """Returns `total` with `term` added at `index`; numbers out of range are ignored."""
+    """Returns `total` with `term` added at `index`. Terms whose index is out of range are
+    ignored."""
     # A router may choose an expert twice for a token, so a row may come twice in a block.
     return total.at[index].add(term.astype(total.dtype), mode="drop")
 

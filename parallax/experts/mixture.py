@@ -24,7 +24,7 @@ from parallax.tensor import Comms
 
 class Gated(eqx.Module):
     """Experts that compute `(silu(x gate) * (x up)) down` with three matrices each. A device may
-    hold a shard of F.
+    hold only a part of each expert's hidden width.
 
     Source: Shazeer, arXiv 2002.05202.
     """
@@ -36,11 +36,13 @@ class Gated(eqx.Module):
     def __init__(
         self, experts: int, width: int, hidden: int, *, dtype: Any = jnp.float32, key: PRNGKeyArray
     ):
-        """Draws the matrices of all experts: `gate` and `up`, [E, D, F], and `down`, [E, F, D]."""
+        """Draws the matrices of all experts: `gate` and `up`, [experts, width, hidden width], and
+        `down`, [experts, hidden width, width]."""
         keys = jax.random.split(key, 3)
 
         def normal(key, *shape):
-            """Returns normal random numbers, divided by the square root of the number of inputs."""
+            """Returns matrices of normal random numbers, divided by the square root of the number
+            of rows of a matrix, which are its inputs."""
             scale = jnp.asarray(shape[-2] ** 0.5, dtype)
             return jax.random.normal(key, shape, dtype) / scale
 
@@ -53,11 +55,11 @@ class Gated(eqx.Module):
 
 
 class Mixture(eqx.Module):
-    """The parameters of a layer of experts.
+    """The parameters of a layer of experts. If layers are stacked, each array gets one more dim in
+    front, for the layers.
 
     Attributes:
-        router: the matrix from a token to logits. In a stack of layers, this and all other arrays
-            have a first dim of layers.
+        router: the matrix from a token to logits.
         experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
         bias: numbers added to the experts' scores, only to choose the experts. The bias has no
             gradient; `rebalanced` changes it. None or `()` means no bias.
@@ -79,17 +81,18 @@ def moe(
     comms: Comms = tensor.comms(()),  # noqa: B008, a frozen choice
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """Returns each token's weighted sum of its experts' results, `x[B_X, T, D] -> y[B_X, T, D]`,
-    and the router's `Statistics`, such as the load, of this device's sequences.
+    and the router's `Statistics`, such as the load, of this device's sequences. X stands for the
+    axes that split the batch; `axis` is one of them.
 
     The experts are split over `axis`. For each token, the result equals the weighted sum of the
-    results of all experts, where experts that were not chosen have the weight 0. Add y to the
-    residual stream.
+    results of all experts, where experts that were not chosen have the weight 0. Add the result to
+    the residual stream.
 
-    The axis splits the batch too. It may be the data axis, another axis that splits the data (name
-    both in `grads.averaged`), or several axes. An expert receives the tokens of all devices, so its
-    gradient is a sum over all these tokens already. `grads.averaged` and `zero.reduce_scattered`
-    therefore only divide this gradient: they sum only over axes along which a parameter is the
-    same.
+    The axis that splits the experts also splits the batch. It may be the data axis, another axis
+    that splits the data (name both in `grads.averaged`), or several axes. An expert receives the
+    tokens of all devices, so its gradient is a sum over all these tokens already. `grads.averaged`
+    and `zero.reduce_scattered` therefore only divide this gradient: they sum only over axes along
+    which a parameter is the same.
 
     Args:
         x: this device's tokens.
@@ -133,7 +136,8 @@ def moe(
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
     # Of the `token_shards` devices that split a sequence, only `context_shards` have different
     # tokens after the gather. So groups of `counted` devices have the same tokens and count the
-    # same dropped choices, and `statistics` divides by that number.
+    # same dropped choices, and `statistics` divides by that number. `over_tokens` are the axes of
+    # the `token_shards` devices.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
     # Summed over the devices that split the hidden width. With `sequence.comms` each device keeps
@@ -142,10 +146,11 @@ def moe(
 
 
 def _local_experts(params: Mixture, axis: Axis) -> int:
-    """Returns the number of experts on this device, E / n.
+    """Returns the number of experts on this device: the number of all experts divided by the number
+    of devices.
 
-    Raises `ValueError` if the first dim of an array of the experts, times n, is not E, the number
-    of the router's columns.
+    Raises `ValueError` if the first dim of an array of the experts, times the number of devices of
+    the axis, is not the number of the router's columns.
     """
     count, n = params.router.shape[-1], axis.size()
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(params.experts, eqx.is_array)):
@@ -172,8 +177,8 @@ def _check_varies(x: Array, axis: Axis) -> None:
     ]
     if same:
         raise ValueError(
-            f"experts.moe: the tokens must differ along {axis.names!r}, over which the experts are "
-            f"split, and x, {x.dtype}{list(x.shape)}, is the same along {same}: the "
+            f"experts.moe: the experts are split over {axis.names!r}, so the tokens must differ "
+            f"along {axis.names!r}. But x, {x.dtype}{list(x.shape)}, is the same along {same}: the "
             f"{math.prod(Axis(name).size() for name in same)} devices would send the same tokens. "
             "Split the batch over that axis too, as in_specs=P(('data', 'expert')) does. If the "
             "devices should share each expert, split its hidden width instead: "

@@ -103,17 +103,18 @@ class Statistics(NamedTuple):
     microbatches.
 
     Attributes:
-        balance: for each sequence, E times the sum over experts of load * share, where `share` is
-            the expert's mean share over the tokens. The balance is 1 if all experts have the same
-            load. As an auxiliary loss it moves the router towards an even load. Sources: Fedus et
-            al., arXiv 2101.03961, formula 4; for one sequence at a time, DeepSeek-AI, arXiv
-            2412.19437, formula 17.
+        balance: for each sequence, the number of experts times the sum over experts of
+            load * share, where `share` is the expert's mean share over the tokens. The balance is 1
+            if all experts have the same load. As an auxiliary loss it moves the router towards an
+            even load. Sources: Fedus et al., arXiv 2101.03961, formula 4; for one sequence at a
+            time, DeepSeek-AI, arXiv 2412.19437, formula 17.
         z: the mean over tokens of logsumexp(logits)^2. It is an auxiliary loss that keeps logits
             small (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is
-            log(E) if the router prefers no expert. It has no gradient.
-        load: the share of all choices that fall on each expert. This share times k and the number
-            of tokens is the number of tokens that the expert gets.
+            log(E), for E experts, if the router prefers no expert. It has no gradient.
+        load: the share of all choices (pairs of a token and one of its experts) that fall on each
+            expert. The load times the number of all choices is the number of tokens that the expert
+            gets.
         dropped: the dropped choices per sequence. This number times the number of sequences is the
             number of all dropped choices.
     """
@@ -128,14 +129,17 @@ class Statistics(NamedTuple):
 def statistics(
     choice: Routing, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1
 ) -> Statistics:
-    """Returns the statistics of choices `[B, T, ...]`.
+    """Returns the `Statistics` of the experts that were chosen for the tokens of some sequences:
+    two auxiliary losses (`balance` and `z`), the `entropy` of a token's shares, the `load` of each
+    expert, and the `dropped` choices per sequence. The arrays of `choice` are
+    [sequences, tokens, ...].
 
     Args:
         choice: the routing of this device's tokens.
         dropped: the number of dropped choices.
         axis: the axis that splits the tokens of a sequence; `()` if no axis does.
-        counted: the number of devices of `axis` that counted the same dropped choices, since they
-            have the same tokens.
+        counted: how many devices of `axis` have the same tokens, and so counted the same dropped
+            choices.
     """
     axis, (sequences, _, count) = Axis.of(axis), choice.logits.shape  # [B, T, E]
     # The mean over tokens and choices: the share of a sequence's choices for each expert, [B, E].
@@ -147,6 +151,7 @@ def statistics(
     # has the mean of its part, so the mean over devices is taken before the product.
     load, shares, z, entropy = axis.all_mean((chosen, jnp.mean(choice.shares, axis=1), z, entropy))
     # `counted` devices counted the same dropped choices: the division below corrects for that.
+    # `varying` changes only the type, since `dropped` may be a constant 0, the same on all devices.
     all_dropped = axis.all_reduce(varying(dropped.astype(load.dtype), axis.names))
     return Statistics(
         balance=count * jnp.mean(jnp.sum(load * shares, axis=-1)),
@@ -164,7 +169,8 @@ def rebalanced(
 
     `load` is each expert's load in this step. The bias of an expert rises by `rate` if the expert's
     load is below the mean, and falls by `rate` if the load is above it. A load that differs from
-    the mean only by rounding counts as even, so the bias does not depend on the order of the sum.
+    the mean only by rounding counts as even, so the bias does not depend on the order in which the
+    loads are added.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
     batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of

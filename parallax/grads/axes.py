@@ -1,5 +1,5 @@
 """The axes along which a parameter or a gradient differs between devices, and a record of the
-gradient functions around the code being traced: they change the types of the parameters.
+gradient functions inside which JAX traces now. These functions change the types of the parameters.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
@@ -22,10 +22,11 @@ class Enclosing(NamedTuple):
     """What the gradient functions around the code being traced did to the types of the parameters.
 
     Attributes:
-        declared: the axes of these functions. Each function typed all parameters as varying along
-            its axes, also the parameters that are copies.
-        shares: the axes in `declared` along which some parameters are shares. The types of shares
-            varied already before a function declared them varying.
+        declared: the axes of the gradient functions that enclose the code being traced. Each
+            function typed all parameters as varying along its axes, also those that are the same on
+            all devices.
+        shares: the axes in `declared` along which a device has only a part of some parameters. The
+            types of these parameters varied already before a function declared them varying.
     """
 
     declared: frozenset[str] = frozenset()
@@ -38,7 +39,7 @@ ENCLOSING = jax.make_user_context(Enclosing())
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
-    """Returns the names of an axis, always as a tuple."""
+    """Returns the names of the mesh axes that `axis` joins, as a tuple even if there is one."""
     return types.axes(axis.names)
 
 
@@ -48,13 +49,13 @@ def axes_of_several_devices(names: Iterable[str]) -> list[str]:
 
 
 def replicated_axes(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns the names in `axis` along which `x` is the same on all devices."""
+    """Returns those mesh axes of `axis` along which `x` is the same on all devices."""
     return tuple(name for name in axes_of(axis) if name not in varying_axes(x))
 
 
 def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
-    """Returns the names in `axis` along which all devices have the same parameter `x`, even if an
-    enclosing gradient function declared `x` varying."""
+    """Returns those mesh axes of `axis` along which all devices have the same parameter `x`, even
+    if an enclosing gradient function declared `x` varying."""
     # `declared` has the axes of the functions around the one whose gradients are reduced now. If
     # some parameters were shares along one of these axes, `local_gradients` would have refused to
     # nest the two functions. So `x` is a copy there, although its type varies.
@@ -63,5 +64,5 @@ def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
 
 
 def varies_along(x: Array, axis: AxisLike) -> bool:
-    """Returns whether the type of `x` varies along every name in `axis`."""
+    """Returns whether the type of `x` varies along every mesh axis of `axis`."""
     return not replicated_axes(x, Axis.of(axis))

@@ -6,7 +6,7 @@ A gradient function is `(params, batch) -> (value, gradients)`, where `value` is
 of the axis. A share is a device's part of a parameter; a parameter that is whole on each device is
 a copy. `A {U_X}` means that each device of axis X holds one term of a sum, and `A` is the sum.
 `axis.over(names)` is `axis` without the names that are not in `names`. `sequence_after(x, y)` is
-`x`; on a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
+`x`. On a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
 functions around the code being traced.
 """
 
@@ -115,8 +115,9 @@ def accumulated(
             return jax.tree.map(add, sums, gradients), value
 
         # All sums are 0 when the scan begins, in float32 or wider, and only a trace of `grad` gives
-        # their shapes. `recording.numbered` returns the microbatches' numbers, for taps; if no taps
-        # are recorded, it returns None.
+        # their shapes. `zeros_like` also keeps the axes along which a gradient varies, since the
+        # carry of a scan must keep its type. `recording.numbered` returns the microbatches'
+        # numbers, for taps; if no taps are recorded, it returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
         shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
         numbered_parts = parts, recording.numbered(microbatches)
@@ -177,12 +178,13 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the names in `axis` along which the array varies. The
-    sums are taken in float32 or wider. An integer array that varies becomes floating-point."""
+    """Returns the mean of each array over the devices of those axes in `axis` along which the array
+    varies: its type says that it may differ there. The sums are taken in float32 or wider. An
+    integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
-        """Returns the mean of one array over the names in `axis` along which it varies, or the
-        array if it varies along none."""
+        """Returns the mean of one array over the devices of those axes in `axis` along which it
+        varies, or the array if it varies along none."""
         differs_along = axis.over(varying_axes(leaf) if trees.is_array(leaf) else ())
         if not differs_along.names:
             return leaf
@@ -231,10 +233,10 @@ def averaged(
             `reduced_in_backward`.
 
     Raises:
-        ValueError: the loss is already reduced over `axis`; a parameter is a share along `axis`,
-            and the loss uses it as if it were whole; one spec of `mesh.spmd` splits several leaves
-            of the batch, and these have different numbers of rows; or the types do not record which
-            values vary over devices, as under `check_vma=False`.
+        ValueError: the loss is already reduced over `axis`; a device has only a part of a parameter
+            along `axis`, and the loss uses this part as if it were whole; one spec of `mesh.spmd`
+            splits several leaves of the batch, and these have different numbers of rows; or the
+            types do not record which values vary over devices, as under `check_vma=False`.
     """
     axis = Axis.of(axis)
 
@@ -267,7 +269,7 @@ def summed(
 
     Args:
         grad: a gradient function.
-        axis: the axis, or the axes, of the devices that compute the parts.
+        axis: the axis, or the axes, of the devices that each compute a part of the loss.
         loss: whether the devices' losses are summed too. If not, the loss is returned as it is; it
             may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
@@ -277,8 +279,9 @@ def summed(
 
     Raises:
         ValueError: the gradients are already summed over `axis`; `loss` is true, and the loss is
-            already reduced over `axis`; or another error of `averaged`, about a share, the numbers
-            of rows or the types.
+            already reduced over `axis`; or a reason that `averaged` names: a part of a parameter
+            that is used as if it were whole, unequal numbers of rows, or types that do not record
+            which values vary.
     """
 
     axis = Axis.of(axis)
@@ -333,20 +336,22 @@ def value_and_sums(
             as the caller passed them, and `local.declared` are the same parameters, declared
             varying except those that `reduced` picked.
         axis: the axis to sum over.
-        finish: `finish(sum, term)` makes the result from the sum over devices and from this
-            device's term. It is called for each gradient and for the loss.
+        finish: `finish(sum, own)` makes the result from the sum over devices and from this device's
+            own value. It is called for each gradient and for the loss.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         loss: whether the loss is summed. If not, `finish` gets this device's loss in place of the
             sum.
         scatter: a function `(value, gradients, params, names) -> (value, gradients, names)`, called
-            before the sum. `names` has for each gradient the axes to sum it over; `scatter` returns
-            the axes that are left to sum over. It returns the same `value`, which it may delay so
-            that all devices send in one order.
+            before the sum. `names` has for each gradient the axes over which it is to be summed;
+            the returned `names` are the axes over which it must still be summed. `scatter` returns
+            the same `value`, but may make it wait for other arrays, so that all devices send in one
+            order.
     """
 
     def axes_to_reduce(gradient, declared, parameter):
         """Returns the axes to sum one gradient over. `parameter` is the gradient's parameter with
-        its first type, and `declared` is the same parameter as the gradient function got it."""
+        the type that it had when the caller passed it. `declared` is the same parameter with the
+        type that it had in the gradient function."""
         # If the parameter was declared varying, the gradient is one device's term, even if its own
         # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
         # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
@@ -386,8 +391,9 @@ def local_gradients(
     declared varying along `axis`.
 
     Args:
-        grad: a gradient function. If some parameters are shares, `grad` is traced to a program, and
-            the program is run and checked.
+        grad: a gradient function. If some parameters are shares (a device has only a part of each),
+            `grad` is traced to a program. The program is run, and checked for a share that is used
+            as if it were a whole parameter.
         params: the parameters of `grad`.
         batch: this device's batch.
         axis: the axis to be reduced over.
@@ -397,14 +403,15 @@ def local_gradients(
         mean: whether the caller takes the mean over `axis`, not the sum.
 
     Raises:
-        ValueError: the loss or the gradients are already reduced over `axis`; a parameter is a
-            share along `axis`, and the loss uses it as if it were whole; or another error of
-            `averaged`.
+        ValueError: the loss or the gradients are already reduced over `axis`; a device has only a
+            part of a parameter along `axis`, and the loss uses this part as if it were whole; or
+            another error of `averaged`.
     """
     types.check_typed()  # raises an error under `check_vma=False`
     enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
-    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits leaves with different
-    # numbers of rows.
+    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits several leaves with
+    # different numbers of rows. In a batch, one of these leaves is probably a table, such as a
+    # weight for each class, that was split by mistake. So such a batch is refused.
     _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
     shares = _shares(params, names)  # by axis, the paths of parameters that vary along it
     if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
@@ -425,7 +432,7 @@ def local_gradients(
         # With shares the checks need the program of `grad`. It is also run, so that `grad` is
         # traced once. Without shares `grad` itself runs: in a program the parameters are new
         # arrays, so a pipeline in `grad` could not tell whether an array that the user's functions
-        # read by closure is a parameter (`refuse_closures`).
+        # read by closure is a parameter (`refuse_closures`). With shares this check is given up.
         program = _program_with_shares(grad, declared, batch, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)
@@ -443,9 +450,10 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
     """Raises `ValueError` if one spec splits several leaves of a batch, and these leaves have
     different numbers of rows.
 
-    `uneven_axes` are the axes over which one spec of `mesh.spmd` splits leaves with different
-    numbers of rows. If each leaf has its own spec, the different numbers are intended, and
-    `uneven_axes` is empty. Arrays of random keys, such as one key for each device, are not checked.
+    `uneven_axes` are the axes over which one spec of `mesh.spmd` splits arrays with different
+    numbers of rows. These arrays may be outside the batch, so the leaves of the batch are compared
+    here. If each array has its own spec, the different numbers are intended, and `uneven_axes` is
+    empty. Arrays of random keys, such as one key for each device, are not checked.
     """
     rows = {
         jax.tree_util.keystr(path) or "itself": leaf.shape[0]
@@ -482,10 +490,11 @@ def _check_not_summed(
     takes the mean over `names`, not the sum.
 
     If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
-    axis made it the same on all devices. One gradient that varies shows that there was no sum of
-    all gradients. A mean does not change a loss and gradients that are both the same on all
-    devices, so with `mean` these pass. If the loss varies, only the gradients were summed: the mean
-    of these equal sums is the sum itself, and so too large by the number of devices.
+    axis made it the same on all devices. If one gradient varies, not all gradients were summed over
+    the axis. If the loss and the gradients are all the same on all devices, a mean does not change
+    them, so with `mean` this case raises no error. If the loss varies and the gradients do not,
+    only the gradients were summed: the mean of their equal sums is the sum itself, n times too
+    large on n devices.
     """
     leaves = jax.tree.leaves(gradients)
     parameters = jax.tree.leaves(matching_parameters(gradients, declared))
@@ -511,8 +520,9 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
     """Returns those of the axes `names` along which a gradient varies and the loss does not: the
     loss may have been reduced over these axes.
 
-    If neither varies, both were reduced. `_check_not_summed` accepts that if the caller takes a
-    mean, and refuses it for a sum.
+    If neither the gradients nor the loss vary along an axis, the gradients and the loss were
+    reduced over this axis. `_check_not_summed` accepts such gradients if the caller takes a mean,
+    and refuses them for a sum.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -524,9 +534,9 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """Returns the traced program of a gradient function. Some of its parameters, `declared`, are
-    shares; `shares` has their paths by axis. Raises `ValueError` if the function cannot be traced
-    because shapes do not match."""
+    """Returns the traced program of `grad`. `declared` are the parameters. Some parameters are
+    shares; `shares` has the paths of these parameters by axis. Raises `ValueError` if `grad` cannot
+    be traced because shapes do not match."""
     try:
         return _Program(grad, declared, batch)
     except TypeError as error:
@@ -536,16 +546,16 @@ def _program_with_shares(
         paths = sorted({path or "itself" for split in shares.values() for path in split})
         raise ValueError(
             f"The loss cannot be traced: {str(error).splitlines()[0]} The parameters {paths} are "
-            f"shares along {sorted(shares)} here, smaller than the whole ones. If nothing gathers "
-            "them, wrap the loss, or the block that uses them, in zero.gathered(..., "
-            f"{next(iter(shares))!r}, specs) or ZeRO.loss."
+            f"shares along {sorted(shares)}: each device has only a part of each parameter. If "
+            "nothing gathers them, wrap the loss, or the block that uses them, in "
+            f"zero.gathered(..., {next(iter(shares))!r}, specs) or ZeRO.loss."
         ) from error
 
 
 class _Program:
     """The program of a gradient function, traced on given parameters and a batch. It can be checked
-    and run. `closed` is the closed jaxpr, `arrays` its arguments, and `structure` the tree
-    structure of its results."""
+    and run. `closed` is the closed jaxpr, `arrays` are the arguments of the jaxpr, and `structure`
+    is the tree structure of the results."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
         """Traces `grad(params, batch)`, so that its program can be checked and run. Only arrays can
@@ -588,8 +598,9 @@ class _Program:
                     f"differs along {name!r} as a share does, and the loss uses it as if it were "
                     "whole, so each device would train another model. Wrap the loss, or the block "
                     f"that uses it, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or "
-                    "replicate the parameter with P(). If a loop runs over the split dim, as "
-                    "over layers, keep that dim whole: rules.fsdp(..., keep={'blocks.**': (0,)})."
+                    "replicate the parameter with P(). If a loop runs over the split dim, for "
+                    "example a loop over layers, do not split that dim: rules.fsdp(..., "
+                    "keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
         # Whether each argument varies along the axis and the loss depends on it.
@@ -620,9 +631,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     # later group also waits for the sums before it. So all devices send in one order.
     before = tree
     # All leaves with the same axes are one group and one all-reduce, so that the algorithm can join
-    # them. All processes must trace one program, so any order of the groups will do that is the
-    # same in all of them: here the most axes first, and then the order of the leaves. (A set
-    # instead of `dict.fromkeys` could have another order in each process.)
+    # them. All processes must trace the same program, so the groups need the same order in all
+    # processes: groups with the most axes come first, and then the order of the leaves counts. (A
+    # set instead of `dict.fromkeys` could have another order in each process.)
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]
@@ -634,8 +645,8 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 
 
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass:
-    from one term of the sum on each device to the sum on all, `A {U_X} -> A`.
+    """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass,
+    `A {U_X} -> A`: each device has one term of the sum before, and the whole sum after.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
     gradients of each layer. The messages can overlap with the work of the next iteration. These
@@ -648,20 +659,20 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
 
     The gradients are also right if only the block is wrapped, or if only `reduced=picked` is
     passed. Without `reduced=picked`, `averaged` sums the gradients at the end. Without the wrapped
-    block, JAX sums them in the backward pass, by `jax.lax`: `averaged` then leaves the picked
-    parameters typed as the same on all devices. Sums are taken in float32 or wider, and rounded to
-    the type that the block computes in.
+    block, `averaged` leaves the picked parameters typed as the same on all devices, so JAX itself
+    sums their gradients in the backward pass, by `jax.lax`. Sums are taken in float32 or wider, and
+    rounded to the type that the block computes in.
 
     Args:
         function: a block; its first argument is the tree of parameters.
-        axis: the axes that split the batch. The gradient of a parameter is summed over those of
-            them along which the parameter is the same on all devices.
+        axis: the axes that split the batch. The gradient of a parameter is summed over each of
+            these axes along which the parameter is the same on all devices.
     """
     axis = Axis.of(axis)
 
     def summed_backward(parameter):
-        """Returns the parameter, declared varying; its cotangent is all-reduced over the axes along
-        which all devices have the same parameter."""
+        """Returns the parameter, declared varying along those axes along which all devices have the
+        same parameter. Its cotangent is all-reduced over these axes."""
         # If the parameter is declared varying along all axes, `averaged` sums its gradient.
         names = replicated_axes(parameter, axis) if eqx.is_inexact_array(parameter) else ()
         if not names:

@@ -1,7 +1,8 @@
 """The norm of gradients whose leaves may be shards, and clipping by this norm.
 
-A gradient that varies along an axis, as its type says, is a shard over that axis. An algorithm,
-such as `ring`, makes an axis from a name: `ring("data")`.
+A gradient that varies along an axis, as its type says, is a shard over that axis. An axis may be a
+name, which stands for the collectives of `jax.lax`, or `ring("data")`: an axis with an algorithm
+for its collectives.
 """
 
 import numbers
@@ -29,8 +30,9 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
     The gradients of a whole step must be clipped, so use `clipped` outside `averaged`,
     `accumulated` and `precision.unscaled`. A gradient that varies along an axis counts as a shard
-    of a larger gradient. The axes in `reduce_norm_over`, such as `ring("data")`, all-reduce the sum
-    of squares by their own algorithms. Along any other axis `jax.lax` reduces it.
+    of a larger gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the sum of
+    squares is all-reduced by the algorithm of this axis, here `ring`. Along any other axis
+    `jax.lax` reduces it.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
@@ -51,14 +53,16 @@ def check_max_norm(where: str, max_norm: Any) -> None:
     if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
-            "trained. Leave the clipping out, or give the largest norm that a step may have."
+            "trained. Leave the clipping out, or give the largest norm that the gradients of a "
+            "step may have."
         )
 
 
 @dataclass(frozen=True)
 class Clipped:
     """The gradient function that `clipped` returns. It has a type of its own, so that
-    `refuse_clipped` can recognise it. `axes` are the axes whose algorithms reduce the norm."""
+    `refuse_clipped` can recognise it. `axes` are the axes, such as `ring("data")`, that have an
+    algorithm of their own for the all-reduce of the norm."""
 
     grad: Grad
     max_norm: float
@@ -72,8 +76,8 @@ class Clipped:
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
     """Raises `ValueError` if `grad` is `clipped`: inside `wrapper`, `grad` would not clip the
-    gradients of the step. `clipped_gradients` is the message's phrase for the gradients that `grad`
-    would clip.
+    gradients of the step. `clipped_gradients` is the text by which the error message names the
+    gradients that `grad` would clip.
     """
     if isinstance(grad, Clipped):
         raise ValueError(
@@ -89,8 +93,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
     A leaf that varies along some axes is a shard over them. The squares of all leaves with the same
     axes are summed to one scalar, in float32 or wider, and this scalar is all-reduced over exactly
-    these axes. Along the axes in `axes` their own algorithms move the data, and along any other
-    axis `jax.lax` does.
+    these axes. Along an axis in `axes`, such as `ring("data")`, the algorithm of this axis sends
+    the data, here `ring`; along any other axis `jax.lax` does.
 
     Raises:
         ValueError: there is no gradient; a gradient is not yet reduced over devices; or the types
@@ -99,8 +103,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     types.check_typed()
     if not jax.tree.leaves(gradients):
         raise ValueError(
-            "grads.norm needs at least one gradient, and all of them are None: nothing is "
-            "trained. A gradient function returns an array for each trained leaf, as "
+            "grads.norm needs at least one gradient, and all leaves of the tree are None: "
+            "nothing is trained. A gradient function returns an array for each trained leaf, as "
             "eqx.filter_value_and_grad does for floating-point arrays."
         )
     # By the axes along which a leaf is a shard: the sum of squares of all leaves with these axes.

@@ -52,8 +52,8 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
     by_path = dict(jax.tree.leaves_with_path(params))
 
     def parameter(path, gradient):
-        """Returns the parameter at the path of a gradient. Raises `ValueError` if there is no
-        array."""
+        """Returns the parameter at the path of a gradient. Raises `ValueError` if the parameters
+        have no array at this path."""
         if path not in by_path:
             raise ValueError(
                 f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none "
@@ -79,7 +79,7 @@ def floating(path: Sequence[Any], leaf: Array) -> Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(
             f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which "
-            "has no mean. Leave it out, or pass a function that combines it as aux=... to "
+            "has no mean. Leave it out, or pass aux=..., a function that combines it, to "
             "grads.accumulated and grads.averaged."
         )
     return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(float))

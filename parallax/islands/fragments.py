@@ -1,4 +1,5 @@
-"""The part of a model that a round exchanges: the whole model, some leaves, or some stacked layers.
+"""The part of a model that islands exchange at a time: the whole model, some leaves, or some
+layers.
 
 Islands exchange their changes in a *round*, every H steps. If a model is cut into F fragments,
 fragment k has its rounds k*H/F steps after fragment 0. So the largest number of bytes that one step
@@ -41,13 +42,14 @@ Fragments = Callable[[PyTree], tuple[Fragment, ...]]
 
 
 class Stream(NamedTuple):
-    """The fragments that rounds exchange, and how the results of the exchanges are used.
+    """The fragments, or parts of the model, that islands exchange in rounds, and how the results of
+    the exchanges are used.
 
     Attributes:
         fragments: a function that returns the fragments of a model, or of its shapes:
             `whole_model`, `by_path(...)` or `by_layers(...)`.
-        delay: the number of steps between the exchange of a fragment and the use of the result. It
-            must be below the number of steps between two rounds.
+        delay: the number of steps between the exchange of a fragment and the use of the result. The
+            delay must be below the number of steps between two rounds of one fragment.
         mixing: a number from 0 to 1. In a round an island takes `mixing` times its own weights plus
             `1 - mixing` times the new weights.
     """
@@ -90,7 +92,8 @@ def by_path(*patterns: str | Sequence[str]) -> Fragments:
         return Fragment(lambda model: jax.tree.map_with_path(leaf_of, model), _joined)
 
     def fragments(model):
-        """Returns the fragments, which depend on the patterns only and not on the model."""
+        """Returns the fragments, which depend only on the globs given to `by_path`, not on the
+        model."""
         return tuple(map(fragment, patterns))
 
     return fragments
@@ -166,9 +169,10 @@ def checked_fragments(
     one fragment. The check uses only the shapes of the model's leaves.
 
     Args:
-        stream: has the function that makes the fragments.
+        stream: `stream.fragments(model)` makes the fragments; other settings are not used.
         model: the model, or the shapes of its arrays.
-        specs: the specs of the model's leaves; None leaves out the check of split dims.
+        specs: the specs of the model's leaves. With None, it is not checked whether a fragment cuts
+            a split dim.
 
     Raises:
         ValueError: an element is in two fragments or in none; a fragment reshapes a leaf; or, with
@@ -212,6 +216,8 @@ def checked_fragments(
                 f"have {found} elements of {name or 'the parameter'}, which has "
                 f"{leaf.size}. Let each leaf match one pattern of by_path."
             )
+    # The numbers of elements are right. But two parts of one leaf may have the same elements, and
+    # others may be in no part.
     if any(len(parts) > 1 for parts in sizes.values()):
         _check_apart(fragments, model)
     return fragments
@@ -227,20 +233,21 @@ def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
                 raise ValueError(
                     "islands: the fragments together must have each element of the model once; "
                     f"two of them have the same elements of {name or 'the parameter'}. Take "
-                    "other layers in each fragment."
+                    "different layers in different fragments."
                 )
 
 
 def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
-    """Returns which elements of the leaves of `model` a fragment has. The path of a leaf maps to a
-    list of one array for each dim: the indices along this dim of the elements that are in the
-    fragment."""
+    """Returns a dict from the path of each leaf that the fragment has to a list of one array for
+    each dim: the indices along this dim of the leaf's elements that are in the fragment. Leaves
+    without dims are left out."""
     found: dict[str, list[np.ndarray]] = {}
     for dim in range(max((leaf.ndim for leaf in jax.tree.leaves(model)), default=0)):
 
         def numbered(leaf, dim=dim):
-            """Returns an array of the leaf's shape, whose elements are their indices along the dim;
-            this array is only a view of one row of numbers, so it takes no memory."""
+            """Returns an array of the leaf's shape, in which each element is its own index along
+            `dim`. The array is only a broadcast view of the numbers 0, 1, 2, ..., so it takes no
+            memory."""
             row = [1] * leaf.ndim
             if dim < leaf.ndim:
                 row[dim] = leaf.shape[dim]
@@ -251,6 +258,8 @@ def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
             part = jax.tree.map(np.asarray, fragment.get(jax.tree.map(numbered, model)))
         for path, leaf in jax.tree.leaves_with_path(part):
             if dim < leaf.ndim:
+                # A part has the same indices along `dim` at every place of the other dims, so those
+                # at place 0 are enough.
                 along = tuple(slice(None) if d == dim else 0 for d in range(leaf.ndim))
                 found.setdefault(trees.dotted(path), []).append(leaf[along])
     return found

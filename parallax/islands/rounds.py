@@ -57,7 +57,8 @@ IslandStep = Callable[..., tuple[State, Info]]
 
 
 def outer_nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
-    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum and the paper's rates."""
+    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum, and with the learning rate
+    and the momentum of the DiLoCo paper."""
     return optax.sgd(rate, momentum=momentum, nesterov=True)
 
 
@@ -74,7 +75,7 @@ def local(
 
     The result is `step(state, batch, limit=None, present=None) -> (state, info)`, to run inside
     `mesh.spmd` on the state of `islands.init`. The arrays of `info` have a first dim of islands,
-    and the spec `P(axis)`. The batch is split over the islands, as over any axis. `present` says
+    and the spec `P(axis)`. The caller's spec must split the batch over the islands. `present` says
     which islands take part in a round that begins in this step: it is an array of bools [islands],
     the same on all devices, or None if all islands take part. The changes of the present islands
     are averaged; absent islands continue with their own weights until a later round. A round
@@ -82,21 +83,22 @@ def local(
     loss is above `limit`.
 
     Args:
-        train: the step of one island, such as `step.make` returns. It names only axes inside an
-            island.
+        train: the step of one island, such as `step.make` returns. Its collectives may go only over
+            axes inside an island.
         outer: the outer optimizer; if weights are split, it must act element by element.
         every: the number of steps between two rounds, H.
-        axis: the axis of the islands: a name, or an axis with an algorithm, such as
-            `ring("island")`; or `ErrorFeedback(axis)`, which sends int8.
-        stream: the fragments that rounds exchange, and the delay until the results are used. By
-            default a round exchanges the whole model, without delay.
+        axis: the axis of the islands: a name, or an axis with an algorithm for its collectives,
+            such as `ring("island")`; or `ErrorFeedback(axis)`, which sends int8.
+        stream: the fragments that islands exchange, the delay until the results are used, and the
+            mixing: the share of its own weights in an island's weights after a round. By default a
+            round exchanges the whole model, without delay and without mixing.
 
     Raises:
-        ValueError: `every` is below 1, the delay is not below `every`, or the mixing is not from 0
-            to 1. When the step runs: `train` sends along the islands' axis, or uses a device's
-            index on it; the batch is the same on all islands; the state is not a state of islands;
-            the fragments do not cover the model; or the outer optimizer mixes the elements of a
-            leaf that is split.
+        ValueError: `every` is below 1, the stream's delay is not below `every`, or its mixing is
+            not from 0 to 1. When the step runs: `train` sends along the islands' axis, or uses a
+            device's index on it; an array of the batch is the same on several islands; the state is
+            not a state of islands; the fragments do not cover the model; or the outer optimizer
+            mixes the elements of a leaf that is split.
     """
     if every < 1:
         raise ValueError(
@@ -113,8 +115,8 @@ def local(
             f"islands.local needs a mixing from 0 to 1; got {stream.mixing}. Use 0 to let islands "
             "take the outer weights."
         )
-    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split. It
-    # gets no specs, `{}`, so an axis may split any dim of a leaf.
+    # `checked` returns an `update` that refuses to mix the elements of a leaf that is split.
+    # Without specs (`{}`), `checked` must assume that an axis may split any dim of a leaf.
     update, names = checked(with_extra(outer).update, {}, at="islands.local"), axis_names(axis)
 
     def step(state, batch, limit=None, present=None):
@@ -139,6 +141,8 @@ def local(
                 inner, state = _when(is_due, exchange.at_once, (inner, state))
             else:
                 inner, state = _when(is_due, exchange.start, (inner, state))
+                # `_is_due` is false up to step 0, so a `finish` follows the `start` of its round.
+                # If the exchange was dropped, as by `with_number_of_islands`, nothing changes.
                 is_due = _is_due(inner.step - stream.delay, first, every)
                 inner, state = _when(is_due, exchange.finish, (inner, state))
         state = eqx.tree_at(_inner, state, _stacked(inner, names))
@@ -171,7 +175,7 @@ class _Round(eqx.Module):
         update: the outer optimizer's `update`.
         axis: the axis of the islands, or `ErrorFeedback`.
         mixing: the share of an island's own weights in its weights after a round.
-        present: whether each island takes part; None if all islands do.
+        present: whether each island takes part in this round; None if all islands do.
     """
 
     part: Fragment
@@ -197,11 +201,12 @@ class _Round(eqx.Module):
         inner, state = states
 
         def stored(state):
-            """Returns the places in a state for the exchange's result and for the new rounding
-            error."""
+            """Returns the two parts of a state to replace: the field `sent`, the exchange's result,
+            and the rounding error, both of fragment number `k`."""
             return state.sent[self.k], state.error[self.k]
 
-        # An exact exchange has no error, so None must count as a leaf.
+        # The method `sent` makes the exchange. Without rounding to int8 there is no error, so None
+        # must count as a leaf.
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
@@ -217,7 +222,7 @@ class _Round(eqx.Module):
         island i's weights w_i.
 
         Returns two things: a `SentChanges`, with the mean change of the present islands, and this
-        island's new rounding error, which is None if the exchange is exact.
+        island's new rounding error, which is None unless the exchange rounds to int8.
         """
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
@@ -227,7 +232,8 @@ class _Round(eqx.Module):
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
         def changed(outer, local):
-            """Returns W - w_i of a leaf, or zeros if this island is absent."""
+            """Returns the outer weights minus this island's weights, for one leaf; zeros if this
+            island is absent."""
             # The two numbers are near each other: in bfloat16 the difference would lose most of
             # its bits, so it is taken in a wider type.
             kind = accumulation_dtype(outer.dtype)
@@ -251,8 +257,8 @@ class _Round(eqx.Module):
 
         Args:
             delta: this island's change, a tree of arrays.
-            error: this island's rounding error from the last exchange; None if the exchange is
-                exact.
+            error: this island's rounding error from the last exchange; None unless the exchange
+                rounds to int8.
             is_present: whether this island takes part. If not, its `delta` is 0.
         """
         if not isinstance(self.axis, ErrorFeedback):
@@ -289,6 +295,7 @@ class _Round(eqx.Module):
             return jnp.where(sent.present[0], _mixed(new, old, self.mixing), old)
 
         weights = self.part.get(state.model)
+        # `outer.init` took the weights, so the outer optimizer gets gradients of the same types.
         delta = jax.tree.map(lambda x, w: x.astype(w.dtype), sent.mean, weights)
         updates, moments = self.update(delta, state.optimizer[self.k], weights)
         # Momentum would move the weights even if the mean change is zero. So if no island was
@@ -317,7 +324,7 @@ def _mixed(new: Array, old: Array, mixing: float) -> Array:
 
 
 def _with(items: tuple, k: int, item: Any) -> tuple:
-    """Returns the tuple `items` with `item` in place of its item k."""
+    """Returns the tuple `items` with `item` in place of the item at the index `k`."""
     return (*items[:k], item, *items[k + 1 :])
 
 
@@ -330,7 +337,7 @@ def _trained(model: PyTree, outer: PyTree) -> PyTree:
 
 
 def _when(predicate: Bool[Array, ""], change: Callable[[Any], Any], states: Any) -> Any:
-    """Returns `change(states)` if the predicate is true, else `states`.
+    """Returns `change(states)` if `predicate` is true, else `states`.
 
     The predicate must be the same on all devices, since `change` may have collectives that all
     devices must run.
@@ -447,21 +454,24 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if no array of the batch varies along all axes of the islands: then the
-    batch is the same on all islands, and all would train the same model.
+    """Raises `ValueError` if islands would train on the same data: if no array of the batch varies
+    along all axes of the islands, or if an array varies along other axes and not along all of
+    these. An array that is the same on all devices, such as a table, is accepted.
 
     If there is only one island, or if the batch has no arrays, nothing is raised.
     """
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
-    if (
-        axis_size(names) > 1
-        and leaves
-        and not any(set(names) <= set(varying_axes(leaf)) for leaf in leaves)
-    ):
-        raise ValueError(
-            "islands.local: the batch is the same on all islands, so all would train the same "
-            f"model. Split it over {names} too, such as by the spec P({(*names, 'data')!r})."
-        )
+    if axis_size(names) == 1 or not leaves:
+        return
+    split = [leaf for leaf in leaves if varying_axes(leaf)]
+    for leaf in split or leaves:
+        missing = [name for name in names if name not in varying_axes(leaf)]
+        if missing:
+            raise ValueError(
+                f"islands.local: an array of the batch, {leaf.dtype}{list(leaf.shape)}, is the "
+                f"same along {missing}, so islands would train on the same data. Split it over "
+                f"{names} too, such as by the spec P({(*names, 'data')!r})."
+            )
 
 
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
@@ -476,6 +486,6 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
                 f"islands.local: the train step works along {names} itself, by "
                 f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would "
                 "exchange in every step. Leave that axis out of the step's reductions: "
-                f"grads.averaged(grad, 'data'), not over {(*names, 'data')!r}; islands.local joins "
-                "the islands."
+                f"grads.averaged(grad, 'data'), not over {(*names, 'data')!r}; islands.local "
+                "itself averages over the islands."
             )

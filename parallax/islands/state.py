@@ -28,7 +28,7 @@ from parallax.islands.fragments import ALL_AT_ONCE, Stream
 
 
 class SentChanges(eqx.Module):
-    """The result of an exchange that no island has used yet. The specs of its arrays are kept in a
+    """An exchange's result that no island has used yet. The specs of its arrays are kept in a
     `SentChanges` too.
 
     Attributes:
@@ -52,9 +52,9 @@ class State(eqx.Module):
             leaves are None.
         optimizer: for each fragment, the state of the outer optimizer.
         error: for each fragment, the rounding errors of an int8 exchange, [islands, ...], which the
-            next exchange adds to the changes; None if the exchange is exact.
-        sent: for each fragment, the result of an exchange that no island has used yet; None if
-            results are used at once.
+            next exchange adds to the changes; None unless the exchange rounds to int8.
+        sent: for each fragment, an exchange's result that no island has used yet; None if results
+            are used at once.
     """
 
     inner: step.State
@@ -104,16 +104,16 @@ def init(
         specs: the specs of `state`. They must not name the axis of the islands.
         outer: the outer optimizer, which changes the outer weights in a round.
         mesh: the mesh, with the axis of the islands.
-        axis: the axis of the islands: a name, or an axis with an algorithm, such as
-            `ring("island")`; or `ErrorFeedback(axis)` for an exchange in int8. It must be the
-            `axis` that `islands.local` gets.
+        axis: the axis of the islands: a name, or an axis with an algorithm for its collectives,
+            such as `ring("island")`; or `ErrorFeedback(axis)` for an exchange in int8. It must be
+            the `axis` that `islands.local` gets.
         stream: the fragments and their delay, as in `islands.local`.
         trainable: the leaves that the outer optimizer trains: a function of a leaf, or a tree of
             booleans, as in `step.init`. Islands do not exchange the other leaves.
 
     Raises:
-        ValueError: the mesh has no such axis; the fragments do not cover the model, or cut a dim
-            that is split.
+        ValueError: the mesh has no axis of the islands; the fragments do not cover the model, or
+            cut a dim that is split.
     """
     plan = state_init(state, specs, outer, mesh, axis=axis, stream=stream, trainable=trainable)
     return plan.init(state), plan.specs
@@ -132,8 +132,8 @@ def state_init(
     """Returns a `StateInit`: a function that makes the state of islands from the state of one
     island, and the shapes and the specs of the result.
 
-    Nothing is computed until the function is called, so the shapes of the state of one island are
-    enough here.
+    The state of islands is computed only when the returned function is called. So the argument
+    `state` may be the shapes of one island's state.
 
     Args:
         state: the state of one island, or its shapes.
@@ -183,7 +183,8 @@ def state_init(
     begin = jax.jit(make, out_shardings=shardings)
 
     def with_static(state):
-        """Returns `state` with those leaves of one island's state put in that are no arrays."""
+        """Returns `state`, with the leaves that are no arrays taken from the state of one
+        island."""
         return eqx.tree_at(_inner, state, eqx.combine(state.inner, static))
 
     def with_sharding(leaf, sharding):
@@ -243,7 +244,8 @@ def _specs(
 
 
 def _zeros(weights: PyTree, *first_dims: int) -> PyTree:
-    """Returns zeros [*first_dims, ...] for each weight, in the dtype in which sums are kept."""
+    """Returns zeros [*first_dims, ...] for each weight, in the dtype in which the weight's changes
+    are summed (float32 or wider)."""
 
     def zeros(w):
         return jnp.zeros((*first_dims, *w.shape), accumulation_dtype(w.dtype))
@@ -263,7 +265,8 @@ def axis_names(axis: AxisLike | ErrorFeedback) -> tuple[str, ...]:
 
 
 def number_of_islands(axis: AxisLike | ErrorFeedback, mesh: trees.AnyMesh) -> int:
-    """Returns the number of islands of a mesh. Raises `ValueError` if the mesh has no such axis."""
+    """Returns the number of islands of a mesh. Raises `ValueError` if the mesh has no axis of the
+    islands."""
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:
@@ -284,7 +287,7 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
     """Returns the shapes of a state that was saved by `islands` islands, to restore that state from
     a checkpoint.
 
-    `shapes` are the shapes of a state with as many islands as the present mesh has. The saved
+    `shapes` are the shapes of a state with as many islands as the current mesh has. The saved
     islands may not divide evenly over the mesh, so the dim of islands is not split: each device
     reads the blocks of all saved islands.
     """
@@ -322,9 +325,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         state, lost = islands.with_number_of_islands(state, train_step.shapes)
 
     `shapes` are the shapes of a state for the new number of islands. All islands continue with the
-    outer weights. If there were n islands before, island i takes the state of the inner optimizer,
-    and the leaves that are not trained, from island i mod n. Exchanges under way and rounding
-    errors are dropped.
+    outer weights, the only weights that are the same for all islands. If there were n islands
+    before, island i takes the state of the inner optimizer, and the leaves that are not trained,
+    from island i mod n. Exchanges under way and rounding errors are dropped.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
     sources = jnp.arange(islands) % before
@@ -348,7 +351,8 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         return SentChanges(mean, jnp.zeros_like(sent.some), zeros(sent.present))
 
     def resized(state):
-        """Returns the state of `islands` islands, from the arrays of the old state.
+        """Returns the state for the new number of islands, `islands`, from the arrays of the state
+        before the change of the number.
 
         Every island starts from the outer weights, `state.model`, which has None for leaves that
         are not trained. An island takes these other leaves and the inner optimizer's state from an
@@ -374,13 +378,15 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
 
 
 def _islands(model: PyTree) -> int:
-    """Returns the number of islands: the first dim of any array of a stacked model."""
+    """Returns the number of islands: the first dim of any array of a model whose arrays are
+    [islands, ...]."""
     return next(leaf.shape[0] for leaf in jax.tree.leaves(model) if trees.is_array(leaf))
 
 
 def _losses(state: State, before: int, islands: int) -> list[str]:
     """Returns a phrase for each thing that is lost when the number of islands changes from
     `before` to `islands`."""
+    # All islands restart from the outer weights, which only a round changes.
     lost = ["the inner steps since the last round, on every island, if there were any"]
     if islands < before:
         lost.append(

@@ -1,4 +1,4 @@
-"""Finds mistakes that raise no error, in rule sets and traced programs.
+"""Finds mistakes that raise no error, in traced programs and in rules that place arrays on a mesh.
 
     print(lint.report(lint.rules(model, rule, mesh)))
     print(lint.report(lint.program(train, state, batch)))

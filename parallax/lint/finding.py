@@ -12,7 +12,7 @@ class Finding:
         kind: the name of the mistake, such as "sum-in-a-loop".
         where: for a program, the caller's line, "file.py:12"; for a rule set, the dotted path of
             the leaf, or the rule.
-        harm: the mistake, with the axis and the numbers.
+        harm: what goes wrong, with the mesh axis and the sizes.
         cure: the advice.
     """
 

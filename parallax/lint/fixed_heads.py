@@ -20,8 +20,8 @@ from parallax.trees import entry_axes
 
 
 def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for each attention in `args` and each line of the program that reshapes one
-    device's outputs of this attention into as many heads as the whole model has.
+    """Yields a finding for each pair of an attention in `args` and a source line whose operation
+    reshapes one device's outputs of this attention into as many heads as the whole model has.
 
     `program` was traced for the arguments `args`, which are whole arrays, not shards.
     """
@@ -31,6 +31,8 @@ def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
         # The queries stand for all projections, which have the same number of heads.
         heads, shape = module.num_heads, module.query_proj.weight.shape  # [..., outputs, inputs]
         for eqn in maps:
+            # An argument of this shape is taken for a weight of this attention. The reshape into
+            # `heads` heads, which is looked for below, confirms it.
             for axes, size in _splits(eqn, shape):
                 outputs = shape[-2] // size  # those of one device
                 for line in _lines_that_cut(eqn, outputs, (heads, outputs // heads)):
@@ -43,8 +45,9 @@ def _is_attention(node: Any) -> bool:
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields a pair for each argument of a `shard_map` that has this shape and is split along its
-    dim of outputs: the axes that split this dim, and the number of devices along these axes.
+    """Yields a pair for each argument of the shape `shape` of a `shard_map`, if the argument is
+    split along its dim of outputs: the axes that split this dim, and the number of devices along
+    them.
 
     `shape` is the shape of a projection's whole weight, [..., outputs, inputs].
     """
@@ -61,8 +64,8 @@ def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple
 
 
 def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -> list[str]:
-    """Returns the lines in a `shard_map` that reshape a last dim of size `outputs` into two dims of
-    the sizes `parts`: the number of heads and the width of a head.
+    """Returns the source lines of the operations in a `shard_map` that reshape a last dim of size
+    `outputs` into two dims of the sizes `parts`: the number of heads and the width of a head.
     """
     lines = {}  # a dict, as a set would not keep their order
     for body in jaxprs.inner(shard_map):

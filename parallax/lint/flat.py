@@ -3,7 +3,7 @@ place of the call, and each value (array) has an id.
 
 Ids are ints: 0, 1, 2, ... Functions take and return ids, since the arrays do not exist before a
 run. A collective of this library is one equation, `linear_collective`. The function `ours` returns
-the jaxpr of `ppermute`s that the equation stands for.
+the jaxpr that the equation stands for, which sends by `ppermute`s or calls other collectives.
 """
 
 from collections import defaultdict
@@ -33,8 +33,8 @@ class Scope(NamedTuple):
             those of the calls, conditionals and loops around it, the innermost first.
         is_hidden: whether a function of JAX or of this library made the operation; the operation's
             own source line then tells a user nothing.
-        on_purpose: whether the operation is part of a gather that each trip of a loop is meant to
-            repeat.
+        on_purpose: whether the operation is part of a gather that each iteration of a loop is meant
+            to repeat.
         predicates: the ids of the values that decide whether the operation runs.
     """
 
@@ -115,7 +115,7 @@ class Flat:
         return self.types[value].shape
 
     def _new_ids(self, types: Sequence[Any]) -> tuple[int, ...]:
-        """Returns new ids for values of these types."""
+        """Adds a value for each type in `types`, and returns the ids of these values."""
         self.types += types
         return tuple(range(len(self.types) - len(types), len(self.types)))
 
@@ -126,9 +126,11 @@ class Flat:
         return value
 
     def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
-        """Adds the operations of a jaxpr, and returns the ids of its results.
+        """Adds the operations of a jaxpr to `nodes`, and returns the ids of the jaxpr's results.
 
-        `arguments` are the ids of the jaxpr's arguments.
+        `arguments` are the ids of the jaxpr's arguments. `scope` is the place of the jaxpr:
+        `scope.at` has the equations around it, the innermost first, and `scope.is_hidden` says
+        whether the jaxpr belongs to a function of JAX or of this library.
         """
         ids = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> id
         ids |= zip(jaxpr.constvars, self._new_ids(jaxprs.types(jaxpr.constvars)), strict=True)
@@ -150,8 +152,10 @@ class Flat:
         """Adds the operations of an equation, and returns the ids of its results.
 
         For a call of a function, the function's operations are added. Collectives, loops and
-        `shard_map` stay one operation each. An operation inside a function of JAX or of this
-        library is hidden (`Scope.is_hidden`), so that findings show the caller's line.
+        `shard_map` stay one operation each. But a collective of this library that only calls other
+        collectives, such as `zero.gathered`, is opened like a call. An operation inside a function
+        of JAX or of this library is hidden (`Scope.is_hidden`), so that findings show the caller's
+        line.
         """
         name = eqn.primitive.name
         if name == COND:
@@ -161,8 +165,8 @@ class Flat:
             # `zero.gathered` and `sequence.gather_from` give their gathers this name. A loop
             # repeats these gathers on purpose, to save memory.
             scope = scope._replace(on_purpose=True)
-        sent = values.sent(eqn, ours)  # None if it is no collective
-        # A collective of this library that is made of several others is opened like a call.
+        # None if it is no collective, or a collective of this library that is opened like a call.
+        sent = values.sent(eqn, ours)
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
         if inner is None:
             return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)
@@ -172,8 +176,9 @@ class Flat:
     def _conditional(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
         """Adds the operations of a conditional, and returns the ids of its results.
 
-        The comment at `COND` and `CHOSEN` lists these operations. Result j depends on the predicate
-        and on result j of every branch, whichever branch runs.
+        The conditional becomes a `COND`, the operations of all branches, and a `CHOSEN` for each
+        result. Result j depends on the predicate and on result j of every branch, whichever branch
+        runs.
         """
         predicate, *operands = inputs
         self._node(COND, eqn, inputs, types=[], sent=None, scope=scope)
@@ -206,12 +211,12 @@ class Flat:
 
 
 def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """Returns a pair for each carry of a loop: the carry's place among the loop's operands, and its
-    place among the loop's results.
+    """Returns a pair for each carry of a loop: the carry's place among the loop's operands, and the
+    carry's place among the loop's results.
 
-    The operands of a `scan` are constants, carries and sliced arrays; its results are the carries
-    and then stacked arrays. The operands of a `while` are the constants of its condition, the
-    constants of its body, and the carries; its results are the carries.
+    The operands of a `scan` are constants, carries and sliced arrays; the results are the carries
+    and then stacked arrays. The operands of a `while` are the constants of the condition, the
+    constants of the body, and the carries; the results are the carries.
     """
     if eqn.primitive.name == "scan":
         first, count = jaxprs.scan_parts(eqn)  # how many constants and carries there are
@@ -222,8 +227,8 @@ def carried(eqn: JaxprEqn) -> list[tuple[int, int]]:
 
 
 def sliced(eqn: JaxprEqn) -> range:
-    """Returns the places of the operands that a loop slices: each trip (iteration) gets one slice
-    of each such operand."""
+    """Returns the places of the operands that a loop slices: each iteration gets one slice of each
+    such operand."""
     if eqn.primitive.name != "scan":
         return range(0)
     # The constants and the carries, which `scan_parts` counts, come first.

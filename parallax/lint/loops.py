@@ -2,13 +2,14 @@
 same result.
 
 For example, a loop of `carry = carry + psum(x)` can add up `x`, with one `psum` after the loop. A
-loop of `carry = carry + psum(x) ** 2` needs the sum in each trip (iteration).
+loop of `carry = carry + psum(x) ** 2` needs the sum in each iteration.
 
 A `Value` records what the lint knows about one value (array) of the program. `parts` are the sums
 and carries of which the value is a linear function: `carry + psum(x)` has two parts, the old carry
 and the sum. `differs` are the axes along which the value differs between devices. `trip` is the
 depth of the innermost loop that changes the value, or 0 if no loop does. A part is *spoiled* if the
-loop's body also uses it in another way than by adding it up; a spoiled sum must stay in the loop.
+loop's body also uses it in another way than by adding it up. A sum that is spoiled must stay in the
+loop.
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ from parallax import jaxprs
 from parallax.lint.values import VIEWS, Value
 
 # A value of a loop's body may be a linear function of parts: ("sum", k) is the k-th sum over
-# devices in the body, and ("carry", i) is the i-th carry at the beginning of the trip.
+# devices in the body, and ("carry", i) is the i-th carry at the beginning of the iteration.
 LoopPart = tuple[str, int]
 
 # Operations that are linear functions of all their operands. So they commute with a sum over
-# devices and over trips.
+# devices and over iterations.
 _LINEAR = VIEWS | {
     *("add", "add_any", "concatenate", "convert_element_type", "optimization_barrier"),
     *("reduce_sum", "replicated", "sub"),
@@ -52,9 +53,10 @@ class Loop:
 
     Attributes:
         depth: the number of loops around the body, this one included.
-        trips: the number of trips; None if it is not known.
+        trips: the number of iterations; None if it is not known.
         sums: the sums over devices in the loop's body.
-        spoiled: the parts that are also used in another way than by adding them up.
+        spoiled: the sums and carries (as a `LoopPart`) that the body also uses in another way than
+            by adding them up.
     """
 
     depth: int
@@ -65,70 +67,78 @@ class Loop:
     def summed(
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
-        """Notes a sum of `value` over devices, and returns the parts of the sum's result: the parts
-        of `value`, and the new sum. `only_added` decides later whether the sum could stand after
-        the loop.
+        """Notes a sum of `value` over devices, and returns the sums and carries (`parts`) of which
+        the result of this sum is a linear function: those of `value`, and the new sum. `only_added`
+        decides later whether the sum could stand after the loop. `aval` is the type of `value`, and
+        `where` the source line of the sum.
         """
         # A sum that depends on a carry must stay in the loop, and so must the sums that were added
-        # to this carry: each trip needs the carry's value.
+        # to this carry: each iteration needs the carry's value. The new sum is not spoiled itself.
+        # But a new carry that it is added to has these spoiled parts too, and `only_added` takes no
+        # sums from such a carry.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
         return value.parts | {("sum", len(self.sums) - 1)}
 
     def carried(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the carries (`values`) at the beginning of a trip: each carry is
-        its own only part."""
+        """Returns the facts about the carries (`values`) at the beginning of an iteration: each
+        carry is a linear function of itself only."""
         return [value._replace(parts=frozenset({("carry", i)})) for i, value in enumerate(values)]
 
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:
-        """Returns the parts of which an equation's result is a linear function.
+        """Returns the sums and carries (`parts`) of which an equation's result is a linear
+        function.
 
-        If the result is no linear function of the operands' parts, the result has no parts, and the
-        operands' parts are spoiled.
+        If the result is no linear function of the sums and carries of its operands, none is
+        returned, and these sums and carries are noted as `spoiled`.
         """
         parts = frozenset().union(*(value.parts for value in values))
-        if parts and not self._is_linear(eqn, values, parts):
+        if parts and not self._lets_sums_move(eqn, values, parts):
             self.spoil(values)
             return frozenset()
         return parts
 
     def spoil(self, values: Sequence[Value]) -> None:
-        """Notes that the parts of these values are used in another way than by adding them up."""
+        """Notes that the sums and carries of which these values are linear functions are used in
+        another way than by adding them up."""
         self.spoiled.update(part for value in values for part in value.parts)
 
     def only_added(self, carries: Sequence[Value], stacked: Sequence[Value]) -> list[Sum]:
         """Returns the sums that were only added to a carry.
 
         `carries` and `stacked` are the results of the body: the new carries, and the outputs that
-        the loop stacks. The loop returns the stacked outputs of all trips, so a sum in one of them
-        must stay in the loop.
+        the loop stacks. The loop returns the stacked outputs of all iterations, so a sum in one of
+        them must stay in the loop.
         """
         self.spoil(stacked)
         # The new carry must be the old one plus parts, and not a function of another carry.
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
-        # A carry that is used in another way needs its sums in each trip, so these sums do not
+        # A carry that is used in another way needs its sums in each iteration, so these sums do not
         # count.
         added = {
             part for value in carries if not value.parts & self.spoiled for part in value.parts
         }
         return [total for k, total in enumerate(self.sums) if ("sum", k) in added - self.spoiled]
 
-    def _is_linear(
+    def _lets_sums_move(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]
     ) -> bool:
-        """Returns whether an equation's result is a linear function of `parts`, which are the parts
-        of its operands `values`, and whether a sum over devices may move past the equation.
+        """Returns whether the sums over devices among `parts`, which come before an equation in the
+        loop's body, may be moved behind the loop. `parts` are the parts of the equation's operands,
+        `values`. The equation's result must be a linear function of `parts`, and the equation's
+        factors and masks must allow the move.
 
-        A factor that is the same in all trips can be applied after the sum that follows the loop. A
-        mask that is the same on all devices can be applied before that sum, in each trip.
+        A factor that is the same in all iterations can be applied after the sum that follows the
+        loop. A mask that is the same on all devices can be applied before that sum, in each
+        iteration.
         """
         name = eqn.primitive.name
         has_parts = [bool(value.parts) for value in values]
         # `trip` is the depth of the innermost loop that changes the factor. If it is less than the
-        # depth of this loop, the factor is the same in all trips of this loop.
+        # depth of this loop, the factor is the same in all iterations of this loop.
         if name == "mul":
             return sum(has_parts) == 1 and values[has_parts.index(False)].trip < self.depth
         if name == "div":

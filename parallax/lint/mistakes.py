@@ -1,8 +1,8 @@
 """Makes the findings in a program: each function returns the `Finding` for one kind of mistake.
 
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
-devices along them together. `where` is the caller's source line. `trips` is the number of trips
-(iterations) of a loop, or None if it is not known. `sent` is a collective. `sent.kind` is its kind,
+devices along them together. `where` is the caller's source line. `trips` is the number of
+iterations of a loop, or None if it is not known. `sent` is a collective. `sent.kind` is its kind,
 and `sent.permutes` says whether it is made of `ppermute`s, which wait for all devices of the
 program. A `Value` records what the lint knows about one value (array) of the program.
 """
@@ -77,7 +77,8 @@ def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str
 def same_every_trip(
     sent: Sent, aval, axes: frozenset[str], trips: int | None, where: str
 ) -> Finding:
-    """Returns the finding for a collective in a loop whose operand the loop does not change."""
+    """Returns the finding for a collective in a loop, if the loop does not change the collective's
+    operand."""
     return Finding(
         "same-every-trip",
         where,
@@ -138,12 +139,13 @@ def shards_summed(aval, axes: frozenset[str], size: int, where: str) -> Finding:
 def gathered_out_of_order(
     aval, dim: int, split: tuple[str, ...], axes: tuple[str, ...], where: str
 ) -> Finding:
-    """Returns the finding for a gather whose blocks do not follow each other in the whole dim. The
-    gather goes over `axes`, along the dim `dim`, which is split over the axes `split`."""
+    """Returns the finding for a gather that puts blocks next to each other that are not neighbours
+    in the whole dim. The gather goes over `axes`, along the dim `dim`, which is split over the axes
+    `split`."""
     return Finding(
         "gathered-out-of-order",
         where,
-        f"dim {dim} of this {shown(aval)} is split over {split}, the last of them innermost, and "
+        f"dim {dim} of this {shown(aval)} is split over {split} in this order, and "
         f"is gathered over {axes}: the "
         "gathered blocks do not follow each other in the whole array.",
         f"Gather over {split[-len(axes) :]} first, or name the axes of dim {dim} in another order "
@@ -223,8 +225,8 @@ def repeated_on_each_device(
     kind: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
     """Returns the finding for numbers that are the same on each device, although each device has
-    different elements of a split dim. For each `kind`, the table `REPEATED` has three texts: the
-    numbers, the harm and the cure."""
+    different elements of a split dim. For each `kind`, the table `REPEATED` has three texts: which
+    numbers these are, the harm and the cure."""
     numbers, harm, cure = (text.format(axes=named(axes), size=size) for text in REPEATED[kind])
     meeting = f"{numbers} meet {shown(aval)}, along a dim that is split along {named(axes)}"
     return Finding(kind, where, f"{meeting}: {harm}", cure)
@@ -272,8 +274,8 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
 
 
 def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for gradients of one device's rows that are scaled by the norm of these
-    gradients before they are summed over devices."""
+    """Returns the finding for gradients of one device's rows of the batch that are scaled by the
+    norm of these gradients before they are summed over devices."""
     return Finding(
         "clipped-before-the-sum",
         where,
@@ -290,8 +292,9 @@ def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) ->
 def wide_product(
     eqn: JaxprEqn, operands: list[Value], where: str, declared: bool
 ) -> Finding | None:
-    """Returns the finding for a product in 32 bits or more, if its operands came from 16 bits or
-    the caller `declared` 16 bits. Returns None for other products."""
+    """Returns the finding for a product in 32 bits or more, if an operand has a 16-bit type or was
+    cast from one, or if the caller `declared` that all products should be in 16 bits. Returns None
+    for other products."""
     avals = types(eqn.invars)
     wide = [aval for aval in avals if is_wide(aval.dtype)]
     # The 16-bit types of operands, also of those that were cast to a wider type (`narrow`).

@@ -18,11 +18,12 @@ LAID_OUT = jaxprs.LAID_OUT  # operations that only move elements, such as a resh
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
-    """Returns the axes that split dims of which a device has several rows (indices). A device's
-    reduction over such a dim covers only this device's rows. `shape` is the shape of the device's
-    block.
+    """Returns the axes that split dims along which a device has several indices. A device's
+    reduction over such a dim covers only this device's part of the dim. `shape` is the shape of the
+    device's block.
     """
-    # The rows of a dim with one row on each device may be separate models, as in an ensemble.
+    # If each device has only one index along a dim, each index may be a separate model, as in an
+    # ensemble.
     pairs = zip(dims, shape, strict=True)
     return frozenset(axis for axes, size in pairs if size > 1 for axis in axes)
 
@@ -66,7 +67,8 @@ def _same_elements(
         return dims if before == after else None
     if node.name not in LAID_OUT:
         return None
-    # Only dims of size 1 may come or go.
+    # Only dims of size 1 may come or go. Which of them remains is not known, so none of them counts
+    # as split afterwards. `axes_of_blocks` does not use the axes of such dims either.
     pairs = [(size, axes) for size, axes in zip(before, dims, strict=True) if size > 1]
     if [size for size, _ in pairs] != [size for size in after if size > 1]:
         return None
@@ -77,8 +79,8 @@ def _same_elements(
 def operands(node: Node, result: int) -> Sequence[int]:
     """Returns the operands from which an operation makes a result.
 
-    A carry that a loop returns is made of the operand with the carry's first value. For a stacked
-    output of a loop, no operand is listed. In an operation with several results and as many
+    For a carry that a loop returns, the list has one operand: the carry's initial value. For a
+    stacked output of a loop, the list is empty. In an operation with several results and as many
     operands, such as a barrier, each result is made of the operand at the same place. In all other
     operations, each result is made of all operands.
     """
@@ -93,9 +95,9 @@ def joined_axes(program: Flat, node: Node) -> frozenset[str]:
     """Returns the axes over which an operation is a collective. For a loop, returns the axes of all
     collectives in its body and its condition.
 
-    This library's `replicated` declares that a value is the same along the axes of `replicated`,
-    for example after a collective over them. `program.ours` returns the jaxpr of a collective of
-    this library, and `sent_inside` yields the collectives in a jaxpr.
+    This library's `replicated(x, axes)` declares that `x` is the same along `axes`, for example
+    after a collective over them: these axes are returned too. `program.ours` returns the jaxpr of a
+    collective of this library, and `sent_inside` yields the collectives in a jaxpr.
     """
     if node.sent:
         return frozenset(node.sent.axes)

@@ -35,23 +35,24 @@ def program(
     * `sum-in-a-loop`: a sum over devices whose result is only added to a loop's carry. One sum of
       the carry after the loop gives the same result.
     * `same-every-trip`: a collective in a loop, of a value that the loop does not change.
-      `zero.gathered` and `sequence.gather_from` are accepted: they gather in each trip on purpose,
-      so that the gathered array need not be kept.
+      `zero.gathered` and `sequence.gather_from` are accepted: they gather in each iteration on
+      purpose, so that the gathered array need not be kept.
     * `update-mixes-a-shard`: a reduction of one device's shard whose result goes into the update of
       that shard, with no collective over the shard's axes in between. Examples are `optax.lamb` and
       clipping by a norm, on shards. An update is the term `u` of an output `w + u` that has the
       shape and the spec of the argument `w`. The lint looks at the values from which elementwise
-      operations compute the update. It finds reductions of them, and of elementwise functions of
-      them, to one number. A reduction over only some dims is found only if optax's code makes it.
-    * `shards-summed`: a sum of a value from which such an update `u` is computed, over an axis that
-      splits the argument `w`. The sum adds different shards. The value counts only if it comes from
-      a product, a reduction or a loop, as a gradient does.
+      operations compute the update. It finds operations that reduce such a value, or an elementwise
+      function of such a value, to a single number. A reduction over only some dims is found only if
+      optax's code makes it.
+    * `shards-summed`: a sum over an axis that splits an argument `w`, of a value from which the
+      update `u` of `w` is computed. The sum adds different shards. The value counts only if it
+      comes from a product, a reduction or a loop, as a gradient does.
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by the norm or the
       maximum of each device's own gradients, and only then summed over the devices. An example is
       `optax.clip_by_global_norm` inside `grads.averaged`. The lint looks for products and quotients
       that scale gradients, but not inside a function that is differentiated. Each device must have
-      several rows of the batch: if it has one row, each example is clipped, as in differentially
-      private training. Clipping of each microbatch's mean is not found.
+      several rows of the batch: if a device has a single row, each example is clipped, as in
+      differentially private training. Clipping of each microbatch's mean is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
       split. The gather goes over the outer axis only, or over both in another order than in the
       argument's spec, so the gathered blocks do not follow each other. Integers, such as tokens,
@@ -61,19 +62,21 @@ def program(
       the layers. A split argument counts as layers if an output (its gradient or its update) has
       the same shape and spec. Any other split argument counts as a batch. Programs that also send
       along that axis, as pipelines do, are accepted.
-    * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec
-      splits (hidden units, heads), if its result is combined, without a collective first, with an
-      array that still has the split dim. A reduction over groups of units (a group norm) is found
-      too, if a device has one element of each group, as with 8 units in 2 groups on 4 devices.
+    * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec splits
+      (hidden units, heads), if its result is combined, without a collective first, with an array
+      that still has the split dim. A reduction over groups of units (a group norm) is found too, if
+      a device has one element of each group, as when each of 4 devices has 2 of 8 units and makes 2
+      groups of them.
     * `parts-of-a-split-dim`: different slices of a dim that a weight's spec splits are combined
-      with each other. Examples are a fused matrix that is split by its outputs, and the stacked
-      gates of an `eqx.nn.LSTMCell`. If the trace fails because shapes do not fit, and the arguments
-      hold a cell whose arrays are split by rows, this mistake is the only finding.
+      with each other. Examples are the queries, keys and values of one fused matrix that is split
+      by its outputs, and the stacked gates of an `eqx.nn.LSTMCell`. If the trace fails because
+      shapes do not fit, and the arguments hold a cell whose arrays are split by rows, this mistake
+      is the only finding.
     * `one-key-for-split-units`: random numbers that are the same on all devices are combined with
       an array along its split dim, as in dropout with the same mask for the units of every device.
-    * `counted-on-a-device`: numbers that each device makes of 0, 1, 2, ... are combined with an
-      array along its split dim. Examples are positions of split tokens, and slopes of split heads.
-      Masks, which compare two counts, are accepted.
+    * `counted-on-a-device`: numbers that each device computes from its own indices 0, 1, 2, ... are
+      combined with an array along its split dim. Examples are positions of split tokens, and slopes
+      of split heads. Masks, which compare two counts, are accepted.
     * `added-before-the-sum`: a bias or a residual that each device adds to its term of a sum over
       devices, so that the sum counts it several times.
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
@@ -88,11 +91,12 @@ def program(
     * `wide-product`: a matrix product or convolution in 32 bits or more, of numbers that came from
       bfloat16 or float16.
 
-    Values differ between devices along the axes of `in_specs` and of `lax.axis_index`. The result
-    of a sum, a maximum or a gather counts as equal on all devices along the axes of this
-    collective, even if the type of the result says that it varies. Axes of one device do not count.
-    `update-mixes-a-shard` and `shards-summed` accept a dim of which a device has one row, since the
-    rows of the dim may be separate models, as in an ensemble. `update-mixes-a-shard` also accepts
+    A value counts as different between devices along an axis if it depends on an argument that
+    `in_specs` split over the axis, or on `lax.axis_index` of the axis. The result of a sum, a
+    maximum or a gather counts as equal on all devices along the axes of this collective, even if
+    the type of the result says that it varies. Axes of one device do not count.
+    `update-mixes-a-shard` and `shards-summed` accept a dim along which a device has only one index,
+    since each index may be a separate model, as in an ensemble. `update-mixes-a-shard` also accepts
     an argument whose elements are rounded to whole numbers or to 8 bits, since each shard may have
     its own scale. A hand-written pipeline whose stages all hold the same layers is not found: it
     cannot be told from a recurrent net that sends its state to the next device.
@@ -105,7 +109,7 @@ def program(
             wider type is a finding, whatever types its operands came from.
 
     Raises:
-        ValueError: `compute` is a wider type.
+        ValueError: `compute` is not a floating-point type of 16 bits or fewer.
     """
     if compute is not None and not values.is_narrow(jnp.dtype(compute)):
         raise ValueError(
@@ -135,7 +139,8 @@ PASS = ("same-every-trip", "sum-in-a-loop", "summed-twice", "wide-product")
 
 
 def check(f: Callable[..., Any], *args: Any, allowed: Collection[str] = PASS) -> None:
-    """Raises an error if `program(f, *args)` finds a mistake that changes numbers.
+    """Raises an error if `program(f, *args)` finds a mistake that makes results wrong, not only
+    slow.
 
         train = jax.jit(mesh.spmd(step.make(grad, optimizer), ...))
         lint.check(train, state, batch)
@@ -147,7 +152,8 @@ def check(f: Callable[..., Any], *args: Any, allowed: Collection[str] = PASS) ->
             `summed-twice`, which a later division may make right.
 
     Raises:
-        ValueError: the findings, with their lines and cures.
+        ValueError: there is such a finding. The message has the findings, with their source lines
+            and cures.
     """
     findings = [finding for finding in program(f, *args) if finding.kind not in allowed]
     if findings:

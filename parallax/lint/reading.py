@@ -5,9 +5,10 @@ A *fact* is one thing that the lint knows about a value (an array), such as "it 
 'data'". The facts about an operation's results are computed from the facts about its operands. A
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
 devices. `trip` is the depth of the innermost loop that changes the value. `parts` are those sums
-and carries of a loop of which the value is a linear function. `shard` is the argument whose
-elements the value has. `constant` says that the value was made only of numbers written into the
-program, and `narrow` is the 16-bit type that the value was cast from.
+and carries of a loop of which the value is a linear function. `shard` is the argument from which
+elementwise operations, reshapes, transposes and gathers made the value. `constant` says that the
+value was made only of numbers written into the program, and `narrow` is the 16-bit type that the
+value was cast from.
 
 A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
 that a node is, or None if the node is no collective. A collective of this library is one equation,
@@ -41,17 +42,18 @@ class Reading:
         findings: the mistakes so far.
         silent: true while no mistakes are noted, for example while a loop's body is read again and
             again until the facts about its carries no longer change.
-        map: the `shard_map` around the operation; None if there is none.
-        loops: the loops around the operation, the outermost first.
-        predicates: the conditionals and `while` loops around the operation, each with the axes
-            along which its predicate differs between devices.
+        map: the `shard_map` around the current operation; None if there is none.
+        loops: the loops around the current operation, the outermost first.
+        predicates: the conditionals and `while` loops around the current operation, each with the
+            axes along which its predicate differs between devices.
         known: the facts about all values of each program, by `id(program)`, from the last reading
             that was not silent.
     """
 
     def __init__(self, *, narrow: bool):
-        """Begins to read a program; there are no findings yet. The keys of the last four dicts are
-        made of `id(x)` of jaxprs, equations, operations and programs."""
+        """Begins to read a program; there are no findings yet. The keys of `known`, `_flats`,
+        `_ours` and `_settled` are made of `id(x)`, where `x` is a program, a jaxpr, an equation or
+        an operation."""
         self.narrow = narrow
         self.findings: dict[Finding, Finding] = {}
         self.silent = False  # whether mistakes are not noted
@@ -74,6 +76,8 @@ class Reading:
 
         A later call returns the same list, since a loop's body is read several times.
         """
+        # One jaxpr may stand in several operations, each with a scope of its own. The program keeps
+        # the jaxprs, and `_flats` keeps the operations, so no `id` is used for two of them.
         key = id(jaxpr), id(node)
         if key not in self._flats:
             # Predicates are ids of values in the outer program, and mean nothing in this one.
@@ -180,8 +184,8 @@ class Reading:
         if self.map is None:
             return results
         note = _ignore if self.silent else self.map.note  # `_ignore` does nothing
-        # Mistakes with dims are noted only in the forward pass. JAX names the operations of the
-        # backward pass "transpose(...)".
+        # Mistakes with dims are noted only in the forward pass, for whose values the rules of
+        # `dims_after` are made. JAX names the operations of the backward pass "transpose(...)".
         note_in_forward = _ignore if node.is_within("transpose(") else note
         # `results` have the facts about each result as a whole, `dims` those about its dims, and
         # `origins` a dict of those about what it was computed from. `origin_facts` notes gathers
@@ -194,8 +198,8 @@ class Reading:
         ]
 
     def _plain(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts about each result as a whole, for an operation that does not
-        communicate."""
+        """Returns the facts about each whole result, not those about its dims, for an operation
+        that does not communicate."""
         if node.name in mistakes.PRODUCTS and not self.silent:
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
         if node.name == "axis_index":
@@ -219,9 +223,10 @@ class Reading:
         return [result] * len(node.outputs)
 
     def _read_inner_jaxprs(self, node: Node, inputs: list[Value]) -> None:
-        """Notes mistakes in the jaxprs that an operation holds, such as a Pallas kernel or the
-        function of a reduction. It is not known which operand gives which argument, so each
-        argument gets the facts about a value that is computed from all operands.
+        """Notes the mistakes in the jaxprs inside an operation: for example, in the body of a
+        Pallas kernel, or in the function by which a reduction combines two numbers. It is not known
+        which operand of the operation becomes which argument of a jaxpr, so each argument gets the
+        facts about a value that is computed from all operands.
         """
         outside, self.map = self.map, None  # inside, nothing is known of dims and shards
         for jaxpr in jaxprs.inner(node.eqn):
@@ -241,6 +246,8 @@ class Reading:
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
         # The specs give the facts about the body's arguments, and how the body's results are split.
+        # By `self.ours`, `enter` also sees the permutes and all-to-alls inside the collectives of
+        # this library.
         arguments, result_dims = shard_map.enter(jaxpr, params, inputs, self.ours)
         returned = self.read(self.flat(jaxpr, node), arguments, result_dims)
         self.map = outside
@@ -257,8 +264,8 @@ class Reading:
         """Reads a loop, and returns the facts about its results.
 
         Facts are propagated through the body, in silence, until the facts about its carries no
-        longer change. Then the body is read once more, to note its mistakes. A loop of one trip
-        (iteration) is read like a call of its body. The operands of a `while` begin with `skipped`
+        longer change. Then the body is read once more, to note its mistakes. A loop of one
+        iteration is read like a call of its body. The operands of a `while` begin with `skipped`
         constants of its condition, which are no arguments of the body.
         """
         eqn, program = node.eqn, self.body(node)
@@ -274,28 +281,32 @@ class Reading:
             if self.loops and not self.silent:
                 self.loops[-1].spoil(inputs)
             arguments = [value._replace(parts=frozenset()) for value in arguments]
+        # `sliced` drops the facts about the first dim, and `stacked` below adds a first dim of
+        # which nothing is known. Only a `scan` slices operands. Its `skipped` is 0, so an operand
+        # has the same place among `inputs` and `arguments`.
         for i in flat.sliced(eqn):
             arguments[i] = arguments[i].sliced()
-        if trips == 1:  # a call: no value changes from one trip to the next
+        if trips == 1:  # a call: no value changes from one iteration to the next
             shards_of = [arguments[i].shard for i in carries]
             returned = self.read(program, arguments, _dims_of(shards_of, program))
             return [*returned[: len(carries)], *(v.stacked() for v in returned[len(carries) :])]
-        # Each trip has other carries and other slices.
+        # Each iteration has other carries and other slices.
         for i in (*carries, *flat.sliced(eqn)):
             arguments[i] = arguments[i]._replace(trip=depth)
         # `_settle` also replaces the facts about the carries in `arguments` by those that hold in
-        # each trip.
+        # each iteration.
         returned = self._settle(program, arguments, carries, Loop(depth, trips))
         predicate = Value(constant=True)
         if node.name == "while":
             condition = self.flat(jaxprs.opened(eqn.params["cond_jaxpr"]), node)
             first = eqn.params["body_nconsts"]
             # The condition takes its constants and the carries. It has no updates and no gradients,
-            # so `propagate` finds all mistakes in it.
+            # so `propagate` is enough. The predicate is not known before the condition is read, so
+            # the condition's collectives do not count as inside this loop or under its predicate.
             operands = [*inputs[:skipped], *arguments[first:]]
             predicate = self.propagate(condition, operands)[0]
         if not self.silent:
-            # The second reading notes mistakes, with the facts that hold in every trip.
+            # The second reading notes mistakes, with the facts that hold in every iteration.
             with self._under([("while", predicate.differs)] if node.name == "while" else []):
                 returned = self._read_body(program, arguments, carries, Loop(depth, trips))
             if self.map:
@@ -305,20 +316,22 @@ class Reading:
     def _settle(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
-        """Returns those facts about the results of a loop's body that hold in every trip
-        (iteration) of the loop. No mistakes are noted.
+        """Returns those facts about the results of a loop's body that hold in every iteration of
+        the loop. No mistakes are noted.
 
         Facts are propagated through the body until the facts about its carries no longer change.
-        The carries stand at the places `carries` of `arguments`. There, the facts about them are
-        replaced by those that hold in every trip.
+        The carries stand at the places `carries` of `arguments`. At these places, the facts about
+        the carries are replaced by those that hold in every iteration.
         """
         was_silent, self.silent = self.silent, True
         self.loops.append(loop)  # loops inside count it for their depth
+        # The loop ends, since `either` changes each fact in one direction only: `differs`, for
+        # example, only grows.
         while True:
             returned = self.propagate(program, arguments)
             changed = False
             for j, i in enumerate(carries):
-                # A carry is its first value, or the result of an earlier trip.
+                # A carry is its first value, or the result of an earlier iteration.
                 steady = either(arguments[i], returned[j])._replace(trip=loop.depth)
                 # `summed` is only for messages.
                 changed |= steady._replace(summed=()) != arguments[i]._replace(summed=())
@@ -335,7 +348,7 @@ class Reading:
         """Returns the facts about the results of a loop's body, and notes the mistakes in the body.
         One kind of mistake is a sum over devices that could be taken once, after the loop. The
         carries stand at the places `carries` of `arguments`, with the facts that hold in every
-        trip.
+        iteration.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
@@ -353,11 +366,12 @@ class Reading:
     # Collectives and conditionals
 
     def _collective(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts about a collective's results as a whole, and notes mistakes with the
-        collective.
+        """Returns the facts about each whole result of a collective, not those about its dims, and
+        notes mistakes with the collective.
 
         The mistakes are a collective that some devices may not reach, a sum of numbers that are
-        equal on all devices, and a collective that sends the same numbers in every trip of a loop.
+        equal on all devices, and a collective that sends the same numbers in every iteration of a
+        loop.
         """
         sent, where = node.sent, node.where
         assert sent is not None
@@ -383,26 +397,30 @@ class Reading:
             same = axes - value.differs  # the axes along which the devices send equal numbers
             if same and sent.kind in ("sum", "scatter"):
                 self.note(mistakes.summed_twice(value, aval, same, self._devices(same), where))
-            elif loop and value.trip < loop.depth:  # no trip of this loop changes the operand
-                # `zero.gathered`, for example, gathers again in each trip on purpose.
+            elif loop and value.trip < loop.depth:  # no iteration of this loop changes the operand
+                # `zero.gathered`, for example, gathers again in each iteration on purpose.
                 if not node.scope.on_purpose:
                     self.note(mistakes.same_every_trip(sent, aval, axes, loop.trips, where))
             elif loop and sent.kind == "sum" and jaxprs.is_float(aval):
                 results[i] = results[i]._replace(parts=loop.summed(value, aval, axes, where))
-            elif loop:  # of the collectives, only sums count as linear functions
+            # Only sums can be a `sum_in_a_loop`. A value that another collective takes counts as
+            # used in another way than by adding it up.
+            elif loop:
                 loop.spoil([value])
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
         """Notes a conditional whose predicate differs between devices, if the types of some
-        operands or results do not vary along the axes along which the predicate differs.
+        operands or results do not vary along the axes along which the predicate differs. Axes along
+        which the predicate's own type does not vary do not count.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.
         if self.map is None or not self.map.checked or not predicate.differs:
             return
         aval, *avals = jaxprs.types(node.eqn.invars)
-        # `axes_of_type` gives the axes along which a type varies.
+        # `axes_of_type` gives the axes along which a type varies. If the predicate differs along an
+        # axis that its own type lacks, an earlier operation lost this axis, not the conditional.
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
         # If an operand's type lacks an axis, JAX computes wrong gradients. Integers, and numbers
@@ -428,9 +446,9 @@ def _ignore(*mistake: Any) -> None:
 def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
     """Returns the axes that split the dims of each result of a loop's body (`program`).
 
-    The carries come first. They are split like their first values, about which `shards` has the
-    facts `shard`. The split of a carry without a shard is not known (None), nor is that of the
-    stacked outputs.
+    The carries come first. They are split like their first values; `shards` has the fact `shard`
+    about each first value. The split of a carry without a `shard` is not known (None), nor is that
+    of the stacked outputs.
     """
     dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]
@@ -442,27 +460,28 @@ def _after_loop(
     """Returns the facts about a loop's results, outside of the loop.
 
     Args:
-        returned: the facts about the body's results, in any trip: the carries, and the outputs that
-            the loop stacks.
-        carries: those facts about the carries that are true at the beginning of every trip.
-        predicate: the facts about a `while` loop's predicate; for a `scan`, the facts about a
-            constant.
+        returned: the facts that hold in every iteration about the body's results: the carries, and
+            the outputs that the loop stacks.
+        carries: those facts about the carries that are true at the beginning of every iteration.
+        predicate: the facts about a `while` loop's predicate; for a `scan`, which has no predicate,
+            the facts that any constant has.
         depth: the number of loops around this one.
     """
     outside = [value.stacked() for value in returned[len(carries) :]]
-    # A carry's elements come from the last trip. The facts about its dims and about what it was
-    # computed from are those of every trip.
+    # `carries` join the first values and the body's results, so their facts about dims and about
+    # what a carry was computed from always hold. The other facts are those of the body's results: a
+    # loop is taken to run at least once.
     outside = [
         value.with_dims_and_origin_of(carry)
         for value, carry in zip(returned, carries, strict=False)
     ] + outside
     return [
         value._replace(
-            # If the predicate differs, some devices run more trips than others.
+            # If the predicate differs, some devices run more iterations than others.
             differs=value.differs | predicate.differs,
             # The `trip` in `returned` and in the predicate is often the depth of this loop itself,
             # which says nothing outside of it. So that no collective is accused wrongly, the result
-            # counts as changed by each trip of the innermost loop around this one.
+            # counts as changed by each iteration of the innermost loop around this one.
             trip=depth,
             constant=value.constant and predicate.constant,
             parts=frozenset(),  # the sums and carries of this loop, which mean nothing outside

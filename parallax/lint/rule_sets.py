@@ -1,4 +1,4 @@
-"""Finds mistakes in a rule set before any array is placed on devices.
+"""Finds mistakes in the rules that give each leaf its spec, before any array is placed on devices.
 
 A spec (`PartitionSpec`) has one entry for each dim of a leaf: the mesh axes that split the dim.
 """
@@ -76,8 +76,8 @@ def rules(
     findings += _fixed_heads(tree, specs, batch_axes)
 
     def row_axes_beside_the_batch(path, weight):
-        """Returns the axes that split the rows of a cell's weight, except those that split the
-        batch."""
+        """Returns the axes that split the rows of a recurrent cell's weight, except those that
+        split the batch."""
         axes = stacked_gates.row_axes(specs.get(path, P()), weight.ndim)
         return [axis for axis in axes if axis not in batch_axes]
 
@@ -98,13 +98,13 @@ def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
 def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
-    """Returns the finding for a leaf that every device has as a whole. The cure is a rule that
-    would split the leaf. Returns no finding if no axis can split it.
+    """Returns the finding for a leaf that every device has as a whole. The finding's cure is a rule
+    that would split the leaf. Returns no finding if no axis can split it.
     """
 
     def rank(pair):
-        """Returns a sort key: axes that do not split the batch come before those that do, then
-        larger axes before smaller ones, and then larger dims before smaller ones."""
+        """Returns a sort key for a pair of an axis and a dim: first come axes that do not split the
+        batch, then larger axes before smaller ones, and then larger dims before smaller ones."""
         axis, dim = pair
         return axis in batch_axes, -mesh.shape[axis], -leaf.shape[dim], dim
 
@@ -114,7 +114,9 @@ def _whole(
     axis, dim = min(possible, key=rank)
     # A rule prints as its Python code, here for the advice. The dims before `dim` have no axis.
     code = f"{match(path, P(*[None] * dim, axis))}"
-    if axis in batch_axes:  # only `fsdp` may split a weight over an axis of the batch
+    # Only `fsdp` may split a weight over an axis of the batch. It splits one more dim of each leaf
+    # to which its rule `inside` gives a spec: here only this leaf, with a spec that splits no dim.
+    if axis in batch_axes:
         code = f"fsdp({axis!r}, size={mesh.shape[axis]}, inside={match(path, P())})"
     return [
         Finding(
@@ -147,6 +149,8 @@ def _fixed_heads(
             continue
         prefix = dotted(path)  # "" if the tree itself is the attention
         weights = [f"{prefix}.{name}.weight".removeprefix(".") for name in PROJECTIONS]
+        # The axes that split the heads: the first dim of a projection's weight has the projection's
+        # outputs, which are the heads one after another.
         heads = {axis for path in weights for axis in _first_dim_axes(specs.get(path, P()))}
         if split := sorted(heads.difference(batch_axes)):
             harm = (

@@ -4,15 +4,15 @@ in its body.
 A *value* is an array in the program; functions take and return its id, an int. A *fact* is one
 thing that the lint knows about a value, such as "it differs along 'data'". A `Value` has the facts
 about one value. `known[id(program)]` has the facts about all values of a program, by the ids of the
-values. Three facts say what a value was computed from. `shard` is the argument whose elements the
-value has, with the `Dims` of the value: for each dim, the axes that split the dim, the outermost
-first. `fed` are the axes along which the value depends on a split batch, if no collective over the
-axis stands between the batch and the value. `chosen` are the axes along which the value depends on
-the device's index. `axes_of_blocks` gives the axes that split dims of which a device has several
-rows (indices).
+values. Three facts say what a value was computed from. `shard` is the argument from which
+elementwise operations, reshapes, transposes and gathers made the value, with the `Dims` of the
+value: for each dim, the axes that split it, the outermost first. `fed` are the axes along which the
+value depends on a split batch, if no collective over the axis stands between the batch and the
+value. `chosen` are the axes along which the value depends on the device's index. `axes_of_blocks`
+gives the axes that split dims along which a device has several indices.
 
-A reduction of one shard is no mistake in two cases. If each device has one row of a dim, the rows
-of this dim may be separate models, as in an ensemble. If the elements are rounded to integers or to
+A reduction of one shard is no mistake in two cases. If each device has only one index along a dim,
+each index may be a separate model, as in an ensemble. If the elements are rounded to integers or to
 8 bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
 """
 
@@ -47,9 +47,9 @@ class ShardMap:
         sizes: the sizes of the mesh axes that have several devices.
         trained: the indices of the arguments that are trained. An argument counts as trained if a
             result has the same shape and spec.
-        exchanged: the axes of permutes and all-to-alls in the body, such as the permutes of a
-            pipeline.
-        findings: the mistakes, one for each kind and line.
+        exchanged: the axes of permutes and all-to-alls in the body of the `shard_map`, such as the
+            permutes of a pipeline.
+        findings: the mistakes, one for each kind and each source line.
     """
 
     mesh: Any
@@ -87,11 +87,11 @@ class ShardMap:
     ) -> tuple[list[Value], list[Dims]]:
         """Returns the facts about the body's arguments, and the axes that split the dims of its
         results. Also sets `trained`, the indices of the trained arguments, and `exchanged`, the
-        axes of permutes and all-to-alls. Along the axes `exchanged`, `note_layers` accepts a split
-        of the layers.
+        axes of permutes and all-to-alls. A pipeline splits its layers over an axis and sends
+        activations along it, so `note_layers` accepts layers that are split over `exchanged`.
 
         Args:
-            jaxpr: the body.
+            jaxpr: the body of the `shard_map`.
             params: the parameters of the `shard_map`, with its specs.
             inputs: the facts about the operands of the `shard_map`.
             ours: the function that returns the jaxpr of a collective of this library.
@@ -115,8 +115,10 @@ class ShardMap:
         of_batch = NO_AXES.union(*fed)
         arguments = []
         for i, (value, dims) in enumerate(zip(inputs, argument_dims, strict=True)):
-            # A weight that is split over an axis of the batch is gathered before its use, so its
-            # dim does not count as split over this axis. The first dim of a batch has its rows.
+            # A `Dim` has the axes that split a dim, and whether the dim has the rows of a batch. A
+            # weight that is split over an axis of the batch is gathered before its use, so its dim
+            # does not count as split over this axis. The first dim of a batch has its rows. Every
+            # argument that is not trained counts as a batch here, even if it is not split.
             dim_facts = [
                 Dim(frozenset(axes) - of_batch, rows=k == 0 and not is_trained[i])
                 for k, axes in enumerate(dims)
@@ -146,9 +148,13 @@ class ShardMap:
         """Returns a dict for each result of an operation, with the facts `shard`, `fed` and
         `chosen` about the result.
 
-        A result has the shard of the first operand whose elements it keeps. In an operation with
-        several results and as many operands, result j belongs to operand j. A collective ends the
-        dependence on a split batch (`fed`) along the axes of the collective.
+        The `shard` of a result is that of the first operand from which an elementwise operation, a
+        reshape, a transpose or a gather makes the result. In an operation with several results and
+        as many operands, result j gets the `shard` of operand j. Each result has the `fed` and the
+        `chosen` of all operands together. A collective ends the dependence on a split batch (`fed`)
+        along the axes of the collective. It does not end `chosen`: a pipeline's activations were
+        sent, and still count as chosen by the device's index. `note(mistake, node, *details)` is
+        called for a gather that puts blocks in a wrong order.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
@@ -177,8 +183,8 @@ class ShardMap:
         note: Note,
     ) -> Shard | None:
         """Returns the `shard` of a result, given the `shard` of an operand: the same argument, with
-        the axes that split the result's dims. Returns None if the result does not keep the
-        operand's elements.
+        the axes that split the result's dims. Returns None for any operation but elementwise ones,
+        reshapes, transposes and gathers, or if the split of the result's dims is not known.
         """
         # Of the collectives, only a gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):
@@ -286,12 +292,14 @@ class ShardMap:
 
     def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
         """Notes operations that scale elements of `result` by the norm of these elements on one
-        device. It searches the program and the bodies of the program's loops. `axes` are the axes
-        of the later sum over devices.
+        device. The method searches the program and the bodies of the program's loops. `axes` are
+        the axes of the later sum over devices.
         """
         known, origins = self.known[id(program)], updates.origins(program, result)
         # With one row per device, the norm is that of one example, as in private training.
         if self._rows(program, axes) > 1:
+            # `reduced` is the reduction that gives the norm (its `node`, and its operand `value`),
+            # `scaling` the product or quotient by the norm, and `value` the array that it scales.
             for reduced, scaling, value in updates.scalings(program, origins, axes):
                 along = known[reduced.value].differs & axes  # the devices have different norms
                 # Inside a differentiated function, which JAX names "jvp(...)", a norm belongs to
@@ -323,7 +331,7 @@ class ShardMap:
         collective gathers the layers. Each device would then run its rows through only some layers.
         """
         body = self.body(loop)
-        for i in flat.sliced(loop.eqn):  # the places of the operands of which a trip gets a slice
+        for i in flat.sliced(loop.eqn):  # the places of the operands that the loop slices
             shard = inputs[i].shard
             # Layers are slices of a weight: an argument that is trained.
             if shard is None or not shard.dims or shard.argument not in self.trained:

@@ -1,13 +1,13 @@
 """Finds mistakes with split dims of the values between the parameters and the loss, and with sums
-over split dims that are not complete.
+over split dims that no collective has completed.
 
 A dim is split if the spec of a trained argument splits it. The result of a matrix product with a
 split weight has split dims too, such as hidden units and heads. A dim that the spec of a batch
 splits is split too, except the first dim, which holds the batch's rows. A reduction over a split
 dim gives each device its own term, and the next operation should be a collective over the axis that
 splits the dim. Two kinds of operations before this collective are mistakes. One kind combines the
-term with an array that has the split dim, as in a norm or a softmax. The other kind adds a value
-that is the same on all devices, such as a bias, to the term. Only values of the forward pass that
+term with an array that has the split dim, as in a norm or a softmax. The other kind adds to the
+term a value that is the same on all devices, such as a bias. Only values of the forward pass that
 have a dim of the batch's rows are checked; gradients and updates, which have the dims of weights,
 are not.
 
@@ -17,11 +17,12 @@ returns the facts about the results. A `Dim` has the facts about one dim. `split
 split the dim. If a reshape cuts a split dim into an outer dim and inner dims, each inner dim gets
 the axes of the split dim as its `within`. `rows` says whether the dim runs over the rows of the
 batch. `drawn` says whether the dim's elements were drawn at random, and `counted` whether they were
-computed from their indices on the device. `parts` are the slices of split dims that the dim is made
-of. A *term* is a device's part of a reduction over a split dim. The `Term` of a value says whether
-the value is still a linear function of the term (`is_linear`), whether the reduction is a maximum
-or minimum (`is_peak`), and which operation added to the term a value that is the same on all
-devices (`added`). `shared` are the axes along which a value was divided by the number of devices.
+computed from their indices on the device. `parts` are the slices of split dims from which the dim's
+elements were computed. A *term* is a device's part of a reduction over a split dim. The `Term` of a
+value says whether the value is still a linear function of the term (`is_linear`), whether the
+reduction is a maximum or minimum (`is_peak`), and which operation added to the term a value that is
+the same on all devices (`added`). `shared` are the axes by whose number of devices a value was
+divided.
 """
 
 import functools
@@ -76,8 +77,9 @@ class _Operation:
     operation."""
 
     def __init__(self, program: Flat, node: Node, sizes: Mapping[str, int]):
-        """Takes an operation of a program, on a mesh of these sizes. `params` are the parameters of
-        its primitive, `avals` the types of its operands, and `shapes` the shapes of its results."""
+        """Takes the operation `node` of `program`, on a mesh of the `sizes`. `params` are the
+        parameters of the operation's primitive, `avals` the types of the operands, and `shapes` the
+        shapes of the results."""
         self.program, self.node, self.sizes = program, node, sizes
         self.params, self.mistakes = node.eqn.params, []
         self.avals = [program.types[value] for value in node.inputs]
@@ -165,8 +167,8 @@ class _Operation:
         return [self._without(inputs[0], (self.params["axis"],))] * len(self.shapes)
 
     def _sliced(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about a slice. A dim with a stride above 1 gets no `Part`, since the
-        elements of the slice are not neighbours."""
+        """Returns the facts about a slice. For a dim that is sliced with a stride above 1, no
+        `Part` is kept, since the slice's elements are not neighbours in the dim."""
         strides = self.params["strides"] or itertools.repeat(1)
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
@@ -185,8 +187,9 @@ class _Operation:
         `starts` maps a dim to the index of the slice's first element along it.
 
         The slice of a split dim is kept as the dim's `parts`. Different slices of one split dim
-        must not be combined with each other. A device cuts each slice from its own block, and so
-        gets other elements than if the whole dim were sliced first, and the slice were split then.
+        must not be combined with each other. A device cuts each slice from its own block. If the
+        whole dim were sliced first, and each slice were split then, the device would get other
+        elements.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -198,10 +201,12 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _resized(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of an operation along some dims, such as `pad`. For a
-        dim whose size changes, only the fact `rows` is kept. The result does not count as a term of
-        a sum.
+        """Returns the facts about the result of an operation that works along some dims and may
+        change their sizes, such as `pad`. For a dim whose size changes, only the fact `rows` is
+        kept. The result does not count as a term of a sum.
         """
+        # The elements that `pad` adds are neither drawn nor counted, and belong to no block of a
+        # split dim. Some of these operations, such as `cummax`, are no linear functions of a term.
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
@@ -212,7 +217,8 @@ class _Operation:
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
-        # The `Term` of the first array stands for all, even if `is_linear` or `added` differ.
+        # The `Term` of the first array stands for all. If `is_linear` or `added` differ, a mistake
+        # with another of the arrays may be missed.
         terms = tuple(pair for pair in inputs[0].terms if pair[0] in axes)
         return Value(dims=dims, terms=terms)
 
@@ -239,20 +245,21 @@ class _Operation:
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of a `gather`, a lookup of rows in a table. The result
-        has the dims of the array of indices, except the last (the numbers of one index), and the
-        dims of a row.
+        has the dims of the array of indices, except its last dim, which holds the place of one
+        lookup, and the dims of a row.
         """
         table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
         numbers, taken = self.params["dimension_numbers"], self.params["slice_sizes"]
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         # A row has the dims of the table, except the dims `removed`. Nothing is known about a dim
-        # of which a lookup takes only a part.
+        # if a lookup takes only a part of it.
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
         # In its shard of a table, a device looks up rows by their indices in the shard: counting
-        # these indices on the device is no mistake.
+        # these indices on the device is no mistake. A table of numbers written into the program
+        # (`dims` is None) may be made for such indices too.
         is_local = table.dims is None or any(dim.split for dim in table.dims)
         dims_of_indices = (
             dim._replace(counted=dim.counted and not is_local)
@@ -312,10 +319,10 @@ class _Operation:
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes random numbers or counts along a dim of an operand, if they are the same on all
-        devices and this dim of the result is split: each device's part of the dim would get the
-        same numbers. `value` has the facts about the operand, and `dims` the facts about the
-        result's dims.
+        """Notes random numbers, or numbers computed from the indices 0, 1, 2, ..., along a dim of
+        an operand, if they are the same on all devices and this dim of the result is split: each
+        device's part of the dim would get the same numbers. `value` has the facts about the
+        operand, and `dims` the facts about the result's dims.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
         for dim, of_value in zip(dims, value.dims or (), strict=True):
@@ -330,8 +337,8 @@ class _Operation:
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
         """Returns the `Term` of an elementwise operation's result, as a term of a sum over `axis`.
-        At least one operand is a term of such a sum. Returns None if the result may be no such
-        term.
+        At least one operand is a term of such a sum. Returns None if the result is perhaps not such
+        a term.
 
         Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
@@ -374,8 +381,9 @@ class _Operation:
 
     def _divided_by(self) -> frozenset[str]:
         """Returns the axes whose size, or 1 over the size, is a literal operand of this product or
-        quotient; no axes for any other operation. Such a program scales a value by the number of
-        devices on purpose, mostly so that a later sum over the devices counts the value once."""
+        quotient; no axes for any other operation. A program with such an operation scales a value
+        by the number of devices on purpose, mostly so that a later sum over the devices counts the
+        value once."""
         if self.node.name not in ("mul", "div"):
             return NO_AXES
         numbers = [self._literal(value) for value in self.node.inputs]
@@ -410,8 +418,8 @@ class _Operation:
         result = self._without(value, removed)
         axes = NO_AXES.union(*(dims[i].split for i in removed))
         # A reshape may cut a split dim into groups: 8 units on 4 devices, 2 on each, by
-        # `x.reshape(2, -1)`. Here a device has one element of each group, and the reduction of the
-        # group is not complete either.
+        # `x.reshape(2, -1)`. Then a device has one element of each group, and the reduction of the
+        # group is not complete either. Several elements may be a whole group, such as a head.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
         axes |= NO_AXES.union(*(dims[i].within for i in ones))  # `within` such a split dim
         # A sum of terms is a term of the same sum over devices; a maximum of terms is none.
@@ -446,8 +454,9 @@ class _Operation:
     # Collectives
 
     def _sent(self, sent: Sent, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the facts about a collective's results. Notes a value, such as a bias, that is
-        the same on all devices and was added to each device's term before the sum."""
+        """Returns the facts about a collective's results. If the collective is a sum, notes a
+        value, such as a bias, that is the same on all devices and was added to each device's term
+        of this sum."""
         axes = frozenset(sent.axes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
@@ -464,9 +473,9 @@ class _Operation:
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *details: Any) -> None:
-        """Adds a mistake at `node` to `self.mistakes`. The last of the `details` are the axes of
-        the mistake. The number of devices along these axes is appended to the details, since
-        `mistake`, a function in the module `mistakes`, needs it."""
+        """Adds a mistake at `node` to `self.mistakes`. The last item of `details` is the set of the
+        mistake's axes. The number of devices along these axes is added after it, since `mistake`,
+        a function in the module `mistakes`, needs this number."""
         devices = math.prod(self.sizes[axis] for axis in details[-1])
         self.mistakes.append((mistake, node, *details, devices))
 
@@ -512,7 +521,8 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
         # of another dim, which is then whole.
         if sent.kind == "exchange" and size > new_size:
             split |= axes
-        # The other facts are about elements of one device.
+        # Rows stay rows, and random numbers stay random. `within`, `counted` and `parts` are about
+        # elements of one device, and are dropped.
         dims.append(Dim(split, rows=dim.rows, drawn=dim.drawn))
     return Value(dims=tuple(dims), terms=tuple(pair for pair in value.terms if pair[0] not in axes))
 
@@ -585,8 +595,8 @@ def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
     if any(dim.split for dim in dims[1:]):
         outer = Dim()
     # If any old dim is `counted`, the outer new dim is `counted`, and the inner new dims are not:
-    # counts along an inner new dim begin at 0 for each index of the outer one, and so are the same
-    # on one device as in the whole array.
+    # counts along an inner new dim begin at 0 for each index of the outer new dim, so these counts
+    # are the same on a device as in the whole array.
     counted = any(dim.counted for dim in dims)
     inner = Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)
     return [outer._replace(rows=rows, drawn=drawn, counted=counted), *[inner] * (count - 1)]

@@ -24,8 +24,8 @@ from parallax.trees import entry_axes, is_array
 
 
 def tokens_out_of_order(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for inputs and targets whose order differs from that of the program's table
-    of places.
+    """Yields a finding for inputs and targets whose order differs from the order in the program's
+    table of the tokens' places in the text.
 
     `args` are the arguments of the program; without their values nothing is found.
     """
@@ -54,8 +54,9 @@ def _differently_ordered(
     sizes: Mapping[str, int],
     tables: Sequence[np.ndarray],
 ) -> Iterator[Finding]:
-    """Yields a finding for each table of places, [devices, tokens of a device], that contradicts
-    the order of these tokens. `sizes` gives the number of devices on each axis."""
+    """Yields a finding for each table of the tokens' places in the text, [devices, tokens of a
+    device], that contradicts the order of the tokens in the batch. `sizes` gives the number of
+    devices on each axis."""
     for dim, entry in enumerate(spec):
         axes = entry_axes(entry)
         devices = math.prod(sizes[axis] for axis in axes)
@@ -75,8 +76,8 @@ def _differently_ordered(
 
 
 def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
-    """Returns whether each target along `dim` is the next token. The last target is not compared,
-    as its token is not in the batch."""
+    """Returns whether each target along `dim` is the token at the next place in `tokens`. The last
+    target is not compared, as its token is not in the batch."""
     later, targets = np.moveaxis(tokens, dim, 0)[1:], np.moveaxis(targets, dim, 0)[:-1]
     return bool((later == targets).all())
 
@@ -118,6 +119,7 @@ def _shard_maps(
         bodies = jaxprs.closed(eqn.params)
         if eqn.primitive.name == "shard_map":
             yield eqn, values
-        # A call passes its operands on to its only body.
+        # A call passes its operands on to its only body. So does a `scan` with its constants. Its
+        # carries are taken to keep their first values, and its slices for whole arrays.
         elif len(bodies) == 1 and len(jaxprs.opened(bodies[0]).invars) == len(values):
             yield from _shard_maps(bodies[0], values)

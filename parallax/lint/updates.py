@@ -55,8 +55,8 @@ PASSED_ON = (
 )
 
 
-class Joined(NamedTuple):
-    """An operation that combines elements of its operand, such as a sum.
+class Reduction(NamedTuple):
+    """A reduction of an operand's elements on one device, or a sum of an operand over devices.
 
     Attributes:
         node: the operation.
@@ -79,7 +79,7 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
     Args:
         program: the operations.
         result: the id of the value that may be an update.
-        bases: the ids of the arguments that may be w.
+        bases: the ids of the arguments of which `result` may be an update.
     """
     bases, added, decisions = set(bases), [], []
     # A list of values still to read, not a recursion: a sum may have thousands of terms.
@@ -107,12 +107,15 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
     return [*full_terms, *decisions] if full_terms else []
 
 
-def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Joined]]:
-    """Returns the values that hold the elements of `result`, each with its dims, and the sums over
-    devices that add different shards on the way from these values to `result`.
+def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Reduction]]:
+    """Returns two things: the values from which elementwise operations, transposes and sums over
+    devices compute `result`, each with its dims, and those sums over devices in this computation
+    that add different shards.
 
-    A sum that adds different shards goes over axes that split its operand. This operand, and the
-    values that it is computed from, are not returned. `dims` are the dims of `result`.
+    A sum over devices adds different shards if an axis of the sum splits the operand of the sum.
+    The operand of such a sum, and the values from which the operand is computed, are not among the
+    returned values. Each returned sum is a `Reduction`: the operation, the operand, and those axes
+    of the sum that split the operand. `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -128,7 +131,7 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
             sent = frozenset(node.sent.axes if node.sent else ())
             axes = axes_of_blocks(dims, program.shape(value)) & sent
             if before is not None and axes:  # a sum of different shards
-                sums.append(Joined(node, operand, axes))
+                sums.append(Reduction(node, operand, axes))
             elif before is not None:
                 waiting.append((operand, before))
     return dims_of, sums
@@ -138,8 +141,9 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
     """Returns the dims of an operand, computed from `dims`, the dims of the result `value`. Returns
     None if the operand does not hold the elements of the result.
     """
-    # Carries and sums over devices keep the shape and the split; stacked results have another
-    # shape.
+    # Sums over devices keep the shape and the split. So does a carry. It counts as an elementwise
+    # function of its first value: a loop that accumulates gradients adds to each element. Stacked
+    # results have another shape.
     if node.name in LOOPS or (node.sent and node.sent.kind == "sum"):
         return dims if program.shape(operand) == program.shape(value) else None
     return None if node.sent else backward(program, node, operand, value, dims)
@@ -160,16 +164,18 @@ def may_be_gradient(program: Flat, value: int, dims: Dims) -> bool:
 
 def reductions(
     program: Flat, dims_of: Mapping[int, Dims], split: frozenset[str]
-) -> Iterator[Joined]:
+) -> Iterator[Reduction]:
     """Yields the reductions of the values in `dims_of` and of elementwise functions of these
-    values. Each has the axes over which a collective should complete the reduction.
+    values. Each reduction comes with the axes over which a collective should complete it.
 
-    For a reduction of all elements to one number, the axes are `split`. A reduction of some dims
-    counts only if optax made it, since a user may mean to reduce only the rows of one device. Its
-    axes are those that split the reduced dims. Nothing is yielded if the elements are rounded
-    somewhere, since a quantiser may have one scale for each shard.
+    For a reduction of all elements to one number, these are the axes in `split`; a caller that
+    checks an update passes all axes that split the updated argument. A reduction of some dims
+    counts only if optax made it, since a user may mean to reduce only the rows of one device. In
+    this case the axes are those that split the reduced dims. Nothing is yielded if the elements are
+    rounded somewhere, since a quantiser may have one scale for each shard.
     """
-    # The dims of each elementwise function; None if the elements are not in the same places.
+    # The dims of each elementwise function; None if an operation, such as a reshape, moved the
+    # elements so that the axes that split its dims are not known.
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
     waiting, reduced = list(known), []
@@ -194,11 +200,11 @@ def reductions(
         if node.name == "dot_general" and not all(operand in known for operand in node.inputs):
             continue
         if program.types[node.outputs[0]].size == 1:
-            yield Joined(node, value, split)
+            yield Reduction(node, value, split)
         elif dims is not None and _is_of_optax(node):
-            # The rows of a dim with one row on each device may be separate models.
+            # If each device has only one index along a dim, each index may be a separate model.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
-            yield Joined(node, value, frozenset(axis for d in several for axis in dims[d]))
+            yield Reduction(node, value, frozenset(axis for d in several for axis in dims[d]))
 
 
 def origins(program: Flat, result: int) -> set[int]:
@@ -206,8 +212,8 @@ def origins(program: Flat, result: int) -> set[int]:
 
     Reshapes, transposes, loops, slices, concatenations and sums over devices count as elementwise
     here. So, unlike the values that `elements` returns, these values may have the elements of
-    `result` in another order, or have fewer or more elements. Values that are not full are left
-    out.
+    `result` in another order, or have fewer or more elements. Values of one element, and values
+    whose elements are repeated by a broadcast, are left out.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -226,21 +232,25 @@ def origins(program: Flat, result: int) -> set[int]:
 
 def scalings(
     program: Flat, values: set[int], axes: frozenset[str]
-) -> Iterator[tuple[Joined, Node, int]]:
+) -> Iterator[tuple[Reduction, Node, int]]:
     """Yields the products and quotients that scale one of `values` by a number, such as a norm,
     that is a reduction of `values`.
 
-    Each item is a triple: the reduction and its operand (`Joined`), the product or quotient, and
-    the value that it scales. A reduction that a collective over all of `axes` completes is left
-    out.
+    Each item is a triple: the reduction and its operand (`Reduction`), the product or quotient, and
+    the value that it scales. `axes` are those of a later sum over devices. If collectives over all
+    of `axes` complete the reduction before a product, the product is left out.
     """
     # `reductions` needs the dims of each value. Here no dim counts as split: the axes that
     # `reductions` gives are not used below.
     whole = {value: ((),) * len(program.shape(value)) for value in values}
     for reduced in reductions(program, whole, axes):
+        # A reduction of integers or bools, such as a test for nan, is no norm.
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
-        dependent = reached(program, reduced.node.outputs, axes)  # the values that depend on it
+        # The values that depend on the reduction, and that no collectives over all of `axes` have
+        # completed.
+        dependent = reached(program, reduced.node.outputs, axes)
+        # Only a product that is itself one of `values` is a step of the update's computation.
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):
                 # One operand depends on the reduction; the other must be one of `values`.
@@ -256,13 +266,13 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
     collective over that axis. A value without missing axes is left out. A path goes through
     collectives, the carries of loops, and the operations in `PASSED_ON`: elementwise ones,
-    reshapes, transposes, reductions, slices and concatenations.
+    broadcasts, reshapes, transposes, reductions, slices and concatenations.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
     while waiting:
         value, axes = waiting.pop()
-        # Several paths may lead to a value. An axis that one of them misses is missing.
+        # Several paths may lead to a value. An axis is missing if any of these paths lacks it.
         axes |= missing.get(value, frozenset())
         if not axes or missing.get(value) == axes:
             continue
@@ -298,7 +308,8 @@ def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
         if node and node.name in SCALED:  # casts, copies and changes of sign
             waiting += operands(node, value)
         elif node and node.name in ("mul", "div") and len(full) == 1:
-            # The other operand is a scalar. A quotient scalar / x counts as scaled, too.
+            # The other operand is a scalar. A quotient scalar / x is taken like x / scalar, since
+            # its elements come from x alone too.
             waiting += full
         elif node and node.name in ("select_n", CHOSEN):
             predicates.append(node.inputs[0])

@@ -1,4 +1,5 @@
-"""Records what the lint knows about the values of a program, and how some operations change this.
+"""Records what the lint knows about the values of a program, the *facts* about them, and how some
+operations change these facts.
 
 A *value* is an array in the program. A *fact* is one thing that the lint knows about a value
 without running the program, such as "it differs along 'data'". A `Value` has the facts about one
@@ -84,13 +85,14 @@ class Part(NamedTuple):
 
 
 class Term(NamedTuple):
-    """The fact that a value is a function of a device's term of a reduction over a split dim.
+    """The fact that a value is computed from a *term*: the result, on one device, of a reduction of
+    a dim that is split over devices.
 
     Attributes:
-        node: the reduction that made the term.
+        node: the reduction whose result is the term.
         aval: the type of the reduction's operand.
-        is_linear: whether the value is a linear function of the term, so that a later sum over
-            devices completes the reduction.
+        is_linear: whether the value that this fact is about is a linear function of the term, so
+            that a later sum over devices completes the reduction.
         is_peak: whether the reduction is a maximum or a minimum.
         added: the operation that added to the term a value that is the same on all devices; None if
             no operation did.
@@ -104,7 +106,7 @@ class Term(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """An argument whose elements a value has.
+    """An argument from which elementwise operations, reshapes, transposes and gathers made a value.
 
     Attributes:
         argument: the index of the argument.
@@ -123,8 +125,7 @@ class Value(NamedTuple):
 
     Attributes:
         differs: the mesh axes along which devices may hold different elements.
-        trip: the depth of the innermost loop whose trips (iterations) change the value; 0 if no
-            loop does.
+        trip: the depth of the innermost loop whose iterations change the value; 0 if no loop does.
         constant: whether the value is made only of numbers written into the program, and of
             `iota`s (0, 1, 2, ...).
         narrow: the name of the 16-bit type that the value was cast from, if the value's own type is
@@ -133,9 +134,11 @@ class Value(NamedTuple):
             each with the source line of the sum.
         parts: those sums and carries of the innermost loop of which the value is a linear function.
         dims: the facts about each dim; None for numbers written into the program.
-        terms: the axes along which the value is a device's term of a sum, each with its `Term`.
-        shared: the axes along which the value was divided by the number of devices.
-        shard: the argument whose elements the value has; None if there is none.
+        terms: the axes over which a reduction is not yet complete, since the value is only this
+            device's term of it; each axis comes with its `Term`.
+        shared: the axes by whose number of devices the value was divided.
+        shard: the argument from which elementwise operations, reshapes, transposes and gathers made
+            the value; None if there is none.
         fed: the axes along which the value depends on a split batch, if no collective over the axis
             stands between the batch and the value.
         chosen: the axes along which the value depends on the device's index (`axis_index`).
@@ -160,10 +163,13 @@ class Value(NamedTuple):
         return any(dim.rows for dim in self.dims or ())
 
     def with_dims_and_origin_of(self, value: "Value") -> "Value":
-        """Returns the facts about a value that `self` and `value` have together: from `self` those
-        about the whole value (`differs`, `trip`, `constant`, `narrow`, `summed`, `parts`), and from
-        `value` those about its dims (`dims`, `terms`, `shared`) and about what it was computed from
-        (`shard`, `fed`, `chosen`).
+        """Returns facts about one array, joined from `self` and `value`, which are both about this
+        array.
+
+        The facts about the array as a whole are those of `self`: `differs`, `trip`, `constant`,
+        `narrow`, `summed` and `parts`. The facts about its dims (`dims`, `terms`, `shared`) and
+        about its origin (`shard`, `fed`, `chosen`) are those of `value`. These two kinds of facts
+        are computed apart.
         """
         return value._replace(
             differs=self.differs,
@@ -181,7 +187,7 @@ class Value(NamedTuple):
 
     def stacked(self) -> "Value":
         """Returns the facts about an array of several values with these facts, stacked along a new
-        first dim. The stack does not count as elements of an argument (`shard`)."""
+        first dim. The stack has no `shard`, even if the stacked values have one."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -207,6 +213,7 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
+        # `trip` is the depth of a loop: the innermost loop that changes one of `values` counts.
         trip=max((value.trip for value in values), default=0),
         constant=all(value.constant for value in values),
         # Pairs of an axis and the line of the sum over it. An axis is listed once, with one of its
@@ -221,7 +228,8 @@ def either(first: Value, second: Value) -> Value:
 
     Facts that lead to a finding, such as a `shard`, must hold for both. Facts that excuse a
     finding, such as `differs`, need to hold for only one. If one of the two is made only of numbers
-    written into the program, the facts about dims are those about the other value.
+    written into the program, nothing is known about its dims, and the result has the other's facts
+    about dims.
     """
     together = joined(
         [first, second],
@@ -242,12 +250,12 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts about a dim that is one of two: those that hold for both, except `rows`,
-    which needs to hold for only one."""
+    """Returns the facts about a dim that is one of two: those that hold for both. Only `rows`,
+    whether the dim runs over the rows of the batch, needs to hold for just one of the two."""
     return Dim(
         first.split & second.split,
         first.within & second.within,
-        first.rows or second.rows,  # a carry may begin as zeros, and get rows in the first trip
+        first.rows or second.rows,  # a carry may begin as zeros, and get rows later
         first.drawn and second.drawn,
         first.counted and second.counted,
         first.parts & second.parts,
@@ -300,12 +308,12 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
         return None
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
     before, after = (jaxprs.types(atoms)[0].size for atoms in (eqn.invars, eqn.outvars))
-    # An all-reduce declares inside its jaxpr that its result is `replicated`. An all-gather does so
-    # only with `to="reduced"`, and is then taken for a sum.
-    if any(eqn.primitive.name == "replicated" for eqn in inside):
-        kind = "sum"
+    if before != after:
+        kind = "scatter" if after < before else "gather"
     else:
-        kind = "scatter" if after < before else "gather" if after > before else "exchange"
+        # An all-reduce declares inside its jaxpr that its result is `replicated`.
+        is_sum = any(eqn.primitive.name == "replicated" for eqn in inside)
+        kind = "sum" if is_sum else "exchange"
     return Sent(kind, tuple(sorted(axes)), permutes=True)
 
 
@@ -330,7 +338,9 @@ def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str)
         axes: the axes of the collective that have several devices.
         where: the source line of the collective, "file.py:12".
     """
-    # The first three fields of a `Value` are `differs`, `trip` and `constant`.
+    # The first three fields of a `Value` are `differs`, `trip` and `constant`. `summed`, which only
+    # serves messages, is left out: after a permute, a scatter or an exchange, the value is not the
+    # array that an earlier sum made.
     if sent.kind not in ("sum", "maximum", "gather"):
         return Value(value.differs | axes, value.trip, value.constant)
     # The lines of sums, for messages: a new collective over an axis replaces the earlier sum.

@@ -26,7 +26,8 @@ def grouped(
 
     Query head h attends to the keys and values of head h // (H / G), so H / G neighbouring heads of
     queries share one head of keys and values. With G = H this is the attention of Vaswani et al.,
-    with G = 1 multi-query attention. All B H T S scores, for S keys, are in memory at once.
+    with G = 1 multi-query attention. All scores (batch x heads of queries x queries x keys) are in
+    memory at once.
 
     Args:
         q: the queries of H heads.
@@ -52,18 +53,21 @@ def grouped(
         raise ValueError(
             "attention needs a number of heads of q that is a multiple of the number of heads of "
             f"k and v; got {H} of q and {G} of k and v. On a device that has some of the heads, "
-            "pick the groups that they attend to."
+            "give it the heads of k and v to which its heads of q attend."
         )
     if sharers is not None and max(H // sharers, 1) != G:
         raise ValueError(
             f"attention: {sharers} heads of queries share one head of keys and values, so {H} "
             f"heads of queries need {max(H // sharers, 1)} of keys and values; got {G}. On a "
-            "device that has some of the heads, pick the groups that they attend to."
+            "device that has some of the heads, give it the heads of keys and values to which its "
+            "heads of queries attend."
         )
     # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)
     # For the mask of the scores, [B, G, r, T, S]: the number of each query and key.
     query, key = (lax.broadcasted_iota(jnp.int32, (1, 1, 1, T, S), dim) for dim in (3, 4))
+    # Only the softmax is wide: products with a wider result would get wider cotangents, and would
+    # multiply these in the backward pass.
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     sees = key <= query + first
     if segments is not None:  # they number the documents of the keys too, since S = T

@@ -1,8 +1,9 @@
-"""The pre-norm transformer block that all families here share: attention, then a feed-forward.
+"""The pre-norm transformer block that all families of models share: attention, then a feed-forward.
 
 A family gives the functions in which it differs: one computes queries, keys and values, one is the
 feed-forward, and one is dropout. `residual` and `split` are taps: they return their argument
-unchanged, and report it to a recording by `bisect` under a path, in which `*` is the layer.
+unchanged. While `bisect` records, they also report this argument under a name such as
+`blocks.*.out`, with the number of the layer for `*`.
 
 The devices of the tensor axis share a block: each has some heads and hidden units. `comms`, a
 `tensor.Comms`, has the functions by which these devices communicate. `comms.row` multiplies by a
@@ -42,7 +43,7 @@ class Block(eqx.Module):
 
     Attributes:
         attention_norm: normalises the input of the attention.
-        attention: the first half; its layer `out` adds to the residual stream.
+        attention: the first half; the output of its layer `out` is added to the residual stream.
         mlp_norm: normalises the input of the feed-forward.
         mlp: the second half, the feed-forward.
     """

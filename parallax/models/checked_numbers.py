@@ -32,7 +32,7 @@ POSITIVE = Bound("of more than 0", lambda value: 0 < value < math.inf)
 class Checked(NamedTuple):
     """Checks the fields of a frozen configuration, and stores them as `int` and `float`.
 
-    Each method raises `ValueError` with a sentence that names the field.
+    Each method raises `ValueError` if a field fails its check. The message names this field.
 
     Attributes:
         name: the name of the configuration in errors, such as "gpt2.Config".

@@ -11,8 +11,8 @@ the step's state. That function makes each part of the state on the devices that
 `models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
 model. A `Layout` has the sizes of the axes, and a `Compute` has all other choices. The L blocks are
 one tree of arrays [L, ...]; in a pipeline with v chunks per stage, the arrays are [v, L / v, ...].
-Row c of these arrays has chunk c of every stage, and dim 1 is split over the stages. A model's
-*static* leaves are those that are not arrays.
+Along dim 0 the index c has the c-th chunk of every stage, and dim 1 is split over the stages. A
+model's *static* leaves are those that are not arrays.
 """
 
 import dataclasses
@@ -93,8 +93,8 @@ class TrainStep(NamedTuple):
         init: makes each part of the state on its devices, so no device ever holds the whole state.
             `init(model)` starts from the weights of a whole model, such as one from `gpt2.load`,
             in the host's memory or on one device. Each process must have that model.
-        shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings, to compile for and
-            to plan with.
+        shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings. With them the step
+            can be compiled, and its memory planned, before any array exists.
         train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`;
             it donates the state. With weights, [batch, T], the loss is the weighted mean over the
             targets; a weight of 0 leaves a target out. If the loss is above `limit`, a scalar, the
@@ -131,8 +131,9 @@ def train_step(
     compute: Compute = PLAIN,
 ) -> TrainStep:
     """Returns a `TrainStep`: the train step `(state, windows) -> (state, info)` of a decoder over
-    data x stage x context x tensor, the function that makes the step's state, and the parts from
-    which `on_islands` builds a step.
+    data x stage x context x tensor, the function that makes the step's state, and the parts
+    (`local`, `keys`, `batch`, `setup`) from which `on_islands` builds a step for several groups of
+    devices (islands).
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
     on the devices yet. The weights and the dropout masks depend only on `key` and on positions in
@@ -171,8 +172,8 @@ def train_step(
         grad = compose(functions, setup, scale)
 
         def weighted_grad(model, batch):
-            """Normalises the weights of the targets, if the batch has weights, and returns the loss
-            and the gradients.
+            """Scales the weights of the targets, if the batch has weights, so that their mean is 1,
+            and returns the loss and the gradients.
             """
             return grad(model, recipe.weighted(batch, setup))
 
@@ -190,11 +191,13 @@ def train_step(
         max_norm=compute.max_norm,
         # The axes, with their algorithms, over which the shards' sums of squares are added.
         reduce_norm_over=tuple(setup.axes.values()),
+        # The specs of the parameters, for the check of the optimizer. The norm needs no specs.
         specs=state.specs.model,
     )
 
     def keys(number, sequences=batch):
-        """Returns the random keys of the sequences at step `number`, or None without dropout."""
+        """Returns a random key for each sequence of the global batch at step `number`, or None
+        without dropout. `on_islands` asks for the keys of the sequences of all islands."""
         if not family.uses_dropout(config):
             return None
         return sequence_keys(dropout_key, number, sequences)
@@ -364,7 +367,7 @@ def loss_step(
     loss = recipe.loss_of(recipe.functions_of(setup), setup)
 
     def local(model, batch):
-        """Returns the loss on this device's blocks of the model and of the batch."""
+        """Returns the loss on this device's shards of the model and of the batch."""
         return loss(model, recipe.weighted(batch, setup))
 
     evaluate = meshes.spmd(local, mesh=mesh, in_specs=(specs, P(layout.batch_axes)), out_specs=P())
@@ -394,8 +397,9 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
 
 
 def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
-    """Returns the form in which `run.checkpoint.Checkpoints` stores a state, so that any layout can
-    read it. Without a pipeline, the result is None, and the state is stored unchanged.
+    """Returns the two functions by which `run.checkpoint.Checkpoints` converts a state before it is
+    stored and after it is read, so that any layout can read it. Without a pipeline, the result is
+    None, and the state is stored unchanged.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), the
     model's blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule,
@@ -421,9 +425,9 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
 
 
 def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """Returns a function from blocks [L, ...] to blocks as the state of `layout` holds them: [v,
-    L / v, ...] in a pipeline with v chunks per stage. Row c has chunk c of every stage, one stage
-    after another.
+    """Returns a function from blocks [L, ...] to blocks as the state of `layout` holds them. For v
+    chunks per stage these are [v, L / v, ...]: along the first dim, the index c has the c-th chunk
+    of every stage, one stage after another.
 
     The `schedule` of `Compute` may place the chunks on the stages in another order. Without that
     schedule, the chunks keep the order of the layers: the schedules that a `Layout` names need this
@@ -431,8 +435,8 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
     """
 
     def split(blocks):
-        """Returns blocks [L, ...] as [v, L / v, ...], in the order in which the schedule places
-        them; without a pipeline, unchanged.
+        """Returns blocks of L layers, [L, ...], as [v, L / v, ...] for v chunks per stage, in the
+        order in which the schedule places them; without a pipeline, unchanged.
         """
         if not layout.pipelined:
             return blocks
@@ -451,8 +455,8 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
     """
 
     def join(blocks):
-        """Returns blocks [v, L / v, ...] as [L, ...], in the order of the layers; without a
-        pipeline, unchanged.
+        """Returns blocks of v chunks per stage, [v, L / v, ...], as [L, ...], in the order of the L
+        layers; without a pipeline, unchanged.
         """
         if not layout.pipelined:
             return blocks
@@ -507,8 +511,8 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         raise ValueError(
             f"decoder: the layout splits tokens over context={layout.context}, and {missing}, so "
             "each token would see only the tokens of its own device. Use "
-            "Compute(context_attention=context.causal_attention) where attention is "
-            "softmax(q k^T / sqrt(K)) v, or context.ulysses."
+            "Compute(context_attention=context.causal_attention) if the attention is "
+            "softmax(q k^T / sqrt(K)) v, and context_attention=context.ulysses if it is not."
         )
     if compute.reduce_in_backward and (layout.pipelined or layout.microbatches > 1 or layout.zero):
         raise ValueError(

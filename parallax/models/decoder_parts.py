@@ -1,9 +1,9 @@
-"""A decoder put together from its parts: its loss, its logits and the functions of a pipeline.
+"""A decoder put together from its parts: the loss, the logits and the functions of a pipeline.
 
 The families here differ in their blocks and in their positions. The embedding, the head and the
 loss are the same for all families, and are in this module. The vocabulary is split over stages and
-tensor devices: each of P stages holds 1/P of the rows and computes 1/P of the head, so no stage is
-slower than the others.
+tensor devices: each of P stages holds 1/P of the rows of the embedding and of the head, and
+computes 1/P of the head, so no stage is slower than the others.
 
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from parallax import argument_checks, cross_entropy, tensor
-from parallax.collectives import AxisLike, combined_axis
+from parallax import argument_checks, cross_entropy, recording, tensor
+from parallax.collectives import Axis, AxisLike, combined_axis
 from parallax.collectives.types import varying, varying_axes
 from parallax.models import decoder_taps
 from parallax.models.family import Batch, run_blocks, seen
@@ -38,7 +38,8 @@ ONE_DEVICE = tensor.comms(())
 
 
 def _without_positions(model: Any, x: Any, keys: Any, *, first: Any, comms: tensor.Comms) -> Any:
-    """Returns `x`, for a family without positions, or with positions that enter in the blocks."""
+    """Returns `x`, for a family without positions, or one whose blocks apply the positions
+    themselves."""
     return x
 
 
@@ -97,7 +98,8 @@ def loss_and_aux(
     options = {"comms": comms, "attend": attend, "remat": remat, "unroll": unroll}
     # `()`: there is no pipeline. One stage runs all layers; its position, below, is 0.
     embed_part, stage, head_of_part = stages(parts, model.config, (), axis, **options)
-    # `output` makes an `Output` also of a bare x; its loss and its auxiliary values are then None.
+    # `output` makes an `Output` also of a bare x; then the loss and the auxiliary values in it are
+    # None.
     out = output(stage(model, embed_part(model, batch), batch, 0))
     value = head_of_part(model, out.x, batch)
     return value if out.loss is None else value + out.loss, out.aux
@@ -114,8 +116,8 @@ def loss(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> Float[Array, ""]:
-    """Returns the mean cross-entropy, in nats per token, of all tokens after the first in `batch`'s
-    windows of T + 1 tokens; auxiliary losses of the blocks are added.
+    """Returns the mean cross-entropy, in nats per token, of all tokens but the first of each window
+    of T + 1 tokens in `batch`; auxiliary losses of the blocks are added.
 
     With `context.comms`, the loss is the mean over this device's tokens only.
 
@@ -124,14 +126,14 @@ def loss(
         model: the whole model, or one device's shard of the model along `axis`.
         batch: a `Batch`, or a tuple of its windows [B, T + 1] and its keys of dropout [B]; without
             dropout the keys are None. If the batch has weights, the loss of each target is
-            multiplied by the target's weight, and the sum is still divided by the number of
-            targets. Dropout depends only on a sequence's key, the layer and the head, so it is the
-            same under every layout.
+            multiplied by the target's weight, and the sum of these products is divided by the
+            number of targets, not by the sum of the weights. Dropout depends only on a sequence's
+            key, the layer and the head, so it is the same under every layout.
         attend: causal attention, called as `attend(q, k, v)` with queries [B, T, H, K], and with
             keys and values [B, T, G, K], for H heads of queries and G heads of keys, where G
             divides H. On a GPU it may be `functools.partial(jax.nn.dot_product_attention,
-            is_causal=True, implementation="cudnn")`. With attention dropout GPT-2 uses its own
-            attention.
+            is_causal=True, implementation="cudnn")`. With attention dropout, GPT-2 ignores `attend`
+            and uses its own attention.
         axis: the axis or axes that the weights are split over.
         comms: how the devices of `axis` communicate: `tensor.comms` with all tokens on each device;
             `sequence.comms` with the tokens split over the devices; `context.comms` with the tokens
@@ -205,7 +207,7 @@ def stages(
 
     Args:
         parts: the functions of the family.
-        config: the model's sizes and rates.
+        config: the model's sizes and its dropout rates, if it has any.
         stage_axis: the axis of the stages; `()` without a pipeline.
         axis: the tensor axis inside each stage.
         comms: how the devices of `axis` communicate.
@@ -215,8 +217,9 @@ def stages(
     """
 
     def comms_of_ends():
-        """Returns the communication of the embedding and the head inside a stage. Over the stages,
-        which split the vocabulary too, the embedding and the head send by `across`.
+        """Returns the `tensor.Comms` by which the embedding and the head communicate inside a
+        stage. Over the stages, which split the vocabulary too, they communicate by the function
+        that `embed` and `head` get as `across`.
         """
         return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
 
@@ -224,19 +227,23 @@ def stages(
         """Returns the first block's input, [B, T shard, D], for the microbatch `part`.
 
         The vocabulary is split over `axis` and over the stages. Only the first stage uses this
-        input, so `sum_to_first` adds up the stages' rows on the first stage only.
+        input, so `sum_to_first` adds up the embeddings that the stages looked up, and only the
+        first stage gets the sum.
         """
         windows, keys, weights, _ = Batch(*part)
-        return embed(
-            parts,
-            model,
-            windows[:, :-1],
-            keys,
-            # Tokens that no target with a weight depends on may be outside the vocabulary.
-            weights=weights,
-            comms=comms_of_ends(),
-            across=functools.partial(ends.sum_to_first, axis=stage_axis),
-        )
+        # Only for a record is it asked which stage this is: other programs do not compute it.
+        is_used = not recording.is_on() or Axis.of(stage_axis).index() == 0
+        with recording.only_if(is_used):
+            return embed(
+                parts,
+                model,
+                windows[:, :-1],
+                keys,
+                # Tokens that no target with a weight depends on may be outside the vocabulary.
+                weights=weights,
+                comms=comms_of_ends(),
+                across=functools.partial(ends.sum_to_first, axis=stage_axis),
+            )
 
     def stage(model, x, part, position):
         """Returns the output of the blocks of one chunk. `position` is the number of the chunk, in
@@ -298,10 +305,11 @@ def embed(
     embeddings of the tokens and of the positions `first`, `first` + 1, ...
 
     `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
-    applies the dropout. Each device looks up the rows that it has, and `comms` sums these rows over
-    the devices that share the vocabulary. In a pipeline, all stages share the vocabulary, and only
-    the first stage uses the sum. The caller then passes `pipeline.sum_to_first` over the stages as
-    `across`.
+    applies the dropout. Each device looks up the tokens whose rows of the embedding it has, with
+    zeros for all other tokens, and `comms` sums the results over the devices that share the
+    vocabulary. In a pipeline the stages share the vocabulary too. There `across`, which is applied
+    to the sum that `comms` computes, is `pipeline.sum_to_first` with the axis of the stages: it
+    sums over the stages for the first stage, which alone uses the sum.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
     of 0 in `weights`, for example in padding: the loss does not depend on such a token.
@@ -342,11 +350,14 @@ def head(
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy of this device's part of the `targets`, in nats per token,
     from the output of the last block. The loss of each target is multiplied by the target's weight
-    in `weights`; the sum is still divided by the number of targets.
+    in `weights`, and the sum of these products is divided by the number of targets, not by the sum
+    of the weights.
 
     In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
     from the last stage to all stages.
     """
+    # Normalised before it is sent and gathered: then the devices' cotangents are summed before they
+    # reach the norm, and of the stages only the last one has a gradient of the norm's weight.
     x = comms.all_tokens(across(model.norm(x, model.config.epsilon)))
     value = cross_entropy.mean(
         decoder_taps.whole(x, "head.in", comms),
@@ -364,8 +375,8 @@ def positions(
 ) -> Int[Array, " tokens"]:
     """Returns the positions `first`, `first` + 1, ... of `tokens` tokens.
 
-    They are typed as varying along the axes along which `x` varies, since in a pipeline's loop all
-    arguments of a block must have that type.
+    The positions are typed as varying along the axes along which `x` varies, since in a pipeline's
+    loop all arguments of a block must have that type.
     """
     return varying(first + jnp.arange(tokens, dtype=jnp.int32), varying_axes(x))
 
@@ -378,7 +389,8 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     keys = iter(jax.random.split(key, count))
 
     def normal(*shape, scale=0.02):
-        """Returns an array of this shape, drawn with the next key."""
+        """Returns an array of normal numbers of the shape `shape`, drawn with the next of the
+        `count` random keys."""
         return scale * jax.random.normal(next(keys), shape, dtype)
 
     return normal
@@ -419,7 +431,8 @@ def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -
     if not tokens.size:
         raise ValueError(
             f"{name} needs one sequence or more, each of one input token or more (a window to "
-            f"train on has one token more); got inputs of shape {tokens.shape}."
+            "train on also has a last target, so it is one token longer than its inputs); got "
+            f"inputs of shape {tokens.shape}."
         )
     if tokens.shape[1] > context:
         raise ValueError(

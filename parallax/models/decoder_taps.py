@@ -1,12 +1,15 @@
-"""The taps of a decoder. A tap returns its argument unchanged. While a recording is on, the tap
-also reports this value, with the value's path and with the value's places in the whole model. So
-runs that split rows, tokens, heads and hidden units in different ways can be compared.
+"""The taps of a decoder. A tap returns its argument unchanged. While `bisect` records, the tap also
+reports its argument, with a path that names it, and with the positions of its elements in the array
+of the whole model. So runs that split rows, tokens, heads and hidden units in different ways can be
+compared.
 
 In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
-A tap's `places` are the positions of the elements of a dim in the whole array. `comms`, a
-`tensor.Comms`, knows how tokens are split: `local_tokens` takes this device's part of the tokens
-between layers, and `context_tokens` takes the device's part of the tokens inside the layers.
-`GATHERED` are the axes over which ZeRO-3 gathers weights: the taps' specs are without these axes.
+If a device has only some elements of a dim, the tap's `places` are the positions of these elements
+in the dim of the undivided array. `comms`, a `tensor.Comms`, knows how tokens are split: from an
+array with all tokens, `local_tokens` cuts out those that this device has between two layers, and
+`context_tokens` those that it has inside a layer. `GATHERED` are the axes over which ZeRO-3 gathers
+weights: the specs of the weights' taps are without these axes. The specs of the gradients' taps
+have them, since ZeRO-3 splits a gradient like its weight.
 """
 
 from collections.abc import Callable
@@ -62,8 +65,9 @@ def split(x: Any, path: str, comms: Comms, dim: int) -> Any:
 
 
 def loss(value: Any) -> Any:
-    """Returns `value`, the loss of this device's part of the batch, with a tap. The tap's spec says
-    that each part of the batch has its own value, so the record has the mean of the parts' losses.
+    """Returns `value`, the loss of this device's part of the batch, with a tap. In a tap's spec,
+    `unreduced` over `taps.BATCH` says that each part of the batch has its own mean, so the
+    recording averages the losses of the parts.
     """
     return taps.tap(value, "loss", P(unreduced=frozenset({taps.BATCH})))
 
@@ -77,8 +81,8 @@ def block(
         apply: one block, a function `(weights, x, layer) -> x`.
         specs: the specs of the model.
         where: picks the blocks in a model, or in its specs.
-        loops: the number of leading dims of the blocks' arrays, such as the dim of layers. Loops
-            run over these dims. `specs` have them, and the `weights` of one block do not.
+        loops: the number of leading dims of the blocks' arrays over which loops run; 1 if there is
+            only the dim of layers. `specs` have these dims, and the `weights` of one block do not.
     """
 
     def tapped(weights, x, layer):
@@ -119,7 +123,7 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
     """
 
     def tapped(*arguments):
-        """Returns the value, and the gradients with taps."""
+        """Returns the loss (or `(loss, aux)`) unchanged, and the gradients with taps."""
         value, gradient = grad(*arguments)
         # `AFTER`: the backward pass is over, so these values have no cotangents to report.
         return value, taps.tap_tree(gradient, "gradients", specs, way=taps.AFTER)

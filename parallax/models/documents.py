@@ -75,7 +75,7 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(*arguments):
-        """Returns `stage(*arguments)`, after a trace that shows which of the arguments it reads."""
+        """Returns `stage(*arguments)`, after a trace that shows which arguments `stage` reads."""
         arrays, static = eqx.partition(arguments, is_array)
 
         def array_results(*arrays):

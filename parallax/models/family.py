@@ -1,8 +1,8 @@
-"""`Family`, the record of functions that the recipe of `decoder` needs from a kind of model, and
-`Batch`.
+"""`Family`, the record of the functions of a kind of model that the training code of `decoder`
+(`models.recipe`) needs; and `Batch`.
 
-The record of GPT-2 is `gpt2.FAMILY`. Another decoder trains over every layout if it has such a
-record; there is no class to inherit from.
+The record of GPT-2 is `gpt2.FAMILY`. Another decoder that has such a record can be split over
+devices by a `Layout` in the same way; there is no class to inherit from.
 """
 
 import functools
@@ -23,7 +23,7 @@ from parallax.remat import none
 
 
 class Batch(NamedTuple):
-    """The batch that a loss is computed from; a tuple of the first two attributes will do, too.
+    """The batch that a loss is computed from; a tuple `(windows, keys)` can take its place.
 
     Attributes:
         windows: sequences of T + 1 tokens: the first T are inputs, and the last T their targets. A
@@ -45,37 +45,39 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class Configuration(Protocol):
-    """The sizes of a model. The family's functions may read any field. The recipe reads
-    only `sizes`, which a layout must divide.
+    """The sizes of a model. The family's functions may read any field. `models.recipe` reads only
+    `sizes`, each of which must be a multiple of the number of devices that split it.
     """
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments for `Layout.check`: layers, heads, hidden, rows and tokens, and the number of
-        experts if the model has experts.
+        """Arguments for `Layout.check`: `layers`, `heads`, `hidden`, `rows` (of the embedding) and
+        `tokens`, and `experts`, the number of experts, if the model has experts.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of decoder: the functions that the recipe calls.
+    """A kind of decoder: the functions that `models.recipe` calls.
 
     Args:
-        model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; any leaf
-            may be static. The arrays of its blocks have a first dim of layers.
+        model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; its
+            leaves may also be values other than arrays, which are static. The arrays of its blocks
+            have a first dim of layers.
         stages: a function `(config, stage_axis, axis, *, comms, attend, remat, unroll)` that
             returns the functions `(embed, stage, head)` of `pipeline.value_and_grad`. Without a
             pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks communicate by
             `comms(axis)` (`tensor.comms`, `sequence.comms` or `context.comms`). `remat` wraps the
-            function `(weights, ...)` of one layer, and the loop's body has `unroll` layers. The
-            auxiliary values of a stage have a first dim of the stage's layers.
+            function `(weights, ...)` of one layer, and `unroll` is the number of layers in the body
+            of the loop over layers. The auxiliary values of a stage have a first dim of the stage's
+            layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
             `axis`, an axis of `size` devices. `stage` is the axis of the stages; None without a
-            pipeline. With an axis `stage`, the rule is for a model whose blocks are [v, L / v,
-            ...], for v chunks per stage, and the rule splits dim 1 over the stages. For a
-            configuration with experts the function also takes `expert=`, the axis that splits the
-            experts.
+            pipeline. With an axis `stage`, the rule is for a model whose L layers are cut into v
+            chunks per stage, with blocks of [v, L / v, ...]; the rule splits dim 1 over the stages.
+            For a configuration with experts the function also takes `expert=`, the axis that splits
+            the experts.
         logits: a function `(model, tokens)` that returns the logits after each token, of the whole
             model on one device. This function is used to draw text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
@@ -115,8 +117,8 @@ def seen(weights: Float[Array, "batch tokens"] | None) -> Bool[Array, "batch tok
     or a later target of its sequence, has a weight other than 0. `weights` are the targets'
     weights.
 
-    The other inputs may have any value, such as the -100 that pads a sequence. If `weights` is
-    None, the loss depends on all inputs, and the result is None.
+    The inputs that the loss does not depend on may have any value, such as the -100 that pads a
+    sequence. If `weights` is None, the loss depends on all inputs, and the result is None.
     """
     if weights is None:
         return None

@@ -37,14 +37,15 @@ def attention(
 ) -> Float[Array, "batch tokens heads head_width"]:
     """Returns `grouped(q, k, v)`, computed by JAX's Pallas kernel for TPUs.
 
-    The kernel cannot do all that `grouped` can. `grouped` itself runs if 128 does not divide the
-    number of tokens, for float64, and for documents packed into a window (`segments`). It also runs
-    if G does not divide H, and then raises an error.
+    The kernel cannot do all that `grouped` can. `grouped` itself runs in each of these cases: 128
+    does not divide the number of tokens; the arrays are of float64; or `segments` are given, for
+    documents packed into a window. `grouped` also runs if the number of heads of keys does not
+    divide the number of heads of queries, and then raises an error.
 
-    For the backward pass the kernel keeps one number for each row of the scores, B H T numbers in
-    all: the logarithm of the sum of exponentials. The backward pass computes the scores again. The
-    kernel multiplies in the type of `q` and adds up in float32, so its result equals that of
-    `grouped` within the rounding of the type of `q`.
+    For the backward pass the kernel keeps one number for each sequence, head and token: the
+    logarithm of the sum of exponentials over a row of the scores. The backward pass computes the
+    scores again. The kernel multiplies in the type of `q` and adds up in float32, so its result
+    equals that of `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -71,11 +72,12 @@ def cudnn_attention(
     `jax.nn.dot_product_attention`.
 
     The kernel cannot do all that `grouped` can. `grouped` itself runs in each of these cases: the
-    arrays are not of bfloat16 or float16; 8 does not divide K, or K is above 128; the number of
-    tokens is odd; `segments` are given, for documents packed into a window; or this process has no
-    NVIDIA GPU of the generation Ampere or newer, as when it compiles a step for GPUs on a machine
-    without a GPU. `grouped` also runs if G does not divide H, and then raises an error. The result
-    of the kernel equals that of `grouped` within the rounding of the type of `q`.
+    arrays are not of bfloat16 or float16; 8 does not divide the width of a head, or a head is wider
+    than 128; the number of tokens is odd; `segments` are given, for documents packed into a window;
+    or this process has no NVIDIA GPU of the generation Ampere or newer, as when it compiles a step
+    for GPUs on a machine without a GPU. `grouped` also runs if the number of heads of keys does not
+    divide the number of heads of queries, and then raises an error. The result of the kernel equals
+    that of `grouped` within the rounding of the type of `q`.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135).
     """
@@ -110,8 +112,9 @@ def _kernel(q: Any, k: Any, v: Any, *, block: int) -> Any:
 
     # `block_b` counts sequences; all other sizes count tokens.
     sizes = dict.fromkeys(kernels.BlockSizes.__dataclass_fields__, block) | {"block_b": 1}
-    # For the gradient of q, JAX copies each row's sum `block_k_major_dq` times, so the smallest
-    # block needs the least memory.
+    # For the gradient of q, JAX stores one number per row of scores, the sum of output times
+    # cotangent, `block_k_major_dq` times. So the smallest block needs the least memory.
+    # `block_k_dq` may not be larger than `block_k_major_dq`.
     sizes = kernels.BlockSizes(**sizes | {"block_k_major_dq": BLOCKS[-1], "block_k_dq": BLOCKS[-1]})
     return kernels.flash_attention(
         q, k, v, causal=True, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes
@@ -226,6 +229,6 @@ def _run(program: Any, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _varying_alike(arrays: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Returns `arrays`, typed as varying along all axes along which an argument varies."""
+    """Returns `arrays`, typed as varying along all axes along which any of `arguments` varies."""
     names = tuple(dict.fromkeys(name for array in arguments for name in varying_axes(array)))
     return [varying(array, names) for array in arrays]

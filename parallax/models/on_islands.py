@@ -1,6 +1,6 @@
 """A decoder on islands, which are groups of devices: each island trains its own copy of the model
-by the recipe of `decoder`. Every H steps the islands communicate (a *round*): they average the
-changes that their copies had since the last round.
+by the training code of `decoder`, `models.recipe`. Every H steps the islands communicate (a
+*round*): they average the changes that their copies had since the last round.
 
     devices = mesh.make(island=2, **layout.axes)
     optimizer, options = optax.adamw(3e-4), {"batch": 64, "key": key}
@@ -69,7 +69,9 @@ def train_step(
             has the axes of the islands, as `mesh.make(island=2, **layout.axes)` has.
         outer: the outer optimizer, such as `islands.outer_nesterov()`.
         every: H, the number of steps from one round to the next.
-        axis: the axis of the islands, as in `islands.local`.
+        axis: the axis of the islands, as in `islands.local`. With an `ErrorFeedback` instead of an
+            axis, the islands exchange their changes as int8, and add the rounding errors of a round
+            to the changes of the next one.
         stream: the part of the model that a round exchanges, and the delay until its use, as in
             `islands.local`.
 
@@ -101,7 +103,9 @@ def train_step(
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
-        options=2,  # after the batch, the step takes `limit` and `present`; None if left out
+        # After the batch, the step takes `limit`, the loss above which it changes nothing, and
+        # `present`, which tells the islands that take part. They are None if left out.
+        options=2,
     )
 
     def init(model=None):
@@ -116,9 +120,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
     checkpoint. Without a pipeline, the result is None.
 
     A `DiskForm` is a pair of functions: one converts a state into the stored form, and the other
-    converts it back. Both change the models in the state as `decoder.stored` does for one island:
-    blocks are stored as [L, ...], in the order of the model. `schedule` is the schedule of
-    `Compute`, or None for the layout's schedule.
+    converts it back. Both treat each model in the state as `decoder.stored` treats the model of one
+    island: on disk the blocks are [layers, ...], in the order of the model. `schedule` is the
+    schedule of `Compute`, or None for the layout's schedule.
     """
 
     def on_islands(change):
@@ -138,6 +142,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
                 state.inner,
                 replace_fn=change_stacked,
             )
+            # `state.error` has an entry for each fragment of the model, None without int8. `vmap`
+            # refuses None; `change`, which has no `vmap`, leaves a None in `state.sent` as it is.
             errors = (None if error is None else change_stacked(error) for error in state.error)
             return islands.State(
                 inner,

@@ -89,7 +89,7 @@ class Compute:
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
         unroll: the number of layers in the body of the loop over layers. None: the number is 2 with
-            ZeRO-3 on CPUs and GPUs. Without ZeRO-3 on GPUs it is the number of all layers, if there
+            ZeRO-3 on CPUs and GPUs. On GPUs without ZeRO-3 it is the number of all layers, if there
             is no pipeline and the layers are at most 48 (the step then takes longer to compile, and
             is faster). In all other cases it is 1.
         dtype: the type of the weights.
@@ -100,8 +100,9 @@ class Compute:
             backward pass, as soon as they are computed (`grads.reduced_in_backward`). False: they
             are summed at the end of the step.
         comms: how blocks communicate if the tokens are split over the tensor axis. An example is
-            `sequence.overlapping`, which multiplies some tokens while it sends others. None:
-            `sequence.comms`, which gathers the tokens first.
+            `sequence.overlapping`, which computes the matrix product of some tokens while it sends
+            others. None: `sequence.comms`, which gathers the tokens first. On a mesh of TPUs, None
+            also means `on_tpu=True`, but not in a pipeline.
         grad_of: the function that composes the gradient function; None: `recipe.grad_of`.
     """
 
@@ -129,7 +130,7 @@ Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Setup:
-    """A decoder, its layout and its `Compute`: all that the recipe reads.
+    """A decoder, its layout and its `Compute`: all that the functions of this module read.
 
     Attributes:
         family: the kind of model.
@@ -167,7 +168,8 @@ class Setup:
         (`stage`), and for one layer (`layer`). The specs name all axes that split the weights.
         """
         loops = loops_of(self.layout)  # the leading dims that one layer lacks
-        # Refuses specs that split one of these leading dims over `SHARDED_OVER`.
+        # `zero.part_specs` refuses specs that split one of these leading dims over ZeRO's axes
+        # (`SHARDED_OVER`): a device would then have only some of the layers.
         return zero.part_specs(self.specs, SHARDED_OVER, blocks=self.family.where, loops=loops)
 
 
@@ -182,6 +184,7 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     """
     embed, stage, head = functions
     layout, axes, family, compute = setup.layout, setup.axes, setup.family, setup.compute
+    # ZeRO splits over the axes data and context; gradients are reduced over the experts' axis too.
     sharded_over, reduced_over = setup.along(SHARDED_OVER), setup.along(REDUCED_OVER)
     if scale is not None:
         stage, head = _scaled(stage, scale), precision.scaled(head, scale)
@@ -224,9 +227,10 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
     if layout.zero in (1, 2):
         grad = zero.reduce_scattered(grad, reduced_over, setup.specs)
     else:
-        # With `reduce_in_backward` the blocks' gradients are summed already; a second sum would
-        # count them n times. Under ZeRO-3 the gradients of shares are summed already over the axes
-        # that split the parameters; `averaged` sums them over the other axes only.
+        # With `reduce_in_backward`, which `decoder` refuses together with ZeRO, the blocks'
+        # gradients are summed already; a second sum would count them n times. Under ZeRO-3 the
+        # gradients of shares are summed already over the axes that split the parameters; `averaged`
+        # sums them over the other axes only.
         already_summed = family.where if compute.reduce_in_backward else None
         grad = grads.averaged(grad, reduced_over, reduced=already_summed)
     # After the reductions above, so that under ZeRO only a device's share, 1/n of the bytes, goes
@@ -255,6 +259,7 @@ def functions_of(setup: Setup) -> Functions:
         """
         # The taps, which report weights to `bisect`, are innermost, so they see gathered weights.
         block = decoder_taps.block(block, specs, family.where, loops)
+        # At most one of the next two applies: `decoder` refuses `reduce_in_backward` with ZeRO.
         if compute.reduce_in_backward:
             block = grads.reduced_in_backward(block, setup.along(REDUCED_OVER))
         if layout.zero == 3:
@@ -275,6 +280,7 @@ def functions_of(setup: Setup) -> Functions:
     if compute.documents is not None:
         from parallax.models import documents
 
+        # Refuses a stage that does not read the segments, and a batch that has none.
         stage = documents.requires_segments(stage)
     if layout.context > 1:
         from parallax import context
@@ -284,13 +290,16 @@ def functions_of(setup: Setup) -> Functions:
     # Taps of the weights outside the blocks.
     embed = decoder_taps.ends(embed, "embed", specs, family.where)
     head = decoder_taps.ends(head, "head", specs, family.where)
+    # The loss is a mean over the devices of `MEAN_OVER`, so the stage's own term of the loss (such
+    # as that of a router) gets the type of a value that differs between these devices.
     return embed, _with_local_loss(stage, setup.along(MEAN_OVER)), head
 
 
 def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
     """Returns the loss `(model, batch) -> loss` for evaluation, on each device's part of the model
     and the batch. The auxiliary losses of the blocks, such as those of a router, and auxiliary
-    values are left out.
+    values are left out. The loss computes in the type of the parameters, whatever
+    `layout.precision` is.
     """
     embed, stage_with_terms, head_with_aux = functions
     layout, axes, where = setup.layout, setup.axes, setup.family.where
@@ -391,9 +400,9 @@ def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
 
 
 def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
-    """Returns how activations and cotangents go from stage to stage. Each tensor device sends
-    either the whole array or one part of it. In the second case the tensor devices of the receiving
-    stage gather the parts.
+    """Returns how activations and cotangents go from stage to stage. With `layout.split_sends`,
+    each device of the tensor axis sends one part of the array, and the devices of the receiving
+    stage gather the parts along the tensor axis. Otherwise each device sends the whole array.
     """
     return pipeline.split_over(axes["tensor"]) if layout.split_sends else pipeline.whole
 
@@ -449,11 +458,18 @@ def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
     wrap it. A module such as `context` is imported only for a layout that needs it.
     """
     layout, axes, compute = setup.layout, setup.axes, setup.compute
-    comms = compute.comms or tensor.comms
-    if layout.sequence and compute.comms is None:
-        from parallax import sequence
+    comms = compute.comms
+    if comms is None:
+        comms = tensor.comms
+        if layout.sequence:
+            from parallax import sequence
 
-        comms = sequence.comms
+            comms = sequence.comms
+        # With `on_tpu`, queries, keys and values have a matmul each, which is faster on TPUs. Not
+        # in a pipeline: it copies the arrays that a stage keeps into a buffer and out of it, which
+        # would be three arrays in place of one.
+        if setup.platform == "tpu" and not layout.pipelined:
+            comms = functools.partial(comms, on_tpu=True)
     if layout.context > 1:
         from parallax import context
 
@@ -538,7 +554,7 @@ def _with_gradients(grad: Grad, change: Callable[[PyTree], PyTree]) -> Grad:
     """Returns `grad` with `change` applied to its gradients."""
 
     def wrapped(params, batch):
-        """Returns the value, and the changed gradients."""
+        """Returns the loss (or `(loss, aux)`), and the gradients with `change` applied."""
         value, gradients = grad(params, batch)
         return value, change(gradients)
 
@@ -549,14 +565,16 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
     """Returns `stage` with its term of the loss typed as varying along `axis`, as the head's loss
     is typed.
 
-    Later, the gradients are summed over the n devices of `axis` and divided by n. A term that is
+    The step sums the gradients over the n devices of `axis` and divides them by n. A term that is
     the same on all devices, such as a mean over all tokens, may be typed as not varying. JAX would
     then count the term's gradient once in that sum, not n times, so this gradient would be n times
     too small.
     """
 
     def wrapped(*arguments):
-        """Returns the stage's `Output` with its loss, if it has one, typed as varying."""
+        """Returns the stage's `Output`. Its loss, if there is one, is typed as varying along
+        `axis`.
+        """
         result = output(stage(*arguments))
         loss = None if result.loss is None else varying(result.loss, axis.names)
         return Output(result.x, loss, result.aux)
@@ -585,8 +603,9 @@ def _with_aux_by_layer(grad: Grad) -> Grad:
     """Returns `grad` with the auxiliary values of the stages as [L, ...], in the order of the
     layers.
 
-    `grad` gives these values as [C, L / C, ...]. The C chunks of all stages are already in the
-    order of the model, so the two dims only have to be joined. Without a pipeline, C is 1.
+    `grad` gives the auxiliary values of the L layers as [C, L / C, ...]. The C chunks of all stages
+    are already in the order of the model, so the two dims only have to be joined. Without a
+    pipeline, C is 1.
     """
 
     def by_layer(aux):

@@ -50,13 +50,13 @@ class Cache(NamedTuple):
 class Cached(NamedTuple):
     """Two functions that compute the logits of a model and keep its keys and values.
 
-    Both functions return the logits after the last token.
+    `begin` and `go_on` return the logits after the last token that they were given.
 
     Attributes:
-        begin: `(tokens [B, P], places) -> (logits [B, V], cache)` computes the prompt. The cache
-            has room for `places` tokens, and the prompt fills its first P places.
-        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)` computes one more token of
-            each sequence, at the place `first`.
+        begin: `(tokens [B, P], places) -> (logits [B, V], cache)` runs the model on the prompt. The
+            cache has room for `places` tokens, and the prompt fills its first P places.
+        go_on: `(tokens [B], cache, first) -> (logits [B, V], cache)` runs the model on one more
+            token of each sequence, at the place `first`.
     """
 
     begin: Callable[..., tuple[Float[Array, "batch vocabulary"], PyTree]]
@@ -81,21 +81,21 @@ class Writer(NamedTuple):
 
 
 def cached(parts: DecoderParts, model: Any) -> Cached:
-    """Returns the functions of a whole `model` that keep keys and values. These are 2 L S G K
-    numbers per sequence.
+    """Returns the functions of a whole `model` that keep keys and values. For each sequence these
+    are 2 x layers x places x heads of keys x head width numbers.
 
     Under `jax.jit`, the cache of a model that is placed over a mesh is split as the model is: by
     heads of keys and values. If sequences are split over devices, so is their cache.
     """
 
     def begin(tokens, places):
-        """Returns the logits [B, V] after a prompt [B, P], and the prompt's cache, with S =
-        `places`.
+        """Returns the logits [B, V] after a prompt [B, P], and the prompt's cache, which has room
+        for `places` tokens.
         """
 
         def pad(old, new):
-            """Returns the new keys or values [B, P, G, K], padded with zeros to [B, S, G, K]; `old`
-            is None.
+            """Returns the new keys or values [B, P, G, K], padded with zeros to S = `places`
+            tokens, [B, S, G, K]; `old` is None.
             """
             return jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
 
@@ -140,7 +140,9 @@ def _run(
         caches = []
 
         def attend(q, k, v):
-            """Returns attention to the old keys and values and to the new ones."""
+            """Returns attention to the keys and values in the cache and to those of the present
+            tokens.
+            """
             old_keys, old_values = old or (None, None)
             caches.append(Cache(join(old_keys, k), join(old_values, v)))
             # The causal mask, from the place `first` of the first query, hides the empty places.
@@ -251,10 +253,10 @@ def sampled(
         tokens: the number of tokens to draw; static.
         temperature: the number by which logits are divided. With 0, each token is the one with the
             largest logit (greedy), or the first such token if several logits are equal.
-        top_k: draw among the tokens of the k largest logits (and of logits that equal the smallest
-            of these); static. None: draw among all tokens.
+        top_k: draw among the tokens of the `top_k` largest logits (and of logits that equal the
+            smallest of these); static. None: draw among all tokens.
         top_p: draw among the fewest tokens whose probabilities, after temperature and `top_k`, add
-            up to p or more. None: draw among all tokens.
+            up to `top_p` or more. None: draw among all tokens.
         key: the random key. Each token uses its own key, a row of `jax.random.split(key, tokens)`.
 
     Raises:
@@ -289,10 +291,11 @@ def sampled(
 
 def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
     """Returns a function `(logits [V], key, unknown)` that draws a token from the `filtered`
-    logits. The token is -1 if one of these logits is nan, or if `unknown` is true: an earlier token
-    was then -1.
+    logits. The token is -1 if one of these logits is nan, or if `unknown` is true, which means that
+    an earlier token was -1.
 
-    Errors about `temperature`, `top_k` or `top_p` begin with `name`, and are raised at once.
+    Errors about `temperature`, `top_k` or `top_p` begin with `name`, and are raised when this
+    function is called, not when a token is drawn.
     """
     if top_k is not None:
         (top_k,) = argument_checks.whole_numbers(name, top_k=top_k)
@@ -322,9 +325,9 @@ def _with_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each random key in `keys`, computed with a cache
-    of the attention's keys and values. `model` has two functions: `begin` computes the prompt, and
-    `go_on` one more token. `token_of(logits, key, unknown)` draws a token; the token is -1 if
-    `unknown`, which says that an earlier token was -1.
+    of the attention's keys and values. `model` has two functions: `begin` runs the model on the
+    prompt, and `go_on` on one more token. `token_of(logits, key, unknown)` draws a token; the token
+    is -1 if `unknown`, which says that an earlier token was -1.
     """
     # The last token needs no place in the cache, since no token attends to it: this is the - 1.
     # `begin` returns the logits after the prompt, [1, V], and the cache.
@@ -355,18 +358,19 @@ def _without_cache(
     window. `token_of(logits, key, unknown)` draws a token; the token is -1 if `unknown`, which says
     that an earlier token was -1.
 
-    This function is for a model without a cache of keys and values, and for tokens after the window
-    began to move, since every move changes all keys and values.
+    This function is for a model without a cache of keys and values, and for the tokens that are
+    drawn after the window is full: from then on it moves by one place for each token, which changes
+    all keys and values.
 
-    The tokens fill the first places of the window, and zeros fill the other places. When the window
-    is full, it moves by one place for each token.
+    The tokens fill the first places of the window, and zeros fill the other places.
     """
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
     def draw(carry, key):
         """Returns the next token, as a step of `lax.scan`.
 
-        The carry is the window, [window], and how many of its places the tokens fill.
+        The carry is the array of the window's tokens, of shape [window], and the number of its
+        places that are filled.
         """
         seen, filled = carry
         # The logits after the last token; attention is causal, so the zeros after it do not matter.
@@ -401,7 +405,7 @@ def filtered(
     # No shifted logit is above 0, so a small temperature gives -inf and never inf. If the maximum
     # is inf or -inf, some shifted logit is nan.
     shifted = wide - jnp.max(wide)
-    # A comparison of indices marks one element without a scatter.
+    # True for the token with the largest logit, the first if several logits are equal.
     likeliest = lax.broadcasted_iota(jnp.int32, wide.shape, 0) == jnp.argmax(wide).astype(jnp.int32)
     greedy = jnp.where(likeliest, 0, -jnp.inf).astype(wide.dtype)  # for temperature 0
     # The inner `where` avoids a division by 0.

@@ -1,8 +1,8 @@
 """Optimizers on shards: a check that an optimizer acts element by element, and wrappers for
 optimizers that do not.
 
-The wrappers are imported at their first use: every train step uses the check, and the check needs
-no wrapper.
+The check, in the module `elementwise`, needs no wrapper, and every train step uses it. So the
+wrappers are imported only when one of them is first used.
 """
 
 from importlib import import_module

@@ -1,5 +1,5 @@
-"""Checks that an optimizer acts element by element. Then the update of a shard has the same numbers
-as that shard of the update of the whole leaf.
+"""Checks that an optimizer acts element by element. Then it makes no difference whether a shard is
+updated alone, or the whole leaf is updated and then cut into shards.
 
 `checked` makes this check once for each set of shapes. It traces the update on leaves whose split
 dims have an unknown size, and follows the traced program (`parallax.optimizers.programs`). It
@@ -48,18 +48,19 @@ def with_extra(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with an `update` that takes extra arguments, and ignores those that the
     optimizer does not use."""
-    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type.
+    # `MultiSteps` takes extra arguments itself, but it is not of optax's transformation type. The
+    # variable is typed `Any`, since a type checker would refuse the functions of `MultiSteps`.
     if isinstance(optimizer, optax.MultiSteps):
-        several: Any = optimizer
-        return optax.GradientTransformationExtraArgs(several.init, several.update)
+        multi_steps: Any = optimizer
+        return optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
     return optax.with_extra_args_support(optimizer)
 
 
 def checked(
     update: Update, specs: Mapping[str, PartitionSpec], *, at: str, gathered: Sequence[str] = ()
 ) -> Update:
-    """Returns `update` with a check that the update of a shard of a leaf is that shard of the
-    update of the whole leaf.
+    """Returns `update` with a check that a shard of a leaf can be updated alone, with the same
+    result as in the update of the whole leaf.
 
     Args:
         update: the update of an optimizer.
@@ -82,8 +83,8 @@ def checked(
         return split_over(jax.typeof(x)) - set(gathered)
 
     def wrapped(gradients, state, params, **extra):
-        """Returns the optimizer's update. The update is checked first, unless arguments of these
-        types have passed the check before: `decided` has the keys of such types."""
+        """Returns the optimizer's update. The update is checked first, unless arguments of the same
+        types have passed the check before: then `decided` has the key of these types."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
@@ -116,8 +117,7 @@ class _Leaf(NamedTuple):
         path: the path in the tree of parameters.
         gradient: the gradient.
         weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
-        split: the axes, of more than one device each, along which the gradient or the parameter
-            differs.
+        split: the axes that split the gradient or the parameter. Axes of one device are left out.
         whole: the shape of the whole parameter.
         is_open: whether the specs leave open which dim is split. If they do, `whole` is an upper
             bound, in which every dim is multiplied by the number of devices.
@@ -180,6 +180,8 @@ class _Update:
         by_dim = [axes.intersection(trees.entry_axes(entry)) for entry in entries]
         unnamed = axes.difference(*by_dim)
         # An axis that the spec does not name may split any dim, so each dim counts as split by it.
+        # Then `whole` is only an upper bound. That is enough: `of_any_size` uses `whole` as the
+        # bound of a symbolic size, and `split_alike` does not rely on the shapes of an open leaf.
         # Axes that split only the gradient (ZeRO-1) do not count: the parameter is whole already.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))
@@ -274,8 +276,9 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the `Value` of an array of the optimizer's state with this owner. If `mixes` of
-        this `Value` is not empty, `judge` refuses each result that uses the array."""
+        """Returns the `Value` of an array of the optimizer's state with this owner. If elementwise
+        use of the array would be wrong on shards, `mixes` of this `Value` gives the reason, and
+        `judge` refuses each result that uses the array."""
         # A single number that no axis splits, such as a step count, may be combined with all
         # elements, so it has no sources.
         if np.size(x) <= 1 and not self.axes(x):
@@ -286,7 +289,8 @@ class _Update:
                 return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
         # The other arrays belong to a whole leaf or to no leaf. A moment of a whole leaf counts as
-        # whole, whatever its type; any other array must be the same on all devices.
+        # whole, whatever its type: if the type varies, so does that of the new parameter, and the
+        # specs of `mesh.spmd` refuse it. Any other array must be the same on all devices.
         if self.axes(x) and not self.is_moment(x, owner):
             return Value(mixes="its state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
@@ -318,7 +322,8 @@ class _Update:
                         f"{result} is made of {name}, which may be split along another dim", owner
                     )
             # An update made only of whole arrays is the same on all devices, so it is not the shard
-            # of an update.
+            # of an update. An update without sources (`leaves` is empty) passes: its elements are
+            # all equal, as zeros are.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
                 self.refuse("its update has nothing of the leaf's own elements", owner)
 
@@ -329,7 +334,7 @@ class _Update:
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # A leaf is open if it is split over an axis that its spec does not name. That axis may
-        # split any of its dims, and its shapes do not tell which.
+        # split any dim of the leaf, and the shapes of the leaf do not tell which dim.
         is_open = a.is_open or b.is_open
         # Two axes might split the dims of one leaf in another order than those of the other.
         return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
@@ -444,6 +449,8 @@ def _first_line(error: Exception) -> str:
 def _is_about_shapes(error: Exception) -> bool:
     """Returns whether an error of JAX or optax is about shapes, or about a state that was made for
     other leaves."""
+    # `+` and most operations of JAX raise a `TypeError` for shapes that do not fit; a `ValueError`
+    # about a shape may come from the optimizer's own check. "pytree structure" are JAX's words.
     return "pytree structure" in str(error) or (
         isinstance(error, TypeError) and "shape" in str(error)
     )

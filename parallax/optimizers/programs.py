@@ -7,12 +7,12 @@ each device computes, from its shards, its own part of the result for whole leav
 *mixes* is computed from several elements at a time, as a sum is, and would be wrong on shards.
 
 Leaves are parameters, named by numbers from 0 on. Two more numbers are used in the same way:
-`WHOLE`, for any array that no axis splits, and `RIGHT`, for a result that a wrapper marked as right
-on shards, although its computation may mix elements. The *sources* of a value are a `Value`: the
-leaves that it is computed from, and whether it mixes. `met` joins the sources of several values
-into one `Value`, and `run` follows a program inside an equation, such as a branch. A call of
-`linear(x, forward=..., backward=..., name=...)` is one equation of the program, and the argument
-`name` can *mark* the result of the equation.
+`WHOLE`, for any array that no axis splits, and `RIGHT`, for a result that a wrapper marked as
+correct when each device updates only its shards, although its computation may mix elements. The
+*sources* of a value are a `Value`: the leaves that it is computed from, and whether it mixes. `met`
+joins the sources of several values into one `Value`, and `run` follows a program inside an
+equation, such as a branch. A call of `linear(x, forward=..., backward=..., name=...)` is one
+equation of the program, and the argument `name` can *mark* the result of the equation.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if its ope
 
 
 def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
-    """Returns an optimizer's `update`, with its results marked as right on shards: `checked` then
-    accepts them without a check.
+    """Returns an optimizer's `update`, with a mark on its results that says that they are correct
+    when each device updates only its shards. So `checked` does not examine them.
 
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
@@ -61,7 +61,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
         weights = None if params is None else matching_parameters(gradients, params)
         # `checked` traces this function on unknown sizes. Only the types and the marks of the
         # results matter there. An update has the type of its parameter, and it is right if its
-        # gradient is (`_marked_like`). The state has its old type.
+        # gradient is (`_marked_like`). The state has its old type. Its mark needs no condition,
+        # since a wrong gradient is reported at its update.
         if has_unknown_sizes((gradients, weights)):
             like = gradients if weights is None else weights
             return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
@@ -80,8 +81,9 @@ def _marked(x: Any) -> Any:
 
 
 def _marked_like(x: Any, like: Any) -> Any:
-    """Returns `like` marked as a result that is computed from `x`. This result is right on shards
-    unless `x` mixes: then `x` is wrong already."""
+    """Returns `like` marked as a result that is computed from `x`. If `x` was computed from several
+    elements at a time, `x` is wrong on shards already, and so is this result. Otherwise this result
+    is right on shards."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
@@ -93,13 +95,14 @@ def has_unknown_sizes(tree: PyTree) -> bool:
 
 
 class Value(NamedTuple):
-    """The sources of a value in an optimizer's program.
+    """The sources of a value in an optimizer's program: the leaves that it is computed from, and
+    whether it is computed element by element.
 
     Attributes:
         leaves: the numbers of the leaves from which the value is computed. `WHOLE` is among them if
-            the value uses an array that no axis splits, and `RIGHT` if the value uses a marked
-            result. If `leaves` is empty, the value is one number, or an array of equal numbers, and
-            the same on all devices.
+            the value uses an array that no axis splits, and `RIGHT` if the value uses a result that
+            a wrapper marked as correct on shards. If `leaves` is empty, the value is one number, or
+            an array of equal numbers, and the same on all devices.
         mixes: why the value is not computed element by element; "" if it is.
     """
 
@@ -107,7 +110,8 @@ class Value(NamedTuple):
     mixes: str = ""
 
     def __or__(self, second: tuple[Any, ...]) -> "Value":
-        """Returns the sources of an array that depends on both values."""
+        """Returns the sources of an array that is computed from two values, whose sources are
+        `self` and `second`."""
         return Value(self.leaves | second[0], self.mixes or second[1])
 
 
@@ -117,8 +121,9 @@ def of_leaf(number: int) -> Value:
 
 
 def same_everywhere(aval: Any) -> Value:
-    """Returns the sources of an array of this type that is the same on all devices: `WHOLE`. A
-    single number has no sources, since it may be combined with elements of any shard."""
+    """Returns the sources of an array of this type that is the same on all devices: `WHOLE`. For a
+    single number the set of leaves is empty, so that the number can be combined with elements of
+    any shard."""
     return Value() if aval.shape == (1,) * aval.ndim else of_leaf(WHOLE)
 
 
@@ -154,7 +159,9 @@ class _Elements(jaxprs.Following):
         if choice.mixes or choice.leaves - {WHOLE}:
             mixes = choice.mixes or f"{_operation(eqn)} depends on the elements"
             return [self.met(operands)._replace(mixes=mixes)] * len(eqn.outvars)
-        # The predicate is the same on all devices. A result joins the sources of all branches.
+        # The predicate is the same on all devices. A result joins the sources of all branches. A
+        # result that is a shard in one branch and whole in another mixes elements, as if an
+        # elementwise operation combined the two.
         every_branch = [self.run(branch, arguments) for branch in eqn.params["branches"]]
         return [
             _elementwise(self.met(values), eqn, var.aval)
@@ -187,8 +194,8 @@ class _Elements(jaxprs.Following):
 
     def _mixes(self, eqn: JaxprEqn, sources: Value) -> str:
         """Returns the reason why an equation that is not elementwise is wrong on shards. Returns ""
-        if the operands are whole and the result does not depend on the shard. `sources` is the
-        union of the sources of all operands."""
+        if the operands are whole, and the result depends neither on the device nor on the size of a
+        shard. `sources` is the union of the sources of all operands."""
         if sources.leaves - {WHOLE}:
             return f"{_operation(eqn)} uses more than one element"
         # All operands are the same on every device. (Their types may still vary, as those of
@@ -200,7 +207,8 @@ class _Elements(jaxprs.Following):
         if any(map(split_over, returned)) and not any(map(split_over, given)):
             return f"{_operation(eqn)} differs between devices"
         inside = []
-        # The programs inside, such as a loop's body; their arguments are whole.
+        # The programs inside, such as a loop's body; their arguments are whole. `run` gets the
+        # sources of their constants from `constant`: one that differs between devices mixes.
         for body in jaxprs.closed(eqn.params):
             arguments = jaxprs.types(jaxprs.opened(body).invars)
             inside += self.run(body, list(map(same_everywhere, arguments)))

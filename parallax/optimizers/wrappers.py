@@ -1,5 +1,5 @@
-"""Makes optimizers that look at more than one element at a time correct for leaves that are split
-over devices.
+"""Wraps optimizers that look at several elements at a time, so that they give correct updates of
+leaves that are split over devices.
 
 If each device updates only its shard of a leaf, the result is right only for an optimizer that acts
 element by element. `step.make` refuses other optimizers (`parallax.optimizers.elementwise`). Two
@@ -10,18 +10,19 @@ own *share* of the update:
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
 The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
-number of these dims, and the last of them, dim lead - 1, is divided among the owners. The table has
-the bytes that each link carries for a leaf of S bytes, with n devices of `axis`. Only `by_matrix`
-sends the update too:
+number of these dims, and the last of them, dim lead - 1, is divided among the devices that update
+the leaf (its owners). The table has the bytes that each link carries for a leaf of S bytes, with n
+devices of `axis`. Both wrappers send shares of gradients and parameters; only `by_matrix` also
+sends the update:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
     only the gradient is (ZeRO-1)     (n - 1)/n S      (n - 1)/n² S + (n - 1)/n S
 
-In `by_matrix`, the shares of a leaf that is split along its layers are on their owners already, and
-the update of this leaf is sent only in ZeRO-1. A `Split` is a dim of a leaf and the axes that split
-this dim; `shards.gather` joins the shares of a leaf, and `shards.take` cuts a share out of a whole
-leaf.
+In `by_matrix`, each share of a leaf that is split along its layers is already on the device that
+updates it. The update of this leaf is sent only in ZeRO-1, where every device needs the whole
+update. A `Split` is a dim of a leaf and the axes that split this dim; `shards.gather` joins the
+shares of a leaf, and `shards.take` cuts a share out of a whole leaf.
 """
 
 import functools
@@ -54,6 +55,11 @@ from parallax.shards import Split
 
 # From a leaf's path and number of dims to the number of its first dims that are layers.
 Leads = Callable[[str, int], int]
+
+# The primitives that draw random numbers. Most functions of `jax.random` draw by `random_bits`.
+DRAWS = frozenset(
+    {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
+)
 
 
 def whole(
@@ -93,11 +99,11 @@ def by_matrix(
     """Returns `optimizer` on the leaves of one layer at a time. Each layer and its state are on one
     device of `axis`.
 
-    The leaves of layers that run in a loop are stacked: [L, I, J]. Device i receives layers i L/n
-    to (i + 1) L/n - 1 whole, by one all-to-all, and returns their updates by another. The optimizer
-    sees leaves of [I, J], one layer of all stacked leaves together. So an optimizer for matrices,
-    such as `optax.contrib.muon`, sees matrices. Every device updates the leaves that are not
-    stacked, as in `whole`.
+    The leaves of layers that run in a loop are stacked: [L, I, J]. Each of the n devices of `axis`
+    receives L / n whole layers by one all-to-all, device i those from i L / n on, and returns their
+    updates by another. The optimizer sees leaves of [I, J], one layer of all stacked leaves
+    together. So an optimizer for matrices, such as `optax.contrib.muon`, sees matrices. Every
+    device updates the leaves that are not stacked, as in `whole`.
 
     Args:
         optimizer: an optimizer that updates each leaf by itself. To use another optimizer for some
@@ -112,10 +118,10 @@ def by_matrix(
 
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it (a dim of a
-            convolution, or of heads, might be taken for layers); the number of layers on a device
-            is not a multiple of the number of their owners; a dim of layers other than the last is
-            split over `axis`; the optimizer combines several leaves, as clipping by the global norm
-            does; or another error of `whole`.
+            convolution, or of heads, might be taken for layers); the layers that a device has
+            cannot be divided evenly among the devices that update them; a dim of layers other than
+            the last is split over `axis`; the optimizer combines several leaves, as clipping by the
+            global norm does; or another error of `whole`.
     """
 
     def leading(path, ndim):
@@ -156,9 +162,10 @@ class _Way(NamedTuple):
         name: the dotted path of the leaf.
         lead: the number of the leaf's first dims that are layers.
         splits: the dims that `axis` splits, each with the axes that split it.
-        inner: a list of one split: of dim lead - 1, over the names in `axis` that split no dim of
-            the leaf. The list is empty if there are no such names. Dim lead - 1 is divided among
-            the owners first over all axes of `splits`, and then over those of `inner`.
+        inner: a list with one `Split`, which divides dim lead - 1 over those axes of `axis` that
+            split no dim of the leaf. The list is empty if there are no such axes. Dim lead - 1 is
+            divided among the owners first over all axes of `splits`, and then over those of
+            `inner`.
     """
 
     name: str
@@ -170,8 +177,8 @@ class _Way(NamedTuple):
 def _on_owners(
     optimizer, axis: Axis, specs: Specs, leads: Leads, *, by_layer: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer`, applied to leaves that are moved to their owners. The updates are moved
-    back.
+    """Returns `optimizer`, applied to leaves that are moved to the devices that update them. The
+    updates are moved back.
 
     `specs` is a tree of the specs of the shares. `leads(path, ndim)` returns how many first dims
     are layers in the leaf at the dotted path `path`, which has `ndim` dims. With `by_layer`, each
@@ -187,7 +194,8 @@ class _Owners(NamedTuple):
     """An optimizer on leaves that are brought to the devices which own them.
 
     Attributes:
-        optimizer: the optimizer, which sees the whole leaves of some layers.
+        optimizer: the optimizer. It sees some layers of each leaf, and each of these layers whole;
+            it sees a leaf without layers whole.
         axis: the axes over which the leaves are gathered.
         specs: the specs of the shares, by path.
         leads: the function from a leaf's path and number of dims to the number of its first dims
@@ -213,9 +221,10 @@ class _Owners(NamedTuple):
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """Returns the groups of leaves that the optimizer sees together. A group goes through one
-        `vmap` over its layers, so the dims of layers of its leaves have the same sizes in `tree`. A
-        group is returned as a pair: these sizes, and the paths of its leaves."""
+        """Returns the groups of leaves that the optimizer sees together. The dims of layers of a
+        group's leaves have the same sizes in `tree`, so that one `vmap` can run over the layers of
+        all these leaves. A group is returned as a pair: these sizes, and the paths of its
+        leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             sizes = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -316,10 +325,12 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
 def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
     """Returns this device's part of an update, split as the parameter `weight` is: the reverse of
     `_to_owner`, with the same `way`. `x` is the update of the layers that the device owns."""
+    # Of `way.splits`, all splits of the leaf, `weight` has only some (none with ZeRO-1).
     splits_of_weight = _splits_of(weight, weight, way.splits)
     if not way.lead:
         return shards.take(x, splits_of_weight)
     layers_dim = way.lead - 1  # the last dim of layers
+    # `way.inner` divided the layers last, over the axes that split no dim of the leaf.
     x = shards.gather(x, way.inner)
     # In reverse order: the last step of `_to_owner` is undone first. Where `weight` is whole, the
     # layers are gathered. Where a matrix dim is split, layers are exchanged for shares of it. Split
@@ -333,7 +344,7 @@ def _to_shares(x: Array, weight: Array, way: _Way) -> Array:
 
 
 def _mapped(f: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """Returns `f` under this many `jax.vmap`s, one for each dim of layers."""
+    """Returns `f` under `times` nested `jax.vmap`s, one for each dim of layers."""
     for _ in range(times):
         f = jax.vmap(f)
     return f
@@ -351,7 +362,7 @@ def _shapes_of_one_layer(tree: PyTree, lead: int) -> PyTree:
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
     """Raises `ValueError` for a split of any dim of layers but the last: only the last one is
-    divided among the owners. The leaf `name` has `lead` dims of layers."""
+    divided among the devices that update the layers. The leaf `name` has `lead` dims of layers."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -363,21 +374,22 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 
 def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
-    """Raises `ValueError` unless the number of layers on a device is a multiple of the number of
-    their owners. `shape` is the shape on a device of a gradient or parameter that has layers, and
-    `splits` are the splits that cut this array.
+    """Raises `ValueError` unless the layers on a device can be divided evenly among the devices
+    that will update them. `shape` is the shape on a device of a gradient or parameter that has
+    layers, and `splits` are the splits that cut this array.
     """
     layers_dim = way.lead - 1  # the last dim of layers
-    # These layers are still to be divided: over the axes of split matrix dims, and over those that
-    # split no dim (`inner`). A split of the layers themselves has divided a share already.
+    # These layers are still to be divided among the owners: over the axes of all splits of the leaf
+    # (`way.splits`), and over the axes that split no dim of it (`way.inner`). A split of the layers
+    # themselves has divided a share already, but not an array that is whole.
     divided = [split for split in splits if split.dim == layers_dim]
     left = [split for split in way.splits if split not in divided]
     owners = math.prod(split.axis.size() for split in [*left, *way.inner])
     if shape[layers_dim] % owners:
         raise ValueError(
             f"optimizers.by_matrix: {way.name} has {shape[layers_dim]} layers on a device (dim "
-            f"{layers_dim} of {shape}), which must be a multiple of {owners}, the number of their "
-            "owners. Use optimizers.whole, or other axes."
+            f"{layers_dim} of {shape}), which must be a multiple of {owners}, the number of "
+            "devices among which these layers are divided. Use optimizers.whole, or other axes."
         )
 
 
@@ -389,9 +401,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     owners = owners_of_state(state, paths)
     # The gradients have the shapes of the weights.
     program = jax.make_jaxpr(update)(weights, state, weights)
-    if any(
-        eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in jaxprs.every(program.jaxpr)
-    ):
+    if any(eqn.primitive.name in DRAWS for eqn in jaxprs.every(program.jaxpr)):
         raise ValueError(
             "optimizers.by_matrix: this optimizer draws random numbers, which would be the same "
             "in every layer. Use optimizers.whole, which draws them for whole leaves, as one "
@@ -404,7 +414,9 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     of_state = [Value() if owner is None else values[owner] for owner in owners]
     results = follow(program, [*values, *of_state, *values])
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
-        # The other leaves that the result depends on; WHOLE and RIGHT are no leaves.
+        # The other leaves that the result depends on. `leaves` may also have two marks that are no
+        # numbers of leaves: WHOLE (of an array that is the same on all devices) and RIGHT (of a
+        # result that a wrapper has marked as right).
         others = sorted(value.leaves - {owner, WHOLE, RIGHT})
         if others:  # the message names at most two
             names = " and ".join(

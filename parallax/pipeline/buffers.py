@@ -77,9 +77,9 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in the slot `slot` of the buffers. `like` is a tree of the same arrays, or
-    of their types: the numbers of dims show which buffers have a dim of slots, [slots, ...], and
-    which do not."""
+    """Returns the tree in the slot `slot` of the buffers. `like` is a tree like the result, of
+    arrays or types. A buffer that has one dim more than its array in `like` has a dim of slots,
+    [slots, ...]."""
 
     def leaf(buffer, like):
         """Returns the array in the slot `slot` of a buffer; `like` has as many dims as this
@@ -134,6 +134,6 @@ def stacked_zeros(tree: PyTree, *sizes: int) -> PyTree:
 
 
 def wide_zeros(like: Any) -> Array:
-    """Returns zeros of an array's shape, in the dtype in which such arrays are summed: at least
-    float32."""
+    """Returns zeros of the shape of `like`, in the dtype in which arrays of its dtype are summed:
+    at least float32."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))

@@ -88,9 +88,9 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
                 mesh.dotted(path) or "the blocks",
                 f"{name}, of shape {leaf.shape} on a stage, is the same along {axis.names!r}, so "
                 f"each of the {devices} stages would run all layers.",
-                f"Split its layers dim, as [{schedule.chunks}, L / {schedule.chunks}, ...] under "
-                f"P(None, {axis.names!r}); L must be a multiple of {schedule.chunks * devices}, "
-                "the number of chunks of all stages.",
+                f"Shape the array as [{schedule.chunks}, L / {schedule.chunks}, ...] for L "
+                f"layers, and split its dim 1 by the spec P(None, {axis.names!r}); L must be a "
+                f"multiple of {schedule.chunks * devices}, the number of chunks of all stages.",
             )
         if leaf.ndim == 0 or leaf.shape[0] != schedule.chunks:
             raise ValueError(
@@ -108,8 +108,8 @@ def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
 
 
 def check_batch(batch: PyTree) -> None:
-    """Refuses with a `ValueError` a batch that has an array without rows, since no rows have no
-    mean loss."""
+    """Raises a `ValueError` for a batch that has an array without rows, since there is no mean loss
+    over zero rows."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.ndim(leaf) and not leaf.shape[0]:
             raise ValueError(
@@ -162,17 +162,18 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
 
 
 def head(traced: Traced, axis: Axis) -> None:
-    """Refuses with a `ValueError` a head that sums over the stages what each stage computes from
-    its own `x`.
+    """Raises a `ValueError` if the head computes something from each stage's own `x` and sums it
+    over the stages.
 
     Every stage runs the head, but only the last stage's `x` is the model's output. `traced` is the
-    head as a program, and `axis` the axis of the stages. `head_sums.adds_up` looks for such a sum
-    in the program.
+    head as a program, and `axis` the axis of the stages. `head_sums.adds_up` looks in the program
+    for a sum over the stages of values that come from each stage's `x`.
     """
     # For each array among the arguments of the program: whether it is in `x`, argument 1. The
     # arguments are params, x, the microbatch, and its number, with which taps record values; the
     # number is None if nothing is recorded. `used` is the tuple of these arguments with a bool in
-    # place of each array: here only the number of the arrays counts, and not the bools.
+    # place of each array: whether the results depend on the array. Here only the number of the
+    # arrays counts, and not the bools.
     of_x = [i == 1 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
     for name in axes_of_several_devices(axes_of(axis)):
         if head_sums.adds_up(traced.program, name, of_x):

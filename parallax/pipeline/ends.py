@@ -1,9 +1,10 @@
 """Sends the messages of an embedding and a head whose vocabulary is split over the stages of a
 pipeline.
 
-Only the first stage uses the embedding's sum, and only the last stage has the head's input. So the
-sum and the input each go over a tree of hops, and not by an all-reduce. A TPU sends hops while it
-computes; an all-reduce stops the computation (on a v5e, with JAX 0.10.2).
+Each stage looks up its rows of the vocabulary, and only the first stage uses the sum of the
+results. Only the last stage has the head's input. So the sum and the input are each sent along a
+tree of messages from one stage to another (hops), and not by an all-reduce. A TPU sends hops while
+it computes; an all-reduce stops the computation (on a v5e, with JAX 0.10.2).
 """
 
 import jax.numpy as jnp

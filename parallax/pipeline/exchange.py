@@ -22,8 +22,9 @@ class Exchange(NamedTuple):
 
     Attributes:
         part: `tree -> parts`: returns the arrays that this device sends.
-        whole: `(parts, like) -> tree`: makes the tree that was sent from the received parts. `like`
-            has the shapes and types of that tree; the types say along which axes an array varies.
+        whole: `(parts, like) -> tree`: rebuilds, from the received parts, the tree that was sent.
+            `like` has the shapes and types of that tree; the types say along which axes an array
+            varies.
     """
 
     part: Callable[[PyTree], PyTree]
@@ -76,7 +77,8 @@ def split_over(axis: AxisLike) -> Exchange:
 
 def _cut_dim(x: Array, axis: Axis) -> int | None:
     """Returns the dim along which an array is cut: the largest dim that the number of devices of
-    the axis divides. Returns None if the array is sent whole."""
+    the axis divides. (Any dim that this number divides would do, as long as the sender and the
+    receiver choose the same.) Returns None if the array is sent whole."""
     t = axis.size()
     # If the array may differ along the axis, no other device can send a part of this device's
     # array.

@@ -72,7 +72,7 @@ def value_and_grad(  # noqa: PLR0913
     M parts in order. Gradients are summed, and returned, in float32 or wider. The gradients of
     parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
-    `params`, the first argument of all three functions, has all parameters. In `stage`,
+    `params`, the first argument of `embed`, `stage` and `head`, has all parameters. In `stage`,
     `blocks(params)` is one chunk of layers, without the dim of chunks. If several functions read a
     parameter, its gradient is the sum over all these functions.
 
@@ -90,16 +90,17 @@ def value_and_grad(  # noqa: PLR0913
             vP - 1, is the chunk's place in the model. `stage` returns a tree like `x`, or an
             `Output` that also has a term of the loss or auxiliary values.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
-            runs on all stages, in the ticks in which a microbatch has passed all layers. If the
-            type of the loss varies over `axis`, the last stage's loss is used. If the type does not
-            vary, all stages must have computed the loss together, in a head that begins with
-            `from_last`.
+            runs on all stages, in each tick in which the output of the last layer for a microbatch
+            is ready. If the type of the loss varies over `axis`, the last stage's loss is used. If
+            the type does not vary, all stages must have computed the loss together, in a head that
+            begins with `from_last`.
         schedule: the table; its number of stages is the size of `axis`.
         axis: the axis of the stages, or several axes as one. Its algorithm, `Axis.algorithm`,
             all-reduces the gradients of parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
             `params.blocks`. Each array of the blocks has a first dim of v chunks.
-        trainable: the leaves that have a gradient, as in `step.init`. Other leaves have the
+        trainable: chooses the leaves that have a gradient, as in `step.init`: it is a function of a
+            leaf, or a tree of booleans that is a prefix of the parameters. Other leaves have the
             gradient None, which takes no memory.
         save: which arrays wait for the backward tick: `residuals`, or `inputs`, which saves only
             the stage's input and computes the rest again.
@@ -112,16 +113,18 @@ def value_and_grad(  # noqa: PLR0913
             returns a tree of the same structure, whose arrays may be smaller; the final gradients
             then have these smaller shapes.
         aux: a function that is applied to the stacked auxiliary values: those of the head are
-            [M, ...] each, and those of the stages (`Aux.stages`) [M, vP, ...]. If stages have
-            auxiliary values, the result is `((loss, Aux(head, stages)), gradients)`. If only the
-            head has some, the result is `((loss, aux), gradients)`.
+            [microbatches, ...] each, and those of the stages (`Aux.stages`) [microbatches, chunks
+            of all stages, ...]. If stages have auxiliary values, the result is `((loss, Aux(head,
+            stages)), gradients)`. If only the head has some, the result is `((loss, aux),
+            gradients)`.
 
     Raises:
         ValueError: the schedule has another number of stages than the axis; the number of sequences
-            is not a multiple of M, or is 0; `params` has no `blocks`, and no `blocks` is given; an
-            array of `blocks(params)` is not split over `axis`, or has no first dim of v; `stage`
-            returns another tree than it takes; a function reads a parameter by closure, or `embed`
-            or `head` reads one of the blocks: these parameters would have no gradient.
+            is not a multiple of the number of microbatches, or is 0; `params` has no `blocks`, and
+            no `blocks` is given; an array of `blocks(params)` is not split over `axis`, or its
+            first dim is not the schedule's number of chunks; `stage` returns another tree than it
+            takes; a function reads a parameter by closure, or `embed` or `head` reads one of the
+            blocks: these parameters would have no gradient.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -219,7 +222,7 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
     # stages have a parameter, each has a part of its gradient, and the parts are summed over the
     # stages. The gradients of the blocks are complete: each block is on one stage. A varying loss
     # is summed over the stages: the head's is 0 on all stages but the last, and each stage has its
-    # own terms.
+    # own terms. The axes are read from the parameters, since the types of all gradients vary.
     loss_axes = tuple(axes_of(axis) if varies_along(loss, axis) else () for loss in losses)
     gradient_axes = jax.tree.map(
         lambda w: replicated_axes(w, axis), matching_parameters(gradients, params)

@@ -14,8 +14,9 @@ is called a number (`is_number`); `indexed` says whether a value depends on the 
 unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
 stages stand one after the other.
 
-From `FollowingAlong`: `run` reads a program, `met` joins the terms of all operands, and `is_sent`
-says whether an equation communicates over the axis. `stages` are the indices of the early stages.
+From `FollowingAlong`: `run` reads a program, `met` joins the `Terms` of all operands, and `is_sent`
+says whether an equation communicates over the axis. `stages` are the indices of all stages but the
+last.
 """
 
 import functools
@@ -36,14 +37,15 @@ SMALL = 4096  # elements: the numbers of a larger array are not computed
 
 
 class Terms(NamedTuple):
-    """The dependence of a value on a stage.
+    """How a value in the head's program depends on a stage's `x` and on the stage's index.
 
     Attributes:
-        early: whether the value depends on the `x` of an early stage.
-        is_number: whether the value depends on no argument.
+        early: whether the value depends on the `x` of a stage before the last.
+        is_number: whether the value depends on no argument of the head's program, so that it can be
+            computed here.
         indexed: whether the value depends on the stage's index.
-        by_index: for a number, the function from a stage's index to the number's value; None if
-            this value is unknown.
+        by_index: if `is_number`, the function from a stage's index to the value on that stage; None
+            if this value is unknown.
         gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
             stand one after the other; None for other values.
     """
@@ -55,8 +57,8 @@ class Terms(NamedTuple):
     gathered: int | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the `Terms` of a value that is computed from two values, whose terms are `self`
-        and `second`; its `by_index` is None."""
+        """Returns the `Terms` of a value that is computed from two values, whose `Terms` are
+        `self` and `second`; its `by_index` is None."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
@@ -79,7 +81,7 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 class _Sums(jaxprs.FollowingAlong):
     """Reads a program for sums over the devices of an axis. `added` says whether a sum has a term
-    that an early stage computed from its `x`."""
+    that a stage before the last computed from its `x`."""
 
     unknown = Terms()
 
@@ -90,8 +92,8 @@ class _Sums(jaxprs.FollowingAlong):
         self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
-        """Returns the `Terms` of a constant of the program. A constant whose value is known is a
-        number."""
+        """Returns the `Terms` of a constant of the program. A constant whose value is known is
+        marked `is_number`."""
         # None is an unknown constant. A traced constant has no value either.
         if value is None or isinstance(value, core.Tracer):
             return Terms()
@@ -99,12 +101,13 @@ class _Sums(jaxprs.FollowingAlong):
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
-        the operands. Sets `added` if the equation sums terms of early stages."""
+        the operands. Sets `added` if the equation sums values of stages before the last."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
-        # By default, the result depends on all that any operand depends on.
+        # By default, the result depends on all that any operand depends on. The result of `met`
+        # never counts as a number (`is_number`), even if all operands do.
         joined = self.met(operands)
         # A sum over the stages is a collective that is no gather, and whose result is the same on
         # all stages. The result of a gather is followed, since the program may sum its gathered dim
@@ -120,7 +123,8 @@ class _Sums(jaxprs.FollowingAlong):
         # A choice by the stage's index.
         elif name == "select_n" and operands[0].is_number and operands[0].indexed:
             joined = self._chosen(*operands)
-        # A factor that is zero on all early stages, such as `index == last`, removes their terms.
+        # A factor that is zero on all early stages, such as `index == last`, removes the terms of
+        # these stages from a later sum.
         elif name == "mul" and any(map(self._is_zero, operands)):
             joined = Terms()
         # A value that is the same on all stages, by its type, does not depend on one stage's `x`.
@@ -128,9 +132,9 @@ class _Sums(jaxprs.FollowingAlong):
         return joined if differs else joined._replace(early=False)
 
     def _of_gathered(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the terms of a result of type `aval` that is computed from a gathered operand.
-        Sets `added` if the equation reduces or contracts the gathered dim, in which the `x` of all
-        stages stand one after the other.
+        """Returns the `Terms` of a result that is computed from a gathered operand; `aval` is the
+        type of the result. Sets `added` if the equation reduces or contracts the gathered dim, in
+        which the `x` of all stages stand one after the other.
 
         The gathered dim is followed through operations that keep the shape, reductions of other
         dims and transposes. A factor or a choice that depends on no argument might leave early
@@ -138,7 +142,8 @@ class _Sums(jaxprs.FollowingAlong):
         not decided here, so they are accepted.
         """
         name = eqn.primitive.name
-        # The index of the first gathered operand, and its gathered dim.
+        # The index of the first gathered operand, and its gathered dim. A second gathered operand
+        # is not followed: a sum over its dim is accepted.
         place, dim = next(
             (i, operand.gathered)
             for i, operand in enumerate(operands)
@@ -151,7 +156,9 @@ class _Sums(jaxprs.FollowingAlong):
         if name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             self.added |= dim in contracted[place]
-        # No return: like other operations, the product is followed below if it keeps the shape.
+        # A product does not return here. Like other operations, it is followed below if it has the
+        # shape of the gathered operand. The index of the gathered dim is then assumed to be the
+        # same; dims of equal size could make this wrong.
         if name == "transpose":
             return Terms(gathered=eqn.params["permutation"].index(dim))
         # An equation with a program inside (`inner`) is not followed: it may move or sum any dim.
@@ -162,9 +169,9 @@ class _Sums(jaxprs.FollowingAlong):
     def loop(self, body, constants, carry, sliced):
         """Returns the `Terms` of a loop's results. `body` is the program of one iteration, and the
         other arguments are the `Terms` of the loop's operands, by kind: constants, carries and
-        arrays that are sliced by iteration. If a carry, a slice or a result is a number, it may
-        change in each iteration, so its value becomes unknown. The values of constants stay
-        known."""
+        arrays that are sliced by iteration. If a carry, a slice or a result depends on no argument
+        (`is_number`), it may still change in each iteration, so its value becomes unknown. The
+        values of constants stay known."""
 
         def unnumbered(values):
             return [value._replace(by_index=None) for value in values]
@@ -172,8 +179,8 @@ class _Sums(jaxprs.FollowingAlong):
         return unnumbered(super().loop(body, constants, unnumbered(carry), unnumbered(sliced)))
 
     def _index(self, axis: str) -> Terms:
-        """Returns the terms of `axis_index(axis)`: along the axis that is checked, this is the
-        stage's index; along another axis, this is the last index of that axis."""
+        """Returns the `Terms` of `axis_index(axis)`. For the axis that is checked, the value is the
+        stage's index; for another axis, the value is taken to be the last index of that axis."""
         if axis == self.axis:
             return Terms(is_number=True, indexed=True, by_index=np.int32)
         # If the stages are several mesh axes, this check runs once for each of them. The last stage
@@ -182,9 +189,9 @@ class _Sums(jaxprs.FollowingAlong):
         return _number_of(np.int32(types.axis_size(axis) - 1))
 
     def _number(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
-        """Returns the terms of an equation whose operands depend on no argument. The result's
-        values are known if there are at most `SMALL` of them and the values of all operands are
-        known. The result's values are computed only when `by_index` is called."""
+        """Returns the `Terms` of the result of an equation whose operands depend on no argument.
+        The result's values are known if there are at most `SMALL` of them and the values of all
+        operands are known. The result's values are computed only when `by_index` is called."""
         known = [operand.by_index for operand in operands if operand.by_index]
         is_small = aval.size <= SMALL and len(known) == len(operands)
         computed = functools.partial(_computed, eqn, known) if is_small else None
@@ -192,8 +199,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns the value of a number on each early stage, or an empty list if the value is
-        unknown."""
+        """Returns, for a value that depends on no argument (`is_number`), its value on each stage
+        before the last, or an empty list if the value is unknown."""
         if value.by_index is None:
             return []
         try:
@@ -203,15 +210,17 @@ class _Sums(jaxprs.FollowingAlong):
             return []
 
     def _is_zero(self, factor: Terms) -> bool:
-        """Returns whether a factor is a number that depends on the stage's index, and is zero on
-        all early stages. A factor whose values are unknown counts as zero there."""
+        """Returns whether a factor depends on the stage's index and on no argument (`is_number`),
+        and is zero on all stages before the last. A factor whose values are unknown counts as zero
+        there."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the terms of `select_n(which, *cases)`, joined over the cases that any early
-        stage selects. `which` is a number: the index of the case, for each element. If the values
-        of `which` are unknown, no case is joined, so the choice is accepted."""
+        """Returns the `Terms` of `select_n(which, *cases)`, joined over the cases that any stage
+        before the last selects. `which` is the index of the case for each element, and depends on
+        no argument (`is_number`). If the values of `which` are unknown, no case is joined, so the
+        choice is accepted."""
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -219,7 +228,8 @@ class _Sums(jaxprs.FollowingAlong):
 
 
 def _number_of(value: Any) -> Terms:
-    """Returns the terms of a number that is the same on all stages."""
+    """Returns the `Terms` of `value`, which depends on no argument and is the same on all
+    stages."""
     return Terms(is_number=True, by_index=lambda index: value)
 
 

@@ -3,8 +3,8 @@
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights).
 
-A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. It
-returns the array to send, and the new carry: it has the arrays that the job saved, in slots, and
+A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. The job
+returns the array to send, and the new carry, which has the arrays that the job saved, in slots, and
 the sums with the job's terms added. The executors, `lockstep` and `per_stage`, decide when a job
 runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight"
 (W).
@@ -14,16 +14,17 @@ on an idle stage. In the same way `row.saved` and `row.deferred` give slots, pla
 where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
 All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A
 `Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and
-`valid`. An idle stage computes too, and `task.valid` masks its results; `valid` is `True` itself if
-only real jobs run.
+`valid`. In `lockstep` an idle stage computes too, and `task.valid` masks its results. In
+`per_stage` it runs nothing, and `valid` is the Python constant `True`.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
 parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
 activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `deferred` of I); zeros
-of the stage's own term of the loss and of `aux`, the values to log (`terms`), and the cotangent of
-that term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays with
-respect to which a stage is differentiated, and its other arguments), `rows` (of a microbatch) and
-`finished` (the head's). `ends` are the parameters that are not in the blocks.
+for the stage's own term of the loss and for its values to log (`terms`); and the cotangent of that
+term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays with respect
+to which a stage is differentiated, and its other arguments), `rows` (the rows of a microbatch) and
+`head_inputs` (the head's arguments after the parameters and the activation). `ends` are the
+parameters that are not in the blocks.
 """
 
 import copy
@@ -81,8 +82,10 @@ class Carry(NamedTuple):
     Attributes:
         arrived: the executor's `Arrived`, which has the activations and cotangents that arrived or
             are to be sent.
-        saved: the slots for the arrays that F saves for B, or for I and W.
-        deferred: the slots for the arrays that I leaves for W.
+        saved: the slots for the arrays that the forward job saves for the backward job, or for its
+            two parts (I and W).
+        deferred: the slots for the arrays that the first part of the backward job (I) leaves for
+            the second part (W).
         sums: the sums of loss and gradients.
     """
 
@@ -92,11 +95,13 @@ class Carry(NamedTuple):
     sums: Sums
 
     def with_arrived(self, **fields: PyTree) -> "Carry":
-        """Returns the carry with these fields of `arrived` replaced."""
+        """Returns the carry, with the fields of `arrived` that `fields` names replaced by the
+        values in `fields`."""
         return self._replace(arrived=self.arrived._replace(**fields))
 
     def with_sums(self, **fields: PyTree) -> "Carry":
-        """Returns the carry with these sums replaced."""
+        """Returns the carry, with the sums that `fields` names replaced by the values in
+        `fields`."""
         return self._replace(sums=self.sums._replace(**fields))
 
 
@@ -105,8 +110,8 @@ class Jobs(Programs):
 
     def start(self, arrived: Any, saved_count: int, deferred_count: int) -> Carry:
         """Returns the carry before the first tick: all sums are 0. `arrived` has the executor's
-        messages. The two counts are the numbers of slots for the arrays that F saves and that I
-        leaves for W."""
+        messages. The two counts are the numbers of slots for the arrays that the forward job saves,
+        and for those that the first part of the backward job (I) leaves for the second part (W)."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, aux = self.programs["head"].out[0]
@@ -114,7 +119,7 @@ class Jobs(Programs):
         # `wide_zeros` gives zeros of at least float32, and `stacked_zeros` zeros with more dims.
         def zeros(tree):
             # The user's `scatter` may return shards of the gradients, so the sums have the shapes
-            # of its results.
+            # of its results. `params.ends` and `params.blocks` have only the trained arrays.
             return jax.tree.map(wide_zeros, jax.eval_shape(self.scatter, tree))
 
         sums = Sums(
@@ -154,9 +159,10 @@ class Jobs(Programs):
     def forward(
         self, carry: Carry, row: Row, entered: PyTree, arrived: PyTree
     ) -> tuple[PyTree, Carry]:
-        """Runs F, one chunk of layers. At the first place of the model, its input is `entered`, the
-        embedding's output; at other places, its input is `arrived`, the activation from the place
-        before. Returns the output, and the carry with the arrays that F saved."""
+        """Runs the forward job of one chunk of layers. For the first chunk of the model, the input
+        is `entered`, the embedding's output; for another chunk, it is `arrived`, the activation
+        from the chunk before. Returns the output, and the carry with the arrays that the job
+        saved."""
         task = self.task_of(row, "forward")
         trained, given = self.known(task)
         # The place decides, not the stage: with several chunks, stage 0 has later places too.
@@ -183,16 +189,18 @@ class Jobs(Programs):
         return eqx.combine(moving, still), carry
 
     def backward(self, carry: Carry, row: Row, ct: PyTree) -> tuple[PyTree, Carry]:
-        """Runs B, or I, on `ct`, the output's cotangent. Returns the cotangent of x, and the carry.
+        """Runs the backward job, or only its first part I, on `ct`, the cotangent of the chunk's
+        output. Returns the cotangent of the chunk's input, and the carry.
 
-        B adds its gradients to the sums. I stores in a slot the arrays that W needs in addition to
-        those that F saved.
+        The whole backward job adds its gradients to the sums. Part I stores in a slot the arrays
+        that the second part, W, needs in addition to those that the forward job saved.
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
         # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss,
-        # which is not masked. On an idle stage `seed` still adds to both results: the gradients are
-        # masked in `_with_gradients`, and no job reads that cotangent of x.
+        # which is not masked. The mask only keeps unused numbers out of the program. On an idle
+        # stage `seed` still adds to both results: the gradients are masked in `_with_gradients`,
+        # and no job reads that cotangent of x.
         ct = masked(task.valid, ct), self.seed
         # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs. An
         # idle stage writes these into a slot that is free in this tick.
@@ -203,8 +211,8 @@ class Jobs(Programs):
         return ct, carry._replace(deferred=put(carry.deferred, results, slot))
 
     def weight(self, carry: Carry, row: Row) -> Carry:
-        """Runs W: returns the carry with the gradients of the chunk's weights added. Nothing is
-        sent, since no other stage needs these gradients."""
+        """Runs W, the second part of the backward job: returns the carry with the gradients of the
+        chunk's weights added. Nothing is sent, since no other stage needs these gradients."""
         task = self.task_of(row, "weight")
         saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
         deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
@@ -227,13 +235,15 @@ class Jobs(Programs):
         on other stages any activation. On other stages the cotangent is not used, and the auxiliary
         values are used only if the stages computed them together.
 
-        Returns the cotangent of `y`, with which B begins, and the carry with the loss, the
-        auxiliary values and the gradients added. If only the loss is needed, the cotangent is a
-        tree of None.
+        Returns the cotangent of `y`, with which the backward job begins, and the carry with the
+        loss, the auxiliary values and the gradients added. If only the loss is needed, the
+        cotangent is a tree of None.
         """
         microbatch = row.jobs["head"]
         # `ends` are the gradients of the parameters outside the blocks.
-        (loss, aux), (ends, ct) = self.programs["head"](self.params, y, *self.finished(microbatch))
+        (loss, aux), (ends, ct) = self.programs["head"](
+            self.params, y, *self.head_inputs(microbatch)
+        )
         # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)
         # `True` adds the loss as it is: the program has masked it already.
@@ -243,8 +253,9 @@ class Jobs(Programs):
         return ct, self._with_ends(carry, ends, self.counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
-        """Returns the tree of the stage that is `distance` stages before this one in the ring; with
-        a negative distance, the tree of a stage after this one."""
+        """Sends `tree` along the ring of stages, and returns the tree of the stage that is
+        `distance` stages before this one; with a negative distance, the tree of a stage after this
+        one."""
         # Distance 0 needs no message. The next place of the model is then on the same stage, as in
         # a placement that goes from the first stage to the last and back (a V).
         if not distance:

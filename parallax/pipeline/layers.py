@@ -1,11 +1,11 @@
-"""Stages with unequal numbers of layers: a table gives the number of layers of each place in the
-model, and all places are padded to the longest one.
+"""Stages with unequal numbers of layers: a table gives the number of layers of each chunk, and all
+chunks are padded to the longest one.
 
-Legend: P stages, v chunks per stage, L layers, n layers in the longest place. A place is the
+Legend: P stages, v chunks per stage, L layers, n layers in the longest chunk. A place is the
 position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has the number of layers
 of chunk c of stage s, which is at place c P + s. A placement, [v, P], gives each chunk's place.
-Blocks are the parameters of the layers, a tree of arrays. The arrays are [L, ...], or
-[v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
+Blocks are the parameters of the layers, a tree of arrays. The arrays are [L, ...], or [v, P n,
+...], where dim 1 has P groups of n layers, one group for each stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -37,10 +37,11 @@ Layers = Shaped[np.ndarray, "chunks stages"]
 
 def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     """Returns the most even table of layers: if the number of layers is not a multiple of the
-    number of places, the first places have one layer more than the others.
+    number of chunks of all stages, the first chunks of the model have one layer more than the
+    others.
 
     Raises:
-        ValueError: there are fewer layers than places, so that a place would have no layer.
+        ValueError: there are fewer layers than chunks, so that a chunk would have no layer.
     """
     places = stages * chunks
     if layers < places:
@@ -53,16 +54,17 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns blocks of [L, ...], in the order of the model, as blocks of [v, P n, ...], whose dim
-    1 is to be split over the stages.
+    """Returns `blocks`, [layers, ...], in the order of the model, as [chunks, stages x n, ...],
+    where the longest chunk has n layers. Dim 1 of the result is to be split over the stages.
 
-    The padding repeats a place's last layer. `run_layers` drops the outputs of the padding by a
-    `where`, so the gradient of the padding is 0. These outputs must be finite all the same: in the
-    backward pass, 0 times an infinite derivative is NaN. An optimizer with weight decay still
+    The padding repeats the last layer of a chunk. `run_layers` drops the outputs of the padding by
+    a `where`, so the gradient of the padding is 0. These outputs must be finite all the same: in
+    the backward pass, 0 times an infinite derivative is NaN. An optimizer with weight decay still
     changes the padding.
 
     Raises:
-        ValueError: `table` is not a valid table, or the sum of its layers is not L.
+        ValueError: `table` is not a valid table, or the sum of its layers is not the number of
+            layers of `blocks`.
     """
     table = checked(table)
     longest, first = table.max(), _first(table)  # `first`: the number of each place's first layer
@@ -71,7 +73,8 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
 
     def leaf(w):
-        """Returns one array of the blocks, [L, ...], as [v, P n, ...]: the layers in `rows`."""
+        """Returns one array of the blocks, [layers, ...], as [chunks, stages x n, ...], made of the
+        layers whose indices are in `rows`."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
                 f"pipeline.pad_layers needs blocks of [{table.sum()}, ...], for the layers of the "
@@ -83,16 +86,17 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns padded blocks of [v, P n, ...] as [L, ...], in the order of the model and without the
-    padding: the inverse of `pad_layers`."""
+    """Returns padded blocks, [chunks, stages x n, ...] with n layers in the longest chunk, as
+    [layers, ...], in the order of the model and without the padding: the inverse of
+    `pad_layers`."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
     # The indices of the rows that are not padding, among all v P n rows.
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
 
     def leaf(w):
-        """Returns one array of the blocks, [v, P n, ...], as [L, ...]: its rows `real`, in the
-        order of the model."""
+        """Returns one array of the blocks, [chunks, stages x n, ...], as [layers, ...]: only the
+        rows whose indices are in `real`, which leaves out the padding."""
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
                 f"pipeline.unpad_layers: the table is for blocks [{chunks}, {stages * longest}, "
@@ -111,14 +115,14 @@ def run_layers(
     position: Int[Array, ""],
     table: Layers,
 ) -> Tree:
-    """Returns `x` after the layers of the place `position`. Each layer is one call
-    `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's index among all
-    L layers.
+    """Returns `x` after the layers of the chunk at the place `position` in the model. Each layer is
+    one call `layer(weights, x, number)`, which returns the next `x`; `number` is the layer's index
+    among all layers of the model.
 
-    `blocks` are the blocks of one chunk, [n, ...] each. All places run n layers, since all stages
-    run one program; if a place has fewer, the results of the padding are dropped. A pipeline of v P
-    places then takes the time of v P n layers instead of L: for the table [[3, 3, 2, 2]], 12
-    instead of 10.
+    `blocks` are the blocks of one chunk, with the padding. Each chunk runs as many layers as the
+    longest chunk, since all stages run one program; if a chunk has fewer layers, the results of the
+    padding are dropped. So a pipeline takes the time of the padded number of layers: for the table
+    [[3, 3, 2, 2]], of 12 layers instead of 10.
     """
     table = checked(table)
     # This place's number of layers, and the index of its first layer. `position` is traced, so it
@@ -130,9 +134,9 @@ def run_layers(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
-        """Returns `x` after the layer in row i of the blocks, or `x` itself if that row is padding.
-        Padding begins at row `count`. `first` is the index of the place's first layer. The function
-        is a body of `lax.scan`, so it also returns None: nothing is stacked."""
+        """Returns `x` after the layer in row `i` of the blocks, or `x` itself if that row is
+        padding. Padding begins at row `count`. `first` is the index of this chunk's first layer.
+        The function is a body of `lax.scan`, so it also returns None: nothing is stacked."""
         weights, i = weights_and_number
         # Padding is a copy of the place's last layer, and has its number.
         y = layer(eqx.combine(weights, static), x, first + jnp.minimum(i, count - 1))
@@ -155,7 +159,8 @@ def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
 
 def checked(table: Layers) -> Layers:
     """Returns the table as a NumPy array; raises `ValueError` if this is not an array
-    [chunks, stages] of positive whole numbers."""
+    [chunks, stages] of positive whole numbers. A chunk without layers has no last layer that its
+    padding could repeat."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
@@ -173,68 +178,77 @@ def checked(table: Layers) -> Layers:
 
 
 def _first(table: Layers) -> Layers:
-    """Returns for each place, [v, P], the number of its first layer among all L layers."""
+    """Returns, for each chunk of each stage, the index of its first layer in the model: [chunks,
+    stages]."""
     return (np.cumsum(table) - table.reshape(-1)).reshape(table.shape)
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns blocks [v, L / v, ...] in the order that a schedule with this placement needs. The
-    given `blocks` are in the order of the model.
+    """Returns `blocks`, [chunks, layers / chunks, ...], in the order that a schedule with this
+    placement needs. The placement is a table [chunks, stages] of each chunk's place in the model;
+    the given `blocks` are in the order of the model.
 
-    If the placement is looped, with chunk c of stage s at place c P + s, the blocks are returned as
-    they are, and their shapes are not checked. All schedules in lockstep are looped. Pad blocks of
-    uneven layers with `pad_layers` first.
+    A placement is looped if chunk c of stage s is at place c P + s, with P stages. The blocks are
+    then returned as they are. Every schedule that the executor `lockstep` runs has a looped
+    placement. Pad blocks of uneven layers with `pad_layers` first.
 
     Raises:
-        ValueError: the blocks have another number of chunks, or L is not a multiple of the number
-            of places.
+        ValueError: the blocks have another number of chunks than the placement, or the number of
+            layers is not a multiple of the number of chunks of all stages.
     """
     # Group c P + s of the result, for chunk c of stage s, is the group of its place in the model.
-    return _reordered(blocks, placement, np.ravel(placement))
+    return _reordered("pipeline.to_placement", blocks, placement, np.ravel(placement))
 
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns blocks [v, L / v, ...] in the order of the model. `blocks` are in the order that a
-    schedule with this placement needs: this function is the inverse of `to_placement`."""
+    """Returns `blocks`, [chunks, layers / chunks, ...], in the order of the model. `blocks` are in
+    the order that a schedule with this placement needs: this function is the inverse of
+    `to_placement`."""
     # `argsort` of a placement gives, for each place, the chunk of a stage, as c P + s.
-    return _reordered(blocks, placement, np.argsort(placement, axis=None))
+    order = np.argsort(placement, axis=None)
+    return _reordered("pipeline.from_placement", blocks, placement, order)
 
 
-def _reordered(blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]) -> Tree:
-    """Returns blocks of [v, L / v, ...] whose v P groups of layers are reordered: group k of the
-    result is group `order[k]` of `blocks`. Raises `ValueError` for arrays of other shapes. If
-    `order` changes nothing, no shape is checked."""
-    v, P = checked_placement("pipeline.to_placement", placement).shape
+def _reordered(
+    where: str, blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]
+) -> Tree:
+    """Returns `blocks`, [chunks, layers / chunks, ...], with the layers reordered in groups, one
+    group for each chunk of each stage: group k of the result is group `order[k]` of `blocks`.
+    Raises `ValueError` for arrays of other shapes. The message begins with `where`, the name of the
+    function that the user called."""
+    v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns one array, [v, L / v, ...], with its v P groups of layers in the order
-        `order`."""
+        """Returns one array, [chunks, layers / chunks, ...], with its groups of layers, one for
+        each chunk of each stage, in the order `order`."""
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
-                f"pipeline.to_placement: {v} chunks on {P} stages need arrays of the blocks of "
-                f"shape [{v}, L / {v}, ...] with L / {v} a multiple of {P}; got {w.shape}."
+                f"{where}: {v} chunks on {P} stages need arrays of the blocks of "
+                f"shape [{v}, L / {v}, ...], with L, the number of layers, a multiple of {v * P}; "
+                f"got {w.shape}."
             )
+        # A looped placement is the model's order, so nothing is copied.
+        if np.array_equal(order, np.arange(v * P)):
+            return w
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 
-    # A looped placement is the model's order, so nothing is copied.
-    if np.array_equal(order, np.arange(v * P)):
-        return blocks
     return _map_arrays(leaf, blocks)
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns the auxiliary values of this stage's chunks, `[vP, ...] -> [v, ...]` each. `stages`
-    has the values that all chunks returned to log, one row for each place, as in `Aux.stages`.
+    """Returns the auxiliary values of this stage's chunks. `stages` has the values to log that all
+    chunks returned, one row for each chunk of the model, as in `Aux.stages`; the result has the
+    rows of this stage's chunks.
 
     Call it in the function that `step.make` takes as `after_update`. That function may use these
     values to change this stage's blocks: for example, the loads of experts to change their biases.
-    `placement` is the schedule's `placed`, [v, P]. On one device with `unpipelined`, pass the axis
-    `()` and a placement of one stage: then all chunks are on this stage.
+    `placement` is the schedule's `placed`, [chunks, stages]. On one device with `unpipelined`, pass
+    the axis `()` and a placement of one stage: then all chunks are on this stage.
 
     Raises:
         ValueError: the placement and the axis have different numbers of stages, or the placement
-            and the values have different numbers of places.
+            and the values have different numbers of chunks.
     """
     axis = Axis.of(axis)
     placement = checked_placement("pipeline.local_chunks", placement)
@@ -247,7 +261,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
-        """Returns the rows of one value, [vP, ...], at this stage's places: [v, ...]."""
+        """Returns, of one value with a row for each chunk of the model, the rows of this stage's
+        chunks."""
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
@@ -262,14 +277,14 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
 def stored(
     blocks: Callable[[Any], Any], placement: Placement, *, table: Layers | None = None
 ) -> trees.DiskForm:
-    """Returns the pair of functions with which `Checkpoints` stores the model's blocks,
-    [v, L / v, ...], as [L, ...]. Both take and return a state. One runs before the state is
-    written, the other after it is read.
+    """Returns the pair of functions with which `Checkpoints` stores the model's blocks, [chunks,
+    layers / chunks, ...], as [layers, ...]. Both take and return a state. One runs before the state
+    is written, the other after it is read.
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
     pipeline, can read the layers. The optimizer's arrays for the blocks are stored in the same way.
     An optimizer's array belongs to a leaf of the blocks if its path ends with the path of the leaf,
-    and both have the same first dims.
+    and its first two dims (on disk, its first dim) have the same sizes as those of the leaf.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
@@ -293,7 +308,8 @@ def stored(
 
         An optimizer's array belongs to the blocks if its path ends with the path of an array of the
         blocks, and the first `dims` dims of both have the same sizes. `dims` is 2 on the way to the
-        disk, from blocks of [v, L / v, ...], and 1 on the way back, from blocks of [L, ...].
+        disk, from blocks of [chunks, layers / chunks, ...], and 1 on the way back, from blocks of
+        [layers, ...].
         """
 
         def converted(state):

@@ -1,9 +1,10 @@
-"""The executor in which all stages run the same kinds of job in a tick: each kind of which at least
-one stage has a job in the schedule. The program consists of loops over the ticks, without a
-conditional.
+"""The executor in which all stages run the same kinds of job in a tick: if the schedule gives at
+least one stage a job of a kind, all stages run this kind. The program consists of loops over the
+ticks, without a conditional.
 
-If the table gives a stage no job, the stage computes on old values, and the result is masked. So a
-ring of `ppermute` inside a stage is allowed: all devices run the ring.
+If the schedule's table gives a stage no job in a tick, the stage computes on values that are left
+from earlier ticks, and the result is masked. So a ring of `ppermute` inside a stage is allowed: all
+devices run the ring.
 
 F is the forward pass of a chunk of layers for one microbatch, and B its backward pass. B may be
 split into I (the cotangent of the input x) and W (the gradients of the weights). A lane is one kind
@@ -21,9 +22,9 @@ functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
-turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after
-this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
-computed.
+turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage that is d
+stages after this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits
+until `y` is computed.
 """
 
 import functools
@@ -50,9 +51,9 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        entered: the embedding's output for the next F at the first place of the model.
+        entered: the embedding's output for the next forward job of the model's first chunk.
         x: the activation from the stage before, as it was sent.
-        y: the output of F in this tick; None between ticks.
+        y: the output of the forward job in this tick; None between ticks.
         ct: the cotangent of the floating-point leaves of x, from the stage after, as it was sent.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
@@ -75,7 +76,7 @@ def run(jobs: Jobs) -> Sums:
     """Runs all ticks, and returns the sums: the loss, the gradients if they are needed, and the
     auxiliary values of all microbatches."""
     # Each pair is a function, and the lane in whose ticks it runs. The head comes before the
-    # backward lane: B at the last place may use the head's cotangent in the same tick.
+    # backward lane: B of the last chunk may use the head's cotangent in the same tick.
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
@@ -85,52 +86,59 @@ def run(jobs: Jobs) -> Sums:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs F: at the first place of the model on the embedding's output, elsewhere on the
-    activation that arrived. Keeps the output as `y`."""
+    """Runs the forward job: for the first chunk of the model on the embedding's output, for other
+    chunks on the activation that arrived. Keeps the output as `y`."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, arrived)
     return carry.with_arrived(y=y)
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the head on this tick's output of F, and stores the output's cotangent in a slot."""
+    """Runs the head on the output that the forward job gave in this tick, and stores the cotangent
+    of this output in a slot."""
     ct, carry = jobs.head(carry, row, carry.arrived.y)
     # All stages write into the last stage's slot number, `[-1]`; only the last stage reads it.
     return carry.with_arrived(from_head=put(carry.arrived.from_head, ct, row.from_head[-1]))
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs B or I, and sends the cotangent of x to the stage before. Then runs the backward pass of
-    the embedding, which adds gradients only at the first place of the model."""
+    """Runs the backward job: B, or only I if the schedule splits B into I and W. B and I both
+    compute the cotangent of the chunk's input, and the function sends this cotangent to the stage
+    before. Then it runs the backward pass of the embedding, which adds gradients only for the first
+    chunk of the model."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
     # All stages run the embedding's backward pass, since embed may have collectives. Its cotangent
-    # is 0 except at the first place.
+    # is 0 except for the first chunk of the model.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends the activation to the next stage, and drops `y`, which the carry has only within a
-    tick. No other lane of the tick waits for this message."""
+    tick. No other kind of work in this tick waits for this message."""
     # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
-    # run the collectives of a loop in one order.
+    # run the collectives of a loop in one order. It does not wait for the gradients that
+    # embed_backward and the weight lane compute after this cotangent.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
 
 def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the embedding for the next tick with F. No lane of this tick waits for its messages."""
-    # On a CPU its messages wait for the activation's.
+    """Runs the embedding for the next tick that has a forward job. No other work of this tick waits
+    for the embedding's messages."""
+    # `row.jobs["embed"]` is the microbatch of the next tick with F: `_run` moved these numbers. On
+    # a CPU the embedding's messages wait for the activation's. `jobs.after` makes the parameters
+    # wait too, since a collective of the embedding may depend on the parameters alone.
     microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
     return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
 
 
 def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
-    """Returns the cotangent that B begins with: at the last place of the model, the cotangent from
-    the head; elsewhere, the cotangent that arrived from the stage after."""
+    """Returns the cotangent that the backward job begins with: for the last chunk of the model, the
+    cotangent from the head; for other chunks, the cotangent that arrived from the stage after."""
     # The column `[-1]` is the last stage's slot: only that stage uses the head's cotangent.
     from_head = taken(carry.arrived.from_head, jobs.moving, row.arrival["backward"][-1])
     received = jobs.send.whole(carry.arrived.ct, jobs.moving)
@@ -139,8 +147,9 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs these lanes in all ticks of the schedule, and returns the sums. If a pattern of
-    stretches repeats, all repeats of the pattern are one loop."""
+    """Runs the kinds of work in `lanes` in all ticks of the schedule, and returns the sums. If a
+    sequence of stretches (successive ticks with the same kinds of work) repeats, one loop runs all
+    its repeats."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
@@ -163,10 +172,15 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     # In lockstep, of all messages only the head's cotangents wait in slots.
     from_head = stacked_zeros(moving, schedule.arrival_count)
     # Idle stages write too, into a free slot, so this may be more than the schedule's slot_count.
+    # (In lockstep the schedule's deferred_count includes such slots.)
     saved_count = int(table.saved["forward"].max()) + 1
+    # The embedding for the first tick with F. On a CPU, no other collective may run beside its
+    # messages, nor may one that XLA moves out of the loops. So all parameters wait for it.
+    entered = jobs.embed(jnp.asarray(embedded[0]))
+    jobs = jobs.after(entered)
     # `y`, the output of F in a tick, is None between ticks.
     arrived = Arrived(
-        entered=jobs.embed(jnp.asarray(embedded[0])),  # for the first tick with F
+        entered=entered,
         x=send.part(jobs.x),
         y=None,
         ct=send.part(moving),
@@ -175,7 +189,9 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):
-        run_pattern = functools.partial(_stretches, jobs, lanes, pattern)
+        run_pattern = functools.partial(
+            _stretches, jobs, lanes, pattern, is_first=first == 0 and repeats == 1
+        )
         length = repeats * sum(length for _, length in pattern)
         ticks = jax.tree.map(jnp.asarray, _between(table, first, first + length))
         # A pattern that occurs once needs no loop around its own loops.
@@ -189,27 +205,34 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
 
 
 def _between(ticks: Row, start: int, stop: int) -> Row:
-    """Returns the rows of the ticks from `start` to `stop` - 1, both included."""
+    """Returns the rows of the schedule's table for the ticks `start` to `stop` - 1."""
     return jax.tree.map(operator.itemgetter(slice(start, stop)), ticks)
 
 
 def _by_repeat(repeats: int, numbers: Array) -> Array:
-    """Returns one array of the table, [ticks, ...], as [repeats, ticks / repeats, ...], so that
-    `lax.scan` loops over the repeats."""
+    """Reshapes an array of the schedule's table from [ticks, ...] to [repeats, ticks / repeats,
+    ...], so that `lax.scan` loops over the repeats of a pattern of ticks."""
     return numbers.reshape(repeats, -1, *numbers.shape[1:])
 
 
 def _stretches(
-    jobs: Jobs, lanes: Lanes, pattern: Sequence[Stretch], carry: Carry, ticks: Row
+    jobs: Jobs,
+    lanes: Lanes,
+    pattern: Sequence[Stretch],
+    carry: Carry,
+    ticks: Row,
+    *,
+    is_first: bool,
 ) -> tuple[Carry, None]:
     """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
-    stretch of `pattern` is a pair: the names of the lanes that run, and the number of ticks.
-    `lanes` has pairs of a lane's name and its function, and `ticks` the rows of all ticks of the
-    pattern."""
+    stretch of `pattern` is a pair: the names of the lanes (kinds of job) that run, and the number
+    of ticks in which they run. `lanes` has pairs of a lane's name and its function, and `ticks` the
+    rows of all ticks of the pattern. `is_first` says whether `carry` is the one before all ticks,
+    for which `jobs` already waits."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
-        if length == 1:
+        if length == 1 and not (is_first and first == 0):
             # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the
             # previous loop, or devices could run them in different orders. `jobs.after(carry)` are
             # the jobs, with parameters that wait for the carry.
@@ -225,20 +248,22 @@ def _stretches(
 def _tick(
     running: Sequence[Callable[[Carry, Row], Carry]], carry: Carry, row: Row
 ) -> tuple[Carry, None]:
-    """Runs the functions of one tick's lanes, `running`, in their order, and returns
-    `(carry, None)`, as a body of `lax.scan`."""
+    """Runs `running`, the functions of the lanes (kinds of job) that run in one tick, in order.
+    Returns `(carry, None)`, as a body of `lax.scan`."""
     for lane in running:
         carry = lane(carry, row)
     return carry, None
 
 
 def stretches(table: Row) -> list[Stretch]:
-    """Returns the stretches of a table in order. A stretch is a pair: the set of lanes that run on
-    at least one stage (the head counts as a lane), and the number of successive ticks in which
-    these lanes run."""
+    """Returns the stretches of a schedule's table in order. A stretch is a pair: the set of lanes
+    (kinds of job) that run on at least one stage (the head counts as a lane), and the number of
+    successive ticks in which these lanes run."""
     # `jobs` is [ticks, stages], or [ticks] for the head. The head is a lane of its own: it runs in
-    # fewer ticks than F, only in those in which the last place of the model has run. `phases_of`
-    # joins successive ticks with the same lanes.
+    # fewer ticks than F, only in those in which the last chunk of the model has run. `phases_of`
+    # joins successive ticks with the same lanes. The entries "embed" and "embed_backward" are no
+    # lanes: every tick of the lane "forward" runs the embedding, and every tick of the lane
+    # "backward" runs the backward pass of the embedding.
     runs = {
         lane: (jobs >= 0).reshape(len(jobs), -1).any(axis=1)
         for lane, jobs in table.jobs.items()
@@ -248,9 +273,9 @@ def stretches(table: Row) -> list[Stretch]:
 
 
 def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-    """Yields the stretches in order, as (repeats, pattern): the stretches a, b, c, b, c are
-    (1, [a]) and (2, [b, c]). A pattern that repeats becomes one loop, so that the program does not
-    grow with the number of microbatches."""
+    """Yields the stretches (runs of ticks with the same kinds of job) in order, as (repeats,
+    pattern): the stretches a, b, c, b, c are (1, [a]) and (2, [b, c]). A pattern that repeats
+    becomes one loop, so that the program does not grow with the number of microbatches."""
     begin = 0
     while begin < len(stretches):
         # A pattern that repeats is at most half of the stretches that are left.
@@ -267,8 +292,8 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
-    """Returns how many times in a row, at least 1, the pattern of `period` stretches that starts at
-    `begin` occurs from there on."""
+    """Returns how many times in a row the `period` stretches from `begin` on occur; this is at
+    least 1."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

@@ -1,4 +1,5 @@
-"""Loss functions for one device, which compute the same loss as a pipeline of the same functions.
+"""Loss functions for one device. They compute the same loss as a pipeline that is made of the same
+embed, stage and head.
 
 Legend: P stages, v chunks of layers per stage, L layers; a place is a chunk's position in the
 model, 0 to vP - 1. The blocks are the parameters of the layers, and `aux` is a tree of values to
@@ -27,7 +28,8 @@ class Aux(NamedTuple):
 
     Attributes:
         head: the values of the head; None if the head has no values.
-        stages: the values of all chunks of layers, in the order of the model: arrays [vP, ...].
+        stages: the values of all chunks of layers, in the order of the model: arrays with one entry
+            for each chunk of the model.
     """
 
     head: PyTree
@@ -42,20 +44,21 @@ def unpipelined(
     blocks: Callable[[PyTree], PyTree] = checks.blocks_of,
     placement: Placement | None = None,
 ) -> Callable[[PyTree, PyTree], Any]:
-    """Returns a loss function for one device that holds all blocks. A pipeline of these functions
-    computes the same loss.
+    """Returns a loss function for one device that holds all layers. A pipeline of the same `embed`,
+    `stage` and `head` computes the same loss.
 
-    `blocks(params)` picks the blocks, arrays of [v, ...], from the parameters. The chunks run one
-    after another on the whole batch. If there are auxiliary values, the function returns
-    `(loss, aux)`: `aux` has the head's values, or, if stages have values too, `aux` is an `Aux`, in
-    which the arrays of `stages` are [v, ...].
+    `blocks(params)` picks the parameters of the layers, arrays [v, ...] for v chunks of layers per
+    stage. The chunks of layers run one after another on the whole batch. If there are auxiliary
+    values, the function returns `(loss, aux)`: `aux` has the head's values, or, if stages have
+    values too, `aux` is an `Aux`, in which the arrays of `stages` are [v, ...].
 
-    With a schedule's `placed` as `placement`, [v, P], the function runs the places of the model in
-    order, as the pipeline does. Each place then has its own layers, its own `position` and its own
-    auxiliary values: the arrays of `stages` are [vP, ...]. Without a placement, the chunks c of all
-    stages run as one chunk, at position c, so a stage that uses `position` needs the placement. The
-    layers then run in the order in which they are stored. This is the order of the model only if
-    the schedule's placement is looped.
+    With a schedule's `placed` as `placement`, an array [v, P] for P stages, the function runs the
+    chunks of all stages in the order of their positions in the model, as the pipeline does. Each
+    chunk then has its own `position` and its own auxiliary values: the arrays of `stages` are [vP,
+    ...]. Without a placement, the chunks with the same number c on all stages run as one chunk, at
+    position c, so a stage that uses `position` needs the placement. The layers then run in the
+    order in which they are stored. The stored order is the model's order only if chunk c of stage p
+    is at position c P + p (a looped placement).
     """
 
     def loss(params, batch):
@@ -81,11 +84,11 @@ def sequential(
     embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree], Any]:
     """Returns a loss function for one device that runs all layers as one stage, at position 0. A
-    pipeline of these functions computes the same loss.
+    pipeline of the same `embed`, `stage` and `head` computes the same loss.
 
-    The blocks have no dim of chunks. If there are auxiliary values, the function returns
-    `(loss, aux)`. If the stage has auxiliary values, `aux` is an `Aux`, and the arrays of its
-    `stages` are [1, ...]. If only the head has some, `aux` is the head's values.
+    The arrays of the layers have no leading dim of chunks. If there are auxiliary values, the
+    function returns `(loss, aux)`. If the stage has auxiliary values, `aux` is an `Aux`, and the
+    arrays of its `stages` are [1, ...]. If only the head has some, `aux` is the head's values.
     """
 
     def loss(params, batch):
@@ -105,7 +108,7 @@ def _loss(
     """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
     Returns the loss, or `(loss, aux)` if there are auxiliary values. The loss is the head's loss
-    plus the stages' own terms.
+    plus the terms that the stages add to the loss.
     """
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:

@@ -10,19 +10,19 @@ embed_backward. The exchange sends messages in every tick. A message waits in a 
 place in a buffer, until the job that needs it runs.
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
-none. Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers
-of slots. Embed, head and embed_backward have one microbatch for all stages, such as
-`row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the values that a part leaves for
-the next part: `carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses
-and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output
-and the new carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is
-stage 0.
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. In the other fields a number says
+which slot is used. For embed, head and embed_backward a row has one number, that of the microbatch,
+for all stages: for example `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the
+values that a part leaves for the next part: `carry.arrived` has the messages of this stage, and
+`carry.sums` the sums of losses and gradients. `jobs` runs the user's functions:
+`jobs.forward(carry, row, ...)` returns F's output and the new carry. `jobs.index` is the number of
+this stage, and `jobs.first` says whether it is stage 0.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
-turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage d after
-this one. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
-computed.
+turns the message into the array again. `jobs.moved(x, distance=d)` sends `x` to the stage that is d
+stages after this one. `sequence_after(x, y)` returns `x`. On a CPU, code that uses the result waits
+until `y` is computed; on other platforms nothing waits.
 """
 
 import functools
@@ -94,8 +94,8 @@ def run(jobs: Jobs) -> Sums:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
-        """Runs the parts of one tick in order, each only if the row has a job or a microbatch for
-        it. Returns `(carry, None)`, as a body of `lax.scan`."""
+        """Runs the parts of one tick in order, each only if `row`, the tick's row of the schedule,
+        has a job or a microbatch for it. Returns `(carry, None)`, as a body of `lax.scan`."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
@@ -114,8 +114,10 @@ def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs F: at the first place of the model on the embedding's output, elsewhere on an activation
-    that arrived. Keeps the output as `sent`, the message of this tick."""
+    """Runs the forward pass of a chunk: for the model's first chunk on the embedding's output, for
+    other chunks on an activation that arrived. Keeps the output as `sent`, the message of this
+    tick."""
+    # The slots have messages. `taken` reads from `jobs.x` only how many dims each message has.
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -123,9 +125,11 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs I, which computes the cotangent of x, on a cotangent that arrived from a stage or from
-    the head. Keeps the cotangent of x as `sent`, the message of this tick."""
+    """Runs the job I, which computes the cotangent of a chunk's input x, on a cotangent that
+    arrived from a stage or from the head. Keeps the cotangent of x as `sent`, the message of this
+    tick."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
+    # `taken` reads from `jobs.moving` only how many dims each message has.
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
     # Activations and cotangents use the same messages, so a cotangent is sent with all leaves of x:
@@ -135,8 +139,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Sends this tick's message over each distance that occurs in the schedule, and writes the
-    messages that arrive into slots.
+    """Sends this tick's message over each distance (a number of stages) that occurs in the
+    schedule, and writes the messages that arrive into slots.
 
     All devices must send and receive at once, so a stage also gets messages that it does not need.
     Such messages go into a slot that is never read.
@@ -153,18 +157,19 @@ def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the head on the output of the model's last place, and stores the output's cotangent in a
-    slot.
+    """Runs the head on the output of the model's last chunk of layers, and stores the cotangent of
+    this output in a slot.
 
-    The last place of the model need not be on the last stage: a V-shaped placement goes to the last
+    The model's last chunk need not be on the last stage: a V-shaped placement goes to the last
     stage and back to the first. The head's loss is used only on the last stage of the axis, so the
-    output moves there, and the cotangent moves back.
+    output of the last chunk moves there, and its cotangent moves back.
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
-    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
-    # depend on the loop in which `_if_runs` runs the head. So XLA sends the message on only in
-    # ticks in which the head runs.
+    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs the head in a loop,
+    # and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message depend on
+    # such a number, its second argument, and so on the loop. Otherwise XLA would move the send out
+    # of this loop, into every tick.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
@@ -173,11 +178,14 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 ran I of
-    the first place, so the message of stage 0 is the cotangent of the embedding's output. The other
-    stages use a cotangent of 0."""
-    # `_sent` gives this tick's message, `carry.arrived.sent`. Its second argument makes the message
-    # depend on the loop in which `_if_runs` runs this part, embed_backward.
+    """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 has
+    computed the cotangent of the input of the model's first chunk, so the message of stage 0 is the
+    cotangent of the embedding's output. The other stages use a cotangent of 0."""
+    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs embed_backward in a
+    # loop, and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message
+    # depend on such a number, its second argument, and so on the loop. Otherwise XLA would compute
+    # in every tick the values that depend on the message alone. All messages have the leaves of an
+    # activation; only the floating-point leaves are the cotangent.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
@@ -187,10 +195,10 @@ def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     """Returns this stage's message in this tick, as head and embed_backward read it.
 
     `microbatch` is the row's number for the part that reads the message; it is -1 only in a tick in
-    which this part does not run. So the condition `microbatch >= 0` is always true here. The
-    condition makes the message depend on the part's loop, since `_if_runs` adds the loop's index to
-    each number of the row. Without it, XLA would run the part's collectives before the loop, in all
-    ticks.
+    which this part does not run. So wherever the message is read, the condition `microbatch >= 0`
+    is true. The condition makes the message depend on the part's loop, since `_if_runs` adds the
+    loop's index to each number of the row. Without it, XLA would run the part's collectives before
+    the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
@@ -216,7 +224,7 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
     carry in place. The loop has a name from `counted_scope`, such as "head.3_of_8": in the compiled
     program this name tells that the head runs in 3 of 8 ticks. All stages run a kind of job in
-    equally many ticks, so the first column of `table` gives the number of ticks.
+    equally many ticks, so the column of stage 0 in `table` tells in how many ticks the part runs.
     """
     column, number = table.jobs[name], row.jobs[name]
     # `column` is [ticks, stages], or [ticks] for a part that all stages run together.
@@ -230,6 +238,8 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
         # iteration runs.
         return part(jobs, carry, jax.tree.map(lambda numbers: numbers + trip, row))
 
+    # The lower bound, 0, has the type of `count`: so the loop index varies over the stages if the
+    # count does.
     with jax.named_scope(counted_scope(name, runs=int((column >= 0).sum()), rounds=len(column))):
         return lax.fori_loop(jnp.zeros_like(count), count, body, carry)
 
@@ -268,21 +278,22 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
-                f"pipeline: in this schedule {runs}, which all devices must run at once. Let "
-                f"jax.lax do this collective (give {axes} alone as the axis, without an "
-                f"algorithm), or {cure}."
+                f"pipeline: in this schedule {runs}. All devices must run this collective "
+                f"at once. Let jax.lax do this collective (give {axes} alone as the axis, without "
+                f"an algorithm), or {cure}."
             )
 
 
 def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
     """Yields the collectives over more than one device in a jaxpr, each as (equation, line of the
-    user's code). `line` is "", except if `jaxpr` is the algorithm of one of the library's
-    collectives: then `line` is the line of that collective."""
+    user's code). If the argument `line` is not "", it is yielded in place of the equations' own
+    lines: `jaxpr` is then the algorithm of one of the library's collectives, and `line` the line of
+    that collective."""
     for eqn in jaxpr.eqns:
         source_line = line or source(eqn)
         # Each of the library's own collectives is one equation, `linear_collective`. Its algorithm
         # is traced here: a ring sends by `ppermute`, and `lax` by `psum`. The mesh is None, since
-        # this code runs inside the map already.
+        # this code runs inside the map already; without a mesh `check_vma` has no effect.
         if eqn.primitive.name == "linear_collective":
             yield from _moves(types.linear_jaxpr(eqn, None, check_vma=True), source_line)
         elif eqn.primitive.name in COLLECTIVES:
@@ -294,6 +305,6 @@ def _moves(jaxpr: Jaxpr, line: str) -> Iterator[tuple[JaxprEqn, str]]:
 
 
 def _along(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Returns the mesh axes of a collective: JAX calls this parameter `axes` for `psum`, and
-    `axis_name` for others."""
+    """Returns the mesh axes of a collective. The equation's parameter that has them is called
+    `axes` for `psum`, and `axis_name` for other collectives."""
     return types.axes(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])

@@ -7,13 +7,14 @@ split over the stages, and ends are all other parameters. `moving` are the float
 an activation, which have a cotangent, and `still` are the other leaves of the activation. `aux` is
 a tree of values to log.
 
-A job runs one chunk of layers for one microbatch. Its number in the schedule's table is
-microbatch * v + chunk, or -1 for none: with v = 2, job 7 is chunk 1 of microbatch 3. A `Task` has
-the numbers of the microbatch and of the chunk, the chunk's place in the model (`position`), and
+A job runs one chunk of layers for one microbatch. In the schedule's table a job is the number
+microbatch * v + chunk; -1 stands for no job. With v = 2, job 7 is chunk 1 of microbatch 3. A `Task`
+has the numbers of the microbatch and of the chunk, the chunk's place in the model (`position`), and
 whether there is a job (`valid`). `Trained` has the arrays with respect to which a stage is
 differentiated: `blocks`, of one chunk, and `ends`. `Given` has the stage's other arguments.
 `Parameters` has all parameters in four trees: `blocks` and `ends`, which are trained, and
-`fixed_blocks` and `fixed`, which are not; `joined()` is the tree of the user.
+`fixed_blocks` and `fixed`, which are not; `joined()` is one tree of all parameters, as the user's
+functions take it.
 
 `trace(f, *arguments)` is `f` as a program: its `out` has the types of the results, and its `used`
 is a tree like the arguments, with True for each array that the results depend on. An array varies
@@ -50,8 +51,9 @@ from parallax.split_backward import split
 
 
 class Functions(NamedTuple):
-    """The user's functions, and how to pick from the parameters the blocks and the trained leaves.
-    All are arguments of `pipeline.value_and_grad`, with these names."""
+    """The user's functions, and the fields `blocks` and `trainable`, which pick from the parameters
+    the layers that are split over the stages and the trained leaves. All are arguments of
+    `pipeline.value_and_grad`, with these names."""
 
     embed: Callable[..., Any]
     stage: Callable[..., Any]
@@ -65,7 +67,8 @@ class Parameters(NamedTuple):
     three have None in its place.
 
     Attributes:
-        blocks: the trained arrays of the blocks, which are [v, ...] each, or [...] for one chunk.
+        blocks: the trained arrays of the blocks: each array is [chunks, ...], or [...] if the tree
+            has only one chunk.
         ends: the other trained arrays.
         fixed_blocks: the arrays of the blocks that are not trained.
         fixed: all remaining leaves, also those that are not arrays.
@@ -88,8 +91,8 @@ class Task(NamedTuple):
         microbatch: the number of the microbatch.
         chunk: the number of the chunk of this stage's layers.
         position: the chunk's place in the model.
-        valid: whether the table has a job for this stage in this tick; `True` itself if only real
-            jobs run, as in a schedule that runs per stage.
+        valid: whether the table has a job for this stage in this tick. It is the Python value
+            `True` if no job runs on an idle stage, as in a schedule that runs per stage.
     """
 
     microbatch: Int[Array, ""]
@@ -108,7 +111,7 @@ class Trained(NamedTuple):
 
 class Given(NamedTuple):
     """The arguments of a stage besides `Trained` and x. They are known in the stage's forward and
-    backward tick, so they need no slot.
+    backward tick, so they need not be stored between the two ticks.
 
     Attributes:
         params: all parameters, with this chunk of the blocks.
@@ -130,14 +133,15 @@ class Programs:
 
     Attributes:
         params: the `Parameters` of this device.
-        x: an activation, as zeros of its shapes and varying types; `moving` has its floating-point
-            leaves.
+        x: zeros with the shapes and types of an activation; a type also tells the axes along which
+            the array varies. `moving` has the floating-point leaves of `x`.
         index: the number of this stage; `first` and `last` say whether it is the first or the last.
         terms: zeros, with the shapes of the stage's own term of the loss (`terms.loss`) and of its
             auxiliary values (`terms.aux`).
-        saved: the types of the arrays that F saves of a microbatch.
+        saved: the types of the arrays that the forward pass saves for a microbatch.
         seed: the cotangent of the stage's own term of the loss, which is 1; None without a term.
-        deferred: the types of the arrays that I leaves for W.
+        deferred: the types of the arrays that I (the job for the input's cotangent) leaves for W
+            (the job for the weights' gradients).
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
         counts: whether the loss that the head computes on this stage is used.
@@ -166,14 +170,16 @@ class Programs:
 
         Args:
             functions: the functions of the user.
-            schedule: the table.
+            schedule: the table of the pipeline's jobs.
             axis: the axis of the stages.
             params: the parameters on this device.
             batch: the batch on this device.
-            save: how F saves arrays for B; None if only the loss is computed, without gradients.
+            save: how the forward pass saves arrays for the backward pass; None if only the loss is
+                computed, without gradients.
             send: how messages are sent.
             scatter: applied to each microbatch's gradients before they are added up.
-            in_halves: whether to trace I and W instead of B.
+            in_halves: whether to trace the two halves of the backward pass, I (the input's
+                cotangent) and W (the weights' gradients), instead of the whole.
         """
         checks.check(schedule, axis, functions.blocks(params))
         checks.check_batch(batch)
@@ -201,8 +207,8 @@ class Programs:
     # The arguments of the programs.
 
     def task(self, job: Int[Array, ""]) -> Task:
-        """Returns this stage's task for `job`, a number in the table: microbatch * v + chunk, or
-        -1."""
+        """Returns this stage's task for `job`, a number in the table: microbatch * (chunks per
+        stage) + chunk, or -1 for no job."""
         # Without a job, -1, the task has the numbers of job 0, and is not valid.
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
@@ -210,8 +216,9 @@ class Programs:
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """Returns the arguments of a task's F, B, I and W that need no message and no slot: the
-        arrays with respect to which the stage is differentiated, and its other arguments."""
+        """Returns those arguments of a task's jobs that neither arrive in a message nor wait in a
+        buffer: the arrays with respect to which the stage is differentiated, and the stage's other
+        arguments."""
         params = self._of_chunk(task.chunk)
         # `_read_by_stage` is a tree like the ends: whether the stage reads each. An end that it
         # does not read gets no gradient here.
@@ -219,11 +226,11 @@ class Programs:
         number = recording.job(task.microbatch, task.valid)
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
-    def finished(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
+    def head_inputs(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
         """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and the
-        number of the microbatch for taps."""
-        # The number for taps is -1 on a stage whose loss is not used, so it may differ between
-        # the stages, and is typed so.
+        microbatch's number, which taps (records of values) use."""
+        # `counts` says whether this stage's loss is used. Where it is not, the number for taps is
+        # -1. So the number may differ between the stages, and is typed so.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
@@ -234,11 +241,12 @@ class Programs:
         return jax.tree.map(take, self.microbatches)
 
     def _of_chunk(self, chunk: Int[Array, ""]) -> Parameters:
-        """Returns the parameters with only one chunk of the blocks: `[v, ...] -> [...]` each."""
+        """Returns the parameters with only one chunk of the blocks: each array of the blocks goes
+        from [chunks, ...] to [...]."""
         params = self.params
 
         def chunk_of(w):
-            """Returns one chunk of an array of the blocks: `[v, ...] -> [...]`."""
+            """Returns one chunk of an array of the blocks: `[chunks, ...] -> [...]`."""
             # With one chunk the index is known, so the program needs no traced index.
             if self.schedule.chunks == 1:
                 return w[0]
@@ -258,7 +266,7 @@ class Programs:
             raise ValueError(
                 f"pipeline: the head's value differs along {along}, and is the same along the "
                 f"other axes of {self.axis.names!r}. A head that the stages share must sum over "
-                "all of these axes; a head that they do not share must sum over none of them."
+                "all axes of the stages; a head that they do not share must sum over none of them."
             )
         return not along
 
@@ -296,7 +304,8 @@ class Programs:
 
     def _trace_stage(self) -> None:
         """Traces `stage`, and sets the attributes that describe the stage's input and output: `x`,
-        `moving`, `terms` and `_read_by_stage`."""
+        `moving`, `_read_by_stage`, and `terms`: zeros like the loss and the values to log that a
+        stage returns, from which the sums over microbatches get their types."""
 
         def stage(params, x, rows, position, number):
             with recording.at(microbatch=number):
@@ -325,7 +334,7 @@ class Programs:
         self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
         terms = checks.Output(None, self._stage.out.loss, self._stage.out.aux)
         zeros = jax.tree.map(jnp.zeros_like, terms)
-        # Each stage has its own terms.
+        # Each stage has its own term of the loss and its own values to log, so these vary.
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
@@ -336,10 +345,11 @@ class Programs:
             with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.joined(), y, rows))
 
-        # `finished` reads `counts`, so it gets its usual value first. If the stages share the head,
-        # the value changes below; the trace has only its type.
+        # `head_inputs` reads `counts`, so `counts` first gets its usual value: whether this is the
+        # last stage. If the stages share the head, the value changes below; the trace has only its
+        # type.
         self.counts: Counts = self.last
-        arguments = self.finished(jnp.zeros((), jnp.int32))
+        arguments = self.head_inputs(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
         # If the loss is the same on all stages, they computed it together, and it is used on all.
         # `out[0]` is the type of the loss.
@@ -366,12 +376,14 @@ class Programs:
         return (moving, varying(output.loss, self.axis.names)), (still, output.aux)
 
     def _trace_jobs(self, save: Save | None) -> None:
-        """Traces F, and B or I and W, and adds them to `programs`. Sets `saved` and `seed`, which B
-        and I need, and `deferred`, which W needs.
+        """Traces the forward job F, and either the backward job B or its two halves I (the input's
+        cotangent) and W (the weights' gradients). Adds the traced jobs to `programs`. Sets `saved`
+        and `seed`, which B and I need, and `deferred`, which W needs.
 
         `save` makes two functions of a stage's function (see save.py). One is for the forward tick,
         and also returns the arrays to save; the other is for the backward tick, and returns the
-        transposed function. If `save` is None, only the loss is needed, and only F is traced.
+        function from the cotangent of the stage's output to the gradients and the cotangent of its
+        input. If `save` is None, only the loss is needed, and only F is traced.
         """
         # (trained, given) of job 0: in a trace only types matter, and all jobs have the same. The
         # number is computed from the stage's index, so that it is typed as varying.
@@ -416,7 +428,8 @@ class Programs:
         "embed_backward"."""
 
         def differentiated(params, y, rows, number):
-            """Returns `((loss, aux), (gradients of the ends, cotangent of y))`; if no gradients are
+            """Returns `((loss, aux), (gradients, cotangent))`: the gradients of the parameters
+            outside the blocks, and the cotangent of `y`, the head's input. If no gradients are
             needed, the second pair has None in place of each array."""
             moving, still = eqx.partition(y, eqx.is_inexact_array)
 
@@ -433,8 +446,9 @@ class Programs:
             return jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params.ends, moving)
 
         def embed_backward(params, rows, microbatch, ct):
-            """Returns the gradients of the ends from `ct`, the cotangent of the embedding's output.
-            The embedding runs again, so none of its arrays waits in a slot."""
+            """Returns the gradients of the parameters outside the blocks from `ct`, the cotangent
+            of the embedding's output. The embedding runs again, so none of its arrays is stored
+            between ticks."""
 
             def moving_of(ends):
                 x = match_varying(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
@@ -442,11 +456,11 @@ class Programs:
 
             return jax.vjp(moving_of, params.ends)[1](ct)[0]
 
-        # In a trace only types matter: 0 stands for any microbatch. `finished(0)` gives its rows,
-        # and its number for taps.
+        # In a trace only types matter: 0 stands for any microbatch. `head_inputs(0)` gives the rows
+        # of this microbatch, and its number for taps.
         zero = jnp.zeros((), jnp.int32)
         self.programs["embed"] = self._embed  # traced already by `_trace_embed`
-        self.programs["head"] = trace(differentiated, self.params, self.x, *self.finished(zero))
+        self.programs["head"] = trace(differentiated, self.params, self.x, *self.head_inputs(zero))
         if self.differentiates:
             arguments = self.params, self.rows(zero), zero, self.moving
             self.programs["embed_backward"] = trace(embed_backward, *arguments)

@@ -4,6 +4,7 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B m
 (the input's cotangent) and W (the gradients of the weights). A place is a chunk's position in the
 model. A lane is a kind of job: "forward" (F), "backward" (B or I), "weight" (W). Arrays wait in
 numbered slots of a stage: F of microbatch 3 may write slot 1, and B of microbatch 3 then reads it.
+`saved_slots` are the slots that F writes and B, I or W reads; I writes `deferred_slots` for W.
 A message is sent in the tick `sent` by the stage `source`, and used in the tick `used` by the stage
 `target`. The lane of a message is the lane of the job that uses the message, or "head" for the
 head's cotangent. `schedule.arrivals` has the slot in which each message waits, and `schedule.lanes`
@@ -26,17 +27,23 @@ class Row(NamedTuple):
     over the ticks, a `Row` has only one tick, and its arrays are `[stages]`.
 
     Attributes:
-        jobs: for each lane, microbatch * v + chunk, or -1 for no job. The three parts that all
-            stages run together have one microbatch per tick, or -1, in an array `[ticks]`: "embed"
-            has the microbatch of F at the first place, "head" the one of F at the last place, and
-            "embed_backward" the one of B, or I, at the first place.
-        saved: for each lane, the slot of its job in this tick: F writes this slot, and B, or I and
-            W, read it. If the stage has no F, the lane "forward" has a slot that is free.
-        deferred: for each lane, the slot of its job in this tick: I writes this slot, and W reads
-            it. If the stage has no I, the lane "backward" has a slot that is free.
+        jobs: for each lane (kind of job), microbatch * (chunks per stage) + chunk, or -1 for no
+            job. Three more entries are for the parts that all stages run together. Each of them is
+            an array `[ticks]` with one microbatch per tick, or -1. "embed" has the microbatch of
+            the forward job of the model's first chunk. "head" has the microbatch of the forward job
+            of the last chunk. "embed_backward" has the microbatch of the backward job of the first
+            chunk.
+        saved: for each lane, the slot that the lane's job in this tick uses. F, a forward job,
+            writes a slot; the backward job B of the same microbatch and chunk reads this slot. If B
+            is split into I and W, both read the slot. In a tick without a forward job, the lane
+            "forward" has a slot that is free, so that the write does no harm.
+        deferred: for each lane, the slot that the lane's job in this tick uses; empty if no B is
+            split. I writes a slot, and W of the same microbatch and chunk reads this slot. In a
+            tick without a job I, the lane "backward" has a slot that is free, so that the write
+            does no harm.
         arrival: for each lane, the slot from which F, B or I reads its message in this tick.
         arriving: for each distance d, the slot for the message that arrives at the end of this tick
-            from the stage d before this one.
+            from the stage that is d stages before this one.
         from_head: the slot for the head's cotangent.
     """
 
@@ -74,7 +81,7 @@ def rows(schedule: Schedule) -> Row:
 
     def microbatches(jobs, chunk, stage):
         """Returns for each tick the microbatch for which the stage runs a job of this chunk, or -1
-        if it runs none. A number in `jobs` is microbatch * v + chunk."""
+        if it runs none. A number in `jobs` is microbatch * (chunks per stage) + chunk."""
         jobs = jobs[:, stage]
         return np.where((jobs >= 0) & (jobs % v == chunk), jobs // v, -1).astype(np.int32)
 
@@ -99,8 +106,8 @@ def rows(schedule: Schedule) -> Row:
 
 
 def forward_alone(row: Row) -> Row:
-    """Returns the rows of the ticks in which any stage runs F, for the loss without gradients. The
-    messages keep their slots."""
+    """Returns the rows of the ticks in which any stage runs a forward job, for the loss without
+    gradients. The slots of the messages are those of the whole schedule."""
     runs = (row.jobs["forward"] >= 0).any(axis=1)
     return jax.tree.map(operator.itemgetter(runs), row)
 

@@ -4,14 +4,14 @@ input.
 Each way is a function that takes the stage's function, `f(trained, x, given) -> (out, extra)`, and
 returns two functions, one for the forward tick and one for the backward tick. Only `out` is
 differentiated, with respect to `trained` and the floating-point leaves of `x`. `given` has other
-parameters and the microbatch: both are known in both ticks, so no slot needs to hold them. `extra`
-is the rest of the results.
+parameters and the microbatch: both are known in both ticks, so they need not be stored. `extra` is
+the rest of the results.
 
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
 
-`saved` is a list of arrays that waits in a slot. `transposed` takes the cotangent of `out` and
-returns the cotangents of `trained` and of `x`.
+`saved` is a list of arrays that are stored until the backward tick. `transposed` takes the
+cotangent of `out` and returns the cotangents of `trained` and of `x`.
 """
 
 from collections.abc import Callable

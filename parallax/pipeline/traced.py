@@ -7,7 +7,8 @@ that names the parameter. A program is a jaxpr with the values of its constants,
 `opened(program)` is the jaxpr without these values. `operands(x)` are the values from which JAX
 computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
 type says that the value may differ between the axis's devices. Two methods come from `Following`:
-`run` follows facts about values through a program, and `met` joins the facts of all operands.
+`run` computes a property of each value in a program, such as whether it depends on `x`, and `met`
+combines the properties of all operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -67,8 +68,9 @@ class Traced(NamedTuple):
 
 
 def trace(f: Callable[..., Any], *arguments: PyTree) -> Traced:
-    """Returns the program of `f`, traced on these trees. An array may be a `ShapeDtypeStruct`; a
-    leaf that is not an array is a constant of the program."""
+    """Returns the program of `f`, traced with `arguments`, which are trees of arrays and other
+    leaves. An array may be a `ShapeDtypeStruct`; a leaf that is not an array is a constant of the
+    program."""
     arrays, static = eqx.partition(arguments, mesh.is_array)
     program, out = jax.make_jaxpr(
         lambda arrays: f(*eqx.combine(arrays, static)), return_shape=True
@@ -132,16 +134,16 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         raise Misused(
             "parameter-by-closure",
             sources[source] or "the parameters",
-            f"{name} uses {made_of}{parameter} by closure, and this part of the gradient would be "
-            "missing.",
-            f"Read it from {name}'s first argument, which has all parameters; to leave it out of "
-            "the gradient, use jax.lax.stop_gradient there.",
+            f"{name} uses {made_of}{parameter} by closure, so the gradient of {parameter} would "
+            "miss this use.",
+            f"Read {parameter} from {name}'s first argument, which has all parameters; to leave "
+            f"{parameter} out of the gradient, use jax.lax.stop_gradient in {name}.",
         )
 
 
 def _earlier_forms(leaf: Any) -> Iterator[Any]:
-    """Yields a parameter, then the value from which the parameter was cast or gathered, then the
-    value from which this value was made, and so on, back to the first value."""
+    """Yields a parameter and its earlier forms, the newest first: the value from which the
+    parameter was cast or gathered, then that value's own source, and so on."""
     yield leaf
     # Any operation with one operand is followed, not only a cast: a function that reads by closure
     # the value from which a parameter was computed also goes around the first argument.
@@ -180,10 +182,10 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
                 mesh.dotted(path) or "the blocks",
                 f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over "
                 f"{axis_name!r}. In {name} each device would read only the blocks of its own "
-                "stage, and they would get no gradient from it.",
-                "Move the code that reads them into the stage, which may add a term to the loss: "
-                "return pipeline.Output(x, loss=...). A weight that embed, head and all stages "
-                "use does not belong in the blocks.",
+                f"stage, and the blocks would get no gradient from {name}.",
+                "Move the code that reads the blocks into the stage. A stage may add a term to the "
+                "loss: let it return pipeline.Output(x, loss=...). A weight that embed, head and "
+                "all stages use does not belong in the blocks.",
             )
 
 
@@ -199,8 +201,9 @@ def moves_early(traced: Traced) -> bool:
 
 
 class _Collectives(Following):
-    """Follows the values that depend on a late argument: one that is ready only in its tick.
-    `are_early` says whether there is a collective that depends on no late argument."""
+    """Follows the values that depend on a late argument: an argument that is ready only in the tick
+    in which the function runs. `are_early` says whether there is a collective that depends on no
+    late argument."""
 
     unknown = False
     are_early = False

@@ -47,8 +47,8 @@ from parallax.plan.traffic import Sizes, Term
 from parallax.plan.units import Number, quantity
 
 LARGEST = 4  # temporaries that a plan names
-# How often a layer's forward or backward pass goes over the arrays between its matmuls: it writes
-# them, reads them, and makes two passes in between.
+# How often a layer's forward or backward call goes over the arrays between its matmuls: it writes
+# them, reads them, and goes over them twice in between.
 PASSES = 4
 # How often an update goes over a parameter's float32 numbers: AdamW reads 4 and writes 3, and the
 # choice between new and old values, which skips a step, has 3 more.
@@ -62,7 +62,7 @@ class Memory(NamedTuple):
     Attributes:
         parameters: bytes of the weights; with ZeRO-3, bytes of the device's shares of the weights.
         optimizer: bytes of the optimizer's state.
-        inputs: bytes of token windows, the step's number and the loss scale.
+        inputs: bytes of the batch's token sequences, the step's number and the loss scale.
         temporaries: bytes of all other arrays at the moment when they have the most bytes, from the
             trace.
         held: the temporaries, the largest first.
@@ -115,7 +115,8 @@ class Work(NamedTuple):
 
     Attributes:
         model: operations of the whole step, as papers count them. A token needs 6 operations for
-            each parameter that a matmul uses, and 12 L D T operations for attention.
+            each parameter that a matmul uses, and 12 x layers x width x tokens of a sequence for
+            attention.
         device: operations of one device. Operations that run again count too, and so do operations
             that an idle stage runs on garbage.
     """
@@ -249,8 +250,8 @@ def plan(
             each algorithm. Along all other axes `jax.lax` moves the data, in the time of the
             fastest algorithm on the simulated network of `hardware`.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
-            stands for the recipe's own choice, as in `has_kernel`: such a kernel on TPUs and GPUs,
-            for the shapes and the precision that the kernel supports.
+            stands for the choice that `decoder.train_step` makes by itself (see `has_kernel`): such
+            a kernel on TPUs and GPUs, for the shapes and the precision that the kernel supports.
 
     Raises:
         ValueError: the layout does not fit the model or the batch; the message proposes the nearest
@@ -308,9 +309,9 @@ def has_kernel(
 ) -> bool:
     """Returns whether attention runs in a kernel that keeps no scores.
 
-    The answer is `asked`, the caller's choice. If `asked` is None, the answer is the recipe's
-    choice, which takes such a kernel on TPUs and GPUs, for the shapes and the precision that the
-    kernel supports. Ring attention, over a context axis, uses no such kernel.
+    The answer is `asked`, the caller's choice. If `asked` is None, the answer is the default choice
+    of the train step, which takes such a kernel on TPUs and GPUs, for the shapes and the precision
+    that the kernel supports. Ring attention, over a context axis, uses no such kernel.
     """
     if layout.context > 1:  # ring attention instead
         return False
@@ -327,13 +328,14 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """Returns the `Sizes` of a step, with only those calls of F, I and W that decide
-    the time of the step.
+    """Returns the `Sizes` of a step, with only those forward, input-gradient and weight-gradient
+    jobs that decide the time of the step.
 
-    In lockstep these are all calls. If each stage has its own job in a tick, all stages wait for
-    the most expensive job of the tick, and only that job counts. A call of F, I or W (forward,
-    backward, weights) costs the seconds of its matmuls and of its passes over memory. All other
-    calls are counted as in `traffic.sizes`.
+    If all stages run the same kinds of job in a tick (lockstep), all calls decide the time of the
+    step. If each stage has its own job in a tick, all stages wait for the most expensive job of the
+    tick, and only that job counts. A call of one of the three kinds of job (`forward`, `backward`,
+    `weights`) costs the seconds of its matmuls and of its passes over memory. All other calls are
+    counted as in `traffic.sizes`.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -357,7 +359,7 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
 
 def check(config: Config, layout: Layout, batch: int, devices: int | None = None) -> None:
     """Raises `ValueError` if a layout does not fit the model, the batch or the number of devices.
-    Also raises `ValueError` if plan has no closed forms for the model or the layout."""
+    Also raises `ValueError` if `plan` has no closed forms for the model or the layout."""
     known(config)
     sizes = config.sizes | {"batch": batch}  # the model's sizes by name, such as "heads"
     if devices is not None:
@@ -365,17 +367,16 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     layout.check(sizes)
     if not counts(layout):
         raise ValueError(
-            f"plan: {layout} computes or gathers arrays again in the ticks of the input's "
-            "gradient. These arrays then wait for the weights' gradients, and plan has no "
-            "formula for them. Use remat=none without ZeRO-3, or "
-            "another schedule."
+            f"plan: {layout} computes or gathers arrays again in the ticks that compute the "
+            "gradient of a stage's input. These arrays then wait for the weights' gradients, and "
+            "plan has no formula for them. Use remat=none without ZeRO-3, or another schedule."
         )
 
 
 def counts(layout: Layout) -> bool:
-    """Returns whether plan has closed forms for a layout. There are none if the schedule defers the
-    weights' gradients, and the backward pass either computes activations again or gathers arrays a
-    second time."""
+    """Returns whether `plan` has closed forms for a layout. There are none if the schedule defers
+    the weights' gradients, and the backward pass either computes activations again or gathers
+    arrays a second time."""
     again = recomputed(layout)
     # `deferred` counts the slots of arrays that wait for the weights' gradients.
     return not jobs(layout).deferred or not (again.passes or again.gathers)
@@ -396,7 +397,8 @@ def memory(
     known(config)
     compute = recipe.Compute(axes=axes or {})
     # The kernel for GPUs needs a GPU. `context.blockwise` stands for it here: it keeps no scores
-    # either, so it needs the same memory.
+    # either, so it needs the same memory. If there is no such kernel, `traced` chooses as the train
+    # step does: on TPUs the family's kernel, elsewhere the family's own attention.
     if has_kernel(config, layout, hardware, attention_kernel):
         attention = flash.attention if hardware.platform == "tpu" else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
@@ -422,8 +424,9 @@ def model_flops(config: Config, batch: int) -> Number:
     """Returns the floating-point operations of a whole step of `batch` sequences.
 
     A token needs 6 operations for each weight that multiplies it, and 12 L H K T operations for
-    attention with H heads of width K. For a GPT-2 with B sequences the sum over all tokens is
-    72 B L T D^2 (1 + T / 6D + V / 12LD).
+    attention, with L layers, T tokens in a sequence and H heads of width K. For a GPT-2 with B
+    sequences, width D and a vocabulary of V, the sum over all tokens is 72 B L T D^2 (1 + T / 6D +
+    V / 12LD).
     """
     known(config)
     L, D, T, V = config.layers, config.width, config.context, config.rows
@@ -449,7 +452,7 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     # 2 of the 2n chunks of tokens. Each of them meets the keys of 2n chunks: 4n pairs of chunks. A
     # device skips the pairs whose keys come after the queries, and computes 2n + 1 pairs. Without a
     # context axis all pairs count: the family's own attention computes all scores, and masks those
-    # of later keys.
+    # of later keys. A kernel, which may skip later keys, is counted like that attention.
     of_pairs = (2 * n + 1) / (4 * n) if n > 1 else 1
     layer = layer_of(config)
     # A layer's forward pass: 2 operations for each token and weight, and attention's two products
@@ -485,19 +488,20 @@ def _passes(
     size: Sizes,
     kernel: bool,
 ) -> Number:
-    """Returns the bytes that a device reads and writes between products, in the forward and
-    backward calls of `size`.
+    """Returns the bytes that a device reads and writes between matmuls, in the forward and backward
+    calls of `size`.
 
-    A pipeline also writes the arrays that a layer keeps into slots, and reads them from there. If
-    `kernel` is true, attention writes no scores to memory.
+    A pipeline also copies the arrays that a layer keeps to a buffer (slots), and copies them back
+    from there. If `kernel` is true, attention writes no scores to memory.
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
     sizes = config, everything_kept, batch, hardware.short
     arrays = residuals.between_products(*sizes, kernel=kernel)
     again = recomputed(layout)
-    # A layer's pass goes `PASSES` times over these arrays. A backward call also runs a share of the
-    # forward pass again (`again.passes`).
+    # A forward or backward call goes over these arrays `PASSES` times: it writes them, reads them,
+    # and works on them in between. A backward call also runs a share of the forward call again
+    # (`again.passes`). A call of W only multiplies.
     passes = PASSES * arrays * size.layers * (size.forward + size.backward * (1 + again.passes))
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
@@ -511,8 +515,8 @@ def _passes(
         * (size.forward + size.backward)
     )
     # W may have jobs of its own. Then I also copies the arrays that it computes for W (`handed`)
-    # into a slot, and W copies them and the kept arrays out. Such a layout computes nothing again
-    # (`counts`), so a layer keeps `everything`.
+    # into a slot, and W copies them and the kept arrays out. `check` refuses such a layout if it
+    # computes arrays again, so a layer keeps everything (`residuals.everything`).
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         kept = residuals.everything(*sizes, kernel=kernel)

@@ -17,7 +17,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         what: the name of the number.
-        predicted: the plan's number of bytes, which are in a device's memory or sent by a device.
+        predicted: the bytes in a device's memory, or the bytes that a device sends, by the plan.
         program: the number of these bytes in the compiled program.
     """
 
@@ -27,9 +27,9 @@ class Comparison(NamedTuple):
 
     @property
     def off(self) -> Number:
-        """The relative difference, above 0 if too much was predicted. If both numbers are 0, the
-        difference is 0. If only the program's number is 0, the difference is 1, or -1 for a
-        prediction below 0."""
+        """The relative difference, above 0 if too much was predicted. If the prediction and the
+        program's number are both 0, the difference is 0. If only the program's number is 0, the
+        difference is 1, with the sign of the prediction."""
         return (
             self.predicted / self.program - 1
             if self.program
@@ -44,8 +44,8 @@ def compare(plan: Plan, compiled: jax.stages.Compiled) -> list[Comparison]:
     The program's numbers come from `compiled.memory_analysis()` and from the collectives in the
     program.
 
-    For arguments and messages, the two numbers should be equal. For temporaries they should be near
-    each other.
+    For arguments and messages, the prediction and the number in the program should be equal. For
+    temporaries they should be near each other.
     """
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -1,8 +1,9 @@
 """The copies that XLA's backends hold beside the values of a traced program. The numbers in this
 file were read from steps that JAX 0.10.2 compiled.
 
-`benchmarks/plan.py` checks the numbers for the CPU, and `benchmarks/accelerators.py` checks the
-numbers for accelerators. A `Buffer` (of `liveness`) is an array with memory of its own.
+`benchmarks/plan.py` checks the copies that this file assumes for the CPU, and
+`benchmarks/accelerators.py` those for accelerators. A `Buffer` (of `liveness`) is an array with
+memory of its own.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,12 @@ class Backend(NamedTuple):
     Attributes:
         arguments: whether a donated argument, which one result overwrites, is copied first if a
             second result reads this argument and overwrites another argument. For example, the new
-            weights are computed from the moments, and the new moments overwrite these.
+            weights are computed from the old moments, which the new moments overwrite, so the old
+            moments are copied first.
         zeros: whether arrays of zeros with the same number of elements are made once, at the start
-            of the program or of a loop's body. These zeros stay in memory until the last loop or
-            update that begins with them. A loop's stacked results begin as zeros, and so does the
-            result of a ring's all-gather.
+            of the program or of a loop's body. The zeros stay in memory until the last loop or
+            update whose carry or operand starts as these zeros. A loop's stacked results begin as
+            zeros, and so does the result of a ring's all-gather.
         together: whether a backward loop with two layers in its body (ZeRO-3) gathers the weights
             and recomputes the values of both layers before the backward pass of the first.
         slices: how many copies of a layer's slice of each stacked array XLA makes. A loop's body
@@ -49,21 +51,22 @@ BACKENDS = {
 
 
 def backend(platform: str, name: str = "") -> Backend:
-    """Returns the habits of the backend for the chip `name`, such as "TPU v5e". If the chip is not
-    listed, returns those for its `platform`, such as "tpu". An unknown backend copies nothing."""
+    """Returns what the backend of the chip `name`, such as "TPU v5e", does when it assigns memory.
+    If the chip is not listed, returns this for the chip's `platform`, such as "tpu". For an unknown
+    platform, the result says that the backend copies nothing."""
     return BACKENDS.get(name) or BACKENDS.get(platform) or Backend()
 
 
 def of_arguments(
     pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend
 ) -> tuple[Buffer, ...]:
-    """Returns a copy of each donated argument that one result overwrites, if a second result reads
-    the argument and overwrites another argument.
+    """Returns the copies of donated arguments. A donated argument must be copied if one result
+    overwrites it while another result, which overwrites another argument, still reads it.
 
     Args:
         pairs: for each donated argument that a result overwrites, the argument's buffer and the set
             of buffers from which this result is computed.
-        habits: the habits of the backend.
+        habits: what the backend does when it assigns memory.
     """
     if not habits.arguments:
         return ()

@@ -2,9 +2,9 @@
 equations.
 
 `used` says for each result of an equation whether it is needed, and `results` says this for each
-result of a jaxpr. `operands` tells which operands of an equation are needed for those of its
-results that are needed. An *atom* is a variable or a literal. If an equation, such as a `jit`, has
-one jaxpr inside with the same operands and results, `jaxprs.called` gives that jaxpr.
+result of a jaxpr. Given the needed results of an equation, `operands` tells which of its operands
+these results need. An *atom* is a variable or a literal. If an equation, such as a `jit`, has one
+jaxpr inside with the same operands and results, `jaxprs.called` gives that jaxpr.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class Needed:
     def __call__(
         self, jaxpr: Jaxpr, results: Sequence[bool]
     ) -> tuple[list[bool], list[tuple[bool, ...] | None]]:
-        """Returns two lists. Both answer for the needed results of the jaxpr, which are true in
+        """Returns two lists. Both consider only the needed results of the jaxpr: those with True in
         `results`.
 
-        The first list says for each operand of the jaxpr whether these results need it. The second
-        has an entry for each equation: whether each of its results is needed, or None if the
-        equation is not needed.
+        The first list says for each operand of the jaxpr whether the needed results depend on it.
+        The second has an entry for each equation: whether each of its results is needed, or None if
+        the equation is not needed.
         """
         key = (id(jaxpr), tuple(results))
         if key not in self.known:
@@ -71,9 +71,10 @@ class Needed:
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether an equation needs each of its operands for the `used` results.
 
-        A scan needs the operands that its body needs (`_scan`). A barrier needs only the operands
-        whose results are used. A call, such as a `jit`, needs the operands that its program needs.
-        A while loop, like every other equation, needs all its operands.
+        A scan needs the operands that its body needs (`_scan`). An optimization barrier returns
+        each operand as a result, and needs the operands whose results are used. A call, such as a
+        `jit`, needs the operands that its program needs. A while loop, like every other equation,
+        needs all its operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
@@ -87,8 +88,8 @@ class Needed:
 
     def of_scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether each result of a scan's body is needed: outside of the scan (`used`), or,
-        for a carry, by the next trip. A carry may need another carry, so the search repeats until
-        it finds no further result."""
+        for a carry, by the next iteration. A carry may need another carry, so the search repeats
+        until it finds no further result."""
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         body, results = jaxprs.inner(eqn)[0], list(used)
         while True:
@@ -104,8 +105,8 @@ class Needed:
     def _scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         """Returns whether a scan needs each of its operands: constants, carries, stacked arrays.
 
-        A carry's start is needed if the body reads the carry, or if the carry's last value is
-        needed.
+        A carry's start is needed if the body reads the carry. It is also needed if the carry's last
+        value is: the loop takes a start for each carry that it returns.
         """
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         if eqn.params["length"] == 1:  # no loop: the body runs once, on these operands

@@ -43,8 +43,13 @@ def traced(
             layout.
     """
     world = mesh.abstract(**layout.axes)
-    if hardware.platform == "tpu":  # so that the recipe chooses its TPU kernel for attention
-        world = world.update(abstract_device=AbstractDevice(hardware.name, 1, hardware.platform))
+    # With a device on the mesh, the recipe chooses its TPU kernel for attention. The kernel for
+    # GPUs runs only in a process that has a GPU. So for other hardware the mesh names no device,
+    # and the recipe chooses as for a CPU.
+    if hardware.platform == "tpu":
+        world = world.update(
+            abstract_device=AbstractDevice(hardware.name, num_cores=1, platform=hardware.platform)
+        )
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     found: list[Trace] = []
 

@@ -1,7 +1,7 @@
 """Tells for which decoders a plan has closed forms, and gives the sizes of one layer of such a
 decoder.
 
-Legend: D width, F feed-forward, H heads of queries, G heads of keys, K head width.
+Legend: D width, K head width.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ class Layer(NamedTuple):
     """The sizes of a layer.
 
     Attributes:
-        width: D.
-        queries: H K, the width of all queries of a token together.
-        keys: G K, the width of all keys of a token together. The values have the same width.
-        hidden: the width F of the feed-forward.
+        width: the layer's width.
+        queries: heads x head width, the width of all queries of a token together.
+        keys: heads of keys x head width, the width of all keys of a token together. The values have
+            the same width.
+        hidden: the width of the feed-forward.
         inputs: how many matrices read the feed-forward's input. There are 2 if the feed-forward is
             gated, and 1 if it is not.
     """
@@ -33,7 +34,7 @@ class Layer(NamedTuple):
     @property
     def last(self) -> int:
         """The number of elements of the layer's last matrix, which goes from the feed-forward's
-        width back to the layer's width. This number is D F."""
+        width back to the layer's width."""
         return self.width * self.hidden
 
     @property
@@ -46,6 +47,19 @@ class Layer(NamedTuple):
         """The number of elements per token in the results of the column-parallel matmuls: queries,
         keys, values and the feed-forward's inputs."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
+
+
+class Ends(NamedTuple):
+    """The paths of the arrays that the two ends of a decoder read.
+
+    Attributes:
+        embedding: the arrays of the embedding.
+        head: the arrays of the head, the last norm among them. The array of a tied head is also in
+            `embedding`.
+    """
+
+    embedding: frozenset[str]
+    head: frozenset[str]
 
 
 def known(config: Any) -> None:
@@ -77,3 +91,11 @@ def layer_of(config: Config) -> Layer:
     return Layer(
         D, queries=config.heads * K, keys=config.groups * K, hidden=config.hidden, inputs=2
     )
+
+
+def ends_of(config: Config) -> Ends:
+    """Returns the arrays of the two ends of the model."""
+    if isinstance(config, gpt2.Config):
+        return Ends(frozenset({"wte", "wpe"}), frozenset({"norm.weight", "norm.bias", "wte"}))
+    rows = "table" if config.tied else "head"
+    return Ends(frozenset({"table"}), frozenset({"norm.weight", rows}))

@@ -48,7 +48,7 @@ class Faults(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """The share of time that is lost, from 0 to 1."""
+        """The share of time that faults and saves cost, from 0 to 1."""
         return self.saves + self.restarts + self.repeated
 
     def __str__(self) -> str:

@@ -40,9 +40,9 @@ class Value:
     ):
         """Makes a value of type `aval`, the result of `eqn`.
 
-        `reads` has the buffers that an operation reads if it reads the value, with the bytes read
-        of each buffer. If the value is held, this is the value's own `buffer`; if not, these are
-        the buffers from which the value is computed.
+        `reads` maps each buffer that an operation must read to get the value to the number of bytes
+        that it reads. If the value is stored in memory, this is the value's own `buffer`. If not,
+        these are the buffers from which the value is computed.
         """
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)
@@ -58,7 +58,8 @@ class Value:
 
     @property
     def root(self) -> "Value":
-        """The value that has the same numbers and was not yet reshaped or copied."""
+        """The value from which this value was made by reshapes and copies alone; this value itself
+        if it was made in another way."""
         return self if self.source is None else self.source.root
 
 

@@ -24,8 +24,9 @@ def terms(
     axis: AxisLike | ErrorFeedback | None = None,
     itemsize: int = 4,
 ) -> list[Term]:
-    """Returns the collectives of a round: for each array of the model, an all-reduce of the part
-    that a device has. If there is only one island, the list is empty.
+    """Returns the collectives of one exchange between the islands (a round): for each array of the
+    model, an all-reduce of the part that a device has. If there is only one island, the list is
+    empty.
 
     Args:
         config: the model's sizes.
@@ -37,8 +38,9 @@ def terms(
     """
 
     def found() -> Iterator[Term]:
-        """Yields a term for each array. Changes are sent in float32 (4 bytes) or wider. If `axis`
-        is an `ErrorFeedback`, the changes are sent in int8, as `quantized` sends them."""
+        """Yields a `Term` (a kind of collective) for each array of the model. The changes of
+        parameters are sent in float32 (4 bytes) or wider. If `axis` is an `ErrorFeedback`, the
+        changes are sent in int8, as `quantized` sends them."""
         wide = max(itemsize, 4)
         along = (
             quantized("island")
@@ -63,8 +65,8 @@ def terms(
 
 def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
     """Returns a line with the bytes that a device sends to other islands, per round and per step.
-    The line has the bytes for exact changes and for changes in int8. A round comes once in `every`
-    steps."""
+    The line has the bytes for changes of the parameters that are sent exactly, and for changes that
+    are sent in int8. A round comes once in `every` steps."""
     if islands < 1 or every < 1:
         raise ValueError(
             f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "

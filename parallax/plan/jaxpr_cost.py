@@ -1,5 +1,5 @@
-"""Walks once through a traced program. Counts the program's arithmetic, its messages and the bytes
-that it moves, and lists the operations that `liveness` lays out in memory.
+"""Reads a traced program once. Counts the program's arithmetic, its messages and the bytes that it
+moves, and lists its operations, from which `liveness` computes the peak of memory.
 
 A `Value` is one array. It is either *held* in a `Buffer`, or *fused*: then each operation that
 reads it computes it again. `reads` are the buffers from which a value is computed, with the bytes
@@ -11,12 +11,12 @@ compilers keep all such arrays of a size in one buffer.
 
 A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
 for equations take the operands, whether each result is needed (`used`), and how many operations
-read it (`readers`). `self.times` is how often the walk's current equation runs: the trips of all
-loops around it, multiplied. Inside a function of JAX or a collective of this library, `self.at` is
-the equation in the caller's code that calls this function, and the equations inside get that
-equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and results of a
-jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a compiler makes.
-`linear_p` is the primitive of this library's collectives.
+read it (`readers`). `self.times` is how often the equation that is being read runs: the iterations
+of all loops around it, multiplied. Inside a function of JAX or a collective of this library,
+`self.at` is the equation in the caller's code that calls this function, and the equations inside
+get that equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and
+results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a
+compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -36,10 +36,12 @@ from parallax.plan.primitives import nbytes
 
 
 class Reading:
-    """One walk: the counts so far, and the position in the program."""
+    """The state while a program is read once: the counts so far, and the position in the
+    program."""
 
     def __init__(self, platform: str, habits: compiler_copies.Backend):
-        """Begins a walk for a platform, such as "cpu", whose compiler has these `habits`."""
+        """Begins to read a program for `platform`, such as "cpu". `habits` says how the platform's
+        compiler assigns memory."""
         self.platform, self.habits = platform, habits
         # The floating-point operations of matmuls, by the type of their operands.
         self.products: Counter[str] = Counter()
@@ -63,20 +65,21 @@ class Reading:
     # Values
 
     def line(self, eqn: Any) -> str:
-        """Returns the caller's line of an equation."""
+        """Returns the line of the user's source from which an equation comes."""
         return source_lines.source(self.at or eqn)
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
-        """Adds an operation to the innermost frame, and adds the bytes that the operation reads and
-        writes to the counts."""
+        """Adds an operation to the innermost frame (the program or the loop's body that is being
+        read), and adds the bytes that the operation reads and writes to the counts."""
         self.frames[-1].operations.append(operation)
         self.read += self.times * read
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Gives the root of a value a buffer, unless the root has one, and returns the buffer. A
-        value of at most 64 bytes that is made only of literals needs no memory of its own, so it
-        gives None."""
+        """Gives the root of a value (the value before reshapes) a buffer, unless the root has one,
+        and returns the buffer. A value of at most 64 bytes that is made only of literals is taken
+        as a constant inside the operation that reads it; for such a value the method returns None.
+        A larger one, such as an array of zeros, must be written to memory."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -99,8 +102,9 @@ class Reading:
         return root.buffer
 
     def shared_zeros(self, aval: Any) -> Buffer:
-        """Returns the frame's buffer of zeros of this size and dtype, in whatever shape. The first
-        call for a size makes the buffer, before all other operations of the frame."""
+        """Returns the buffer that all arrays of zeros with the size and the dtype of `aval` share
+        in the innermost frame, whatever their shapes. The first call for a size and a dtype makes
+        the buffer, before all other operations of the frame."""
         known = self.frames[-1].zeros
         key = (aval.size, aval.dtype)
         if key not in known:
@@ -118,7 +122,8 @@ class Reading:
         over: Sequence[Value] = (),
         part: int | None = None,
     ) -> Value:
-        """Returns the k-th result of an equation that reads the values `reads`, held in a buffer.
+        """Returns the k-th result of an equation, held in a buffer of its own. The equation reads
+        the values `reads`.
 
         The result may be written over one of the values `over`. If `part` is given, the operation
         reads and writes only `part` bytes, as in an update of a slice.
@@ -138,9 +143,9 @@ class Reading:
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-        """Returns the first result of an equation as a fused value. The value reads the buffers of
-        the equation's operands. If the equation is a slice, the value reads at most as many bytes
-        of each buffer as the slice has."""
+        """Returns the first result of an equation as a value without a buffer (fused). An operation
+        that uses the value reads the buffers of the equation's operands instead. If the equation is
+        a slice, at most as many bytes of each buffer are read as the slice has."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
@@ -157,7 +162,7 @@ class Reading:
         value.reads, value.near = reads, frozenset(near)
         return value
 
-    # The walk
+    # Reading a program
 
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[Value], used: Sequence[bool], readers: Sequence[int]
@@ -167,7 +172,7 @@ class Reading:
         Equations that no needed result depends on are left out.
 
         Args:
-            jaxpr: the program to walk through.
+            jaxpr: the program to read.
             arguments: the values of its operands.
             used: whether each result is needed.
             readers: how many operations outside read each result.
@@ -177,7 +182,7 @@ class Reading:
         # For each equation, whether each of its results is needed; None if the equation is not.
         _, needed_results = self.needed(jaxpr, used)
         # How many operations read each variable. An equation without results, such as a print, is
-        # no reader here: its `needed` is `()`.
+        # not counted (its `needed` is `()`): it puts its operands into buffers anyway.
         uses = Counter(
             atom
             for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)
@@ -225,8 +230,8 @@ class Reading:
         same operands before, returns the results of that equation: XLA computes equal equations
         only once.
 
-        Three kinds are always computed again: equations with an inner program or an effect,
-        barriers, and collectives of this library.
+        Three kinds of equations are always computed again: equations with an inner program or an
+        effect, barriers, and collectives of this library.
         """
         # A collective of this library (`linear_p`) gets its inner program only in `_linear`.
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
@@ -252,7 +257,8 @@ class Reading:
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
         """Returns the results of an equation. Control flow and the library's collectives have
-        methods of their own, and the jaxpr of a call, such as a `jit`, is walked in place. Every
+        methods of their own. The operations in the jaxpr of a call, such as a `jit`, are added to
+        those around the call; in a function of JAX they get the line of the call (`hidden`). Every
         other equation is a plain operation."""
         name = eqn.primitive.name
         control = {
@@ -276,9 +282,9 @@ class Reading:
         return self._plain(eqn, operands, readers)
 
     def _inlined(self, eqn, inner, operands, used, readers, *, hidden: bool) -> list[Value]:
-        """Returns the results of a call's inner jaxpr, walked in the frame of the call. If
-        `hidden`, the inner equations get the line of the call, since their own lines are not in the
-        caller's code."""
+        """Returns the results of a call's inner jaxpr, whose operations are added to those around
+        the call. If `hidden`, the inner equations get the line of the call, since their own lines
+        are not in the caller's code."""
         outside, self.at = self.at, self.at or (eqn if hidden else None)
         results = self.run(inner, operands, used, readers)
         self.at = outside
@@ -295,9 +301,10 @@ class Reading:
         return self._inlined(eqn, program, operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns the value that a barrier makes of `value`. The new value is held. For `_once`, an
-        equation that reads the new value never equals an equation that reads the old value. A value
-        that is made only of literals is returned unchanged."""
+        """Returns the value that a barrier makes of `value`. The new value has the buffer of
+        `value`. A `value` without a buffer gets one. For `_once`, an equation that reads the new
+        value never equals an equation that reads the old value. A value that is made only of
+        literals is returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -309,17 +316,20 @@ class Reading:
         """Returns the results of an operation without an inner program, and counts its arithmetic
         and messages.
 
-        An elementwise operation or a view is fused, and the index of a device or a platform reads
-        no memory. All other operations first put their operands into buffers, and then their
-        results. Only the operands of a reduction may stay fused: the reduction computes its
-        operands as it reads them.
+        The result of an elementwise operation or a view gets no buffer (it is fused). The operation
+        that returns the index of a device or a platform reads no memory. Barriers and updates have
+        methods of their own. All other operations first put their operands into buffers, and then
+        their results. Only the operands of a reduction may stay without buffers: the reduction
+        computes its operands as it reads them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
             return [self._fused_or_held(eqn, operands, readers[0])]
         if name in ("platform_index", "axis_index"):
             return [self._index(eqn)]
-        if name == "empty" and self.habits.zeros:  # a ring's all-gather begins with `lax.empty`
+        # `lax.empty`, with which a ring's all-gather begins. A compiler that shares the buffers of
+        # zeros (`habits.zeros`) makes zeros of it.
+        if name == "empty" and self.habits.zeros:
             return [self._zeros(eqn)]
         if name == "optimization_barrier":
             return [self._apart(value) for value in operands]
@@ -339,6 +349,8 @@ class Reading:
         if name in primitives.COLLECTIVES:
             # Axes of one device, along which nothing is sent, are left out.
             along = primitives.axes(eqn, self.sizes)
+            # A message has the bytes of the result, as in compiled programs; `plan.seconds`
+            # computes the bytes of the operand from them.
             for value in results if along else ():
                 if not value.bytes:  # such as half of one number; XLA drops an empty message
                     continue
@@ -348,10 +360,10 @@ class Reading:
         return results
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
-        """Returns the result of an elementwise operation or a view. A reshape keeps its operand's
-        root as `source`, so both have the same root. A broadcast of 0 is an array of zeros
-        (`is_zeros`). An expensive operation (`jaxprs.DEAR`) with several readers is held, unless it
-        reads only literals."""
+        """Returns the result of an elementwise operation or a view. The result of a reshape has the
+        root of its operand (the value before reshapes). A broadcast of 0 is an array of zeros
+        (`is_zeros`). The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if several
+        operations read it, unless it is made only of literals."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
@@ -372,8 +384,8 @@ class Reading:
     def _index(self, eqn: JaxprEqn) -> Value:
         """Returns the result of `axis_index`, a device's index on a mesh axis, or of
         `platform_index`, by which a `cond` chooses the branch of a platform. For `platform_index`,
-        the `branch` of the result is the number of the branch for the platform of this walk.
-        Neither of the two reads memory."""
+        the `branch` of the result is the number of the branch for `self.platform`. Neither of the
+        two reads memory."""
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
@@ -386,11 +398,12 @@ class Reading:
         """Returns the first operand with a part of it rewritten. The operand is rewritten in place
         if no later operation reads its old numbers."""
         if eqn.primitive.name != "dynamic_update_slice":
-            # A scatter begins with an array of its own, not with the zeros that others share.
+            # An update of a slice may begin in the buffer that all zeros of its size share. A
+            # scatter of zeros begins with an array of its own.
             operands[0].root.is_zeros = False
         self.hold(operands[0])
-        # The bytes of the update. The operands are (array, update, ...) in a slice's update, and
-        # (array, indices, updates) in a scatter.
+        # The bytes of the update: only these are read and written. The operands are (array, update,
+        # ...) in a slice's update, and (array, indices, updates) in a scatter.
         part = nbytes(
             jaxprs.types(eqn.invars)[1 if eqn.primitive.name == "dynamic_update_slice" else 2]
         )
@@ -400,8 +413,8 @@ class Reading:
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a `shard_map`. Inside it, an argument has the bytes of its block.
-        The argument's buffer has this size from then on, since the walk counts the memory of one
-        device."""
+        The argument's buffer has this size from then on, since the memory of one device is
+        counted."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
@@ -425,11 +438,11 @@ class Reading:
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a conditional. Only one branch counts: the branch whose matmuls
-        need the most floating-point operations. Among equal branches the branch with the most
-        messages counts, and then the branch with the most memory.
+        need the most floating-point operations. Among branches with equally many such operations,
+        the branch with the most messages counts, and then the branch with the most memory.
 
-        Each branch is walked in a frame of its own, from the counts before the conditional. If the
-        platform decides, only the branch of the platform is walked, in place.
+        Each branch is read on its own, and its counts start from those before the conditional. If
+        the platform chooses the branch, only this branch is read, as if there were no conditional.
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
@@ -448,6 +461,8 @@ class Reading:
             self.frames.append(Frame())
             for value in self.run(branch, operands, used, readers):
                 self.hold(value)
+            # No buffer of the branch lives to its end, `()`: the results live on in the
+            # conditional's own buffers, `results` below.
             peak = liveness.peak(self.frames.pop().operations, ())
             key = (self.products.total(), self.messages.total(), peak.bytes)
             if largest is None or key > largest[0]:
@@ -466,8 +481,10 @@ class Reading:
         ]
 
     def _copied_counts(self):
-        """Returns copies of all counts of the walk so far. `_cond` gives these copies to
-        `_restore_counts`, so as to walk each branch from the same counts."""
+        """Returns copies of all counts so far: the operations of matmuls by dtype and by line, the
+        bytes read and written, the messages, and the lines of loops whose number of trips is not
+        known. `_cond` gives these copies to `_restore_counts`, so that each branch starts from the
+        same counts."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -479,7 +496,7 @@ class Reading:
 
     def _restore_counts(self, counts) -> None:
         """Sets all counts back to `counts`, a result of `_copied_counts`. The counters and the list
-        are copied, so that `counts` can be used again."""
+        of unbounded loops in `counts` are copied, so that `counts` can be used again."""
         products, lines, self.read, self.written, messages, unbounded = counts
         self.unbounded = list(unbounded)
         self.products, self.lines, self.messages = (
@@ -492,7 +509,7 @@ class Reading:
         """Returns the results of a scan: carries, then stacked arrays [length, ...]. The operands
         of a scan are constants, carries and stacked arrays.
 
-        A scan of one trip is no loop: its body is walked in place.
+        A scan of one iteration is no loop: the operations of its body are added to those around it.
         """
         body, length = jaxprs.inner(eqn)[0], eqn.params["length"]
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
@@ -520,11 +537,11 @@ class Reading:
         )
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
-        """Returns the results of a while loop. The number of trips of the loop is unknown, so one
-        trip is counted.
+        """Returns the results of a while loop. The number of iterations of the loop is unknown, so
+        one iteration is counted.
 
         The operands of the loop are the condition's constants, the body's constants, and the
-        carries. The walk leaves out the condition.
+        carries. The condition is not counted.
         """
         first_of_body, first_carry = (
             eqn.params["cond_nconsts"],
@@ -549,11 +566,11 @@ class Reading:
         needed_results: Sequence[bool],
         trips: int,
     ) -> list[Value]:
-        """Returns the results of a loop of `trips` trips: carries, then stacked arrays.
+        """Returns the results of a loop of `trips` iterations: carries, then stacked arrays.
 
-        The body is walked once, in a frame of its own. The loop is one operation of the frame
-        around the loop, with the peak of the body as `inner`. A carry has one buffer: each trip
-        rewrites the buffer in place, and at the end it holds the loop's result. The buffers of the
+        The body is read once, on its own. The loop becomes one operation among those around it,
+        with the peak memory of the body as `inner`. A carry has one buffer: each iteration rewrites
+        the buffer in place, and at the end the buffer has the loop's result. The buffers of the
         stacked results exist before the loop begins.
 
         Args:
@@ -561,9 +578,10 @@ class Reading:
             body: its jaxpr.
             parts: three lists of values: the constants, the starts of the carries, and the slices
                 of the stacked operands.
-            needed_results: whether each result of the body is needed. The carries come first, then
-                the slices.
-            trips: the number by which the counts of the body are multiplied.
+            needed_results: whether each result of the body is needed. The results are the carries,
+                then the slices of the stacked results.
+            trips: the number of iterations, or 1 for a while loop. All operations, bytes and
+                messages of the body are counted this many times.
         """
         constants, starts, sliced = parts
         # Whether each operand of the body is needed: constants first, then carries, then slices.
@@ -572,6 +590,7 @@ class Reading:
             # A constant that is made only of literals needs no buffer: the loop computes it.
             if is_wanted and value.root.reads:
                 self.hold(value)
+        # `_carries` finds the variable of each carry behind those of the constants.
         carried = [
             self._start(eqn, value, var.aval, is_needed)
             for value, var, is_needed in self._carries(body, constants, starts, needed_results)
@@ -588,7 +607,8 @@ class Reading:
             for buffer, var in zip(stacked, eqn.outvars[len(starts) :], strict=True)
             if buffer.bytes and self.habits.zeros
         ]
-        # Read before the walk of the body, which may hold a value and so change its reads.
+        # These are noted before the body is read, which may give a value a buffer and so change its
+        # `reads`.
         reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}
         self.frames.append(Frame())
         self.times *= trips
@@ -616,6 +636,9 @@ class Reading:
         # The ends live to the end of a trip. The body may write over the starts (`given`).
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
+        # An unrolled loop has several layers in its body, but the jaxpr that is read has only one.
+        # The compiler makes some arrays for all layers at once, so those of the others are added:
+        # copies of slices and, with `habits.together`, gathered weights and recomputed values.
         slice_copies = self._slices_of_further_layers(
             eqn, sliced, wanted[len(wanted) - len(sliced) :]
         )
@@ -641,11 +664,11 @@ class Reading:
         ]
 
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
-        """Returns the copies that a backend makes of the slices in a backward loop whose body has
-        several layers: pairs of bytes and a buffer.
+        """Returns the copies that a backend makes of the slices of stacked arrays, in a backward
+        loop whose body has several layers. Each copy is a pair of its bytes and a buffer.
 
-        There are `habits.slices` copies of each slice for every layer after the first. A loop that
-        runs forward has no such copies.
+        There are `habits.slices` copies of each slice for every layer of the loop's body after the
+        first. A loop that runs forward has no such copies.
 
         Args:
             eqn: the loop.
@@ -664,12 +687,14 @@ class Reading:
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
         """Returns the arrays that a backward loop with several layers in its body (unrolled)
-        computes from constants and slices alone. These are gathered weights, and values that are
-        computed again. The first of the layers does not count.
+        computes from the loop's constants and the slices of its stacked arrays alone. These are
+        gathered weights, and values that are computed again. The first of the layers does not
+        count.
 
-        XLA computes these arrays for all layers of a body before the backward pass of the first
-        layer. The result has a pair for each array: the array's bytes, summed over the other
-        layers, and its buffer. `carried` are the buffers of the carries.
+        XLA computes the gathered weights and recomputed values for all layers of a body before the
+        backward pass of the first layer. The result has a pair for each array: the array's bytes,
+        summed over all layers of the body but the first, and its buffer. `carried` are the buffers
+        of the carries.
         """
         count = eqn.params.get("unroll", 1) - 1
         if not eqn.params.get("reverse", False) or not count:
@@ -693,8 +718,9 @@ class Reading:
         return zip(starts, body.invars[len(constants) :], needed_results, strict=False)
 
     def _start(self, eqn, value: Value, aval: Any, is_needed: bool) -> Value:
-        """Returns a loop's carry, which starts as `value`. If the carry is not needed, returns an
-        empty value. The carry is written over `value` if no later operation reads `value`."""
+        """Returns a loop's carry, which starts as `value`. If the carry is not needed, returns a
+        value without a buffer and without bytes. The carry is written over `value` if no later
+        operation reads `value`."""
         if not is_needed:
             return Value(aval, {})
         root = value.root
@@ -707,18 +733,20 @@ class Reading:
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
         self.emit(
             Operation(tuple(root.reads), (buffer,), over),
-            # A start that is held is in memory already; a fused one is written here.
+            # A start that is held is in memory already; a fused one is written here. The bytes that
+            # a fused start reads are not counted, and neither is the copy of a held start that a
+            # later operation still reads.
             written=0 if root.buffer else buffer.bytes,
         )
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
 
     def _slice(self, value: Value, var: Any, wanted: bool) -> Value:
-        """Returns the slice of a scan's stacked operand `value` that one trip takes as the body's
-        variable `var`.
+        """Returns the slice of a scan's stacked operand `value` that one iteration takes as the
+        body's variable `var`.
 
-        If the body needs the slice (`wanted`), the whole array is held before the loop. The slice
-        itself has no buffer: operations that read the slice read at most as many bytes of the array
-        as the slice has.
+        If the body needs the slice (`wanted`), the whole stacked operand gets a buffer before the
+        loop. The slice itself has no buffer: operations that read the slice read at most as many
+        bytes of the operand as the slice has.
         """
         if wanted:
             self.hold(value)

@@ -1,4 +1,5 @@
-"""Counts the calls of each part of a pipeline's step on a device, and the slots that it needs.
+"""Counts the calls of each part of a pipeline's step on a device, and the slots (places in a
+buffer) that the device needs.
 
 In *lockstep* all stages run the same kinds of job (lanes) in a tick, even a stage that has no
 microbatch for a job. Closed forms then count the ticks of each lane. In the other schedules each
@@ -9,7 +10,6 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, I the input's g
 weights' gradient.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,18 +21,22 @@ from parallax.validate import PER_STAGE
 
 
 class Jobs(NamedTuple):
-    """How often a step calls each part of the model on one device, and how many slots it needs.
-    Without a pipeline the calls are those of gradient accumulation: one for each microbatch.
+    """How often a step calls each part of the model on one device, and how many slots (places in a
+    buffer for arrays that wait) the device needs. Without a pipeline the calls are those of
+    gradient accumulation: one for each microbatch.
 
     Attributes:
         forward: ticks with a forward pass.
         backward: ticks with a backward pass.
         heads: calls of the head.
-        last: how many ticks at the end of the schedule run the same lanes as the very last tick.
+        last: how many ticks at the end of the schedule run the same kinds of job as the very last
+            tick.
         weights: ticks with gradients of the stages' weights.
-        slots: slots for a chunk's residuals. One of these slots is for ticks without a job.
-        deferred: slots for the arrays that the job I keeps for the job W, which runs later.
-        arrivals: slots for arrays that have come from other stages and wait for their job.
+        slots: places in the buffer of residuals; each place has the residuals of one chunk for one
+            microbatch. In lockstep, one place may be for stages without a job, which write too.
+        deferred: places for the arrays that the job I (the input's gradient) keeps for the job W
+            (the weights' gradients), which runs later.
+        arrivals: places for arrays that have come from other stages and wait for their job.
         hops: messages to other stages.
         embeds: calls of the embedding.
         leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
@@ -52,7 +56,9 @@ class Jobs(NamedTuple):
 
 
 def jobs(layout: Layout) -> Jobs:
-    """Returns the calls and the slots of a layout's step on one device."""
+    """Returns how often a layout's step calls each part of the model on one device, and how many
+    slots (places in a buffer for arrays that wait) the device needs. The class `Jobs` explains the
+    fields of the result."""
     P, M, v = layout.stage, layout.microbatches, layout.chunks
     if not in_lockstep(layout):
         table = table_of(layout)
@@ -85,8 +91,10 @@ def jobs(layout: Layout) -> Jobs:
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
-    # W has a lane of its own: all stages run it in the same M v ticks. On the last stage, W comes
-    # P - 1 ticks after I, so the arrays of P microbatches wait.
+    # W has a lane of its own: all stages run it in the same M v ticks, the last ones. F has ended
+    # in the last v P - 1 ticks, as in 1F1B. `last` is the smaller of these two numbers: the ticks
+    # with I and W, but without F. On the last stage, W comes P - 1 ticks after I, so the arrays of
+    # P microbatches wait. If there are fewer, those of all wait, and one place is for idle ticks.
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
     # Each tick of F sends an activation, and each tick of I a cotangent. The `last` ticks are one
@@ -106,7 +114,8 @@ def in_lockstep(layout: Layout) -> bool:
 
 
 def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
-    """Returns how many ticks last as long as F, how many as long as I, and how many as long as W.
+    """Returns how many ticks last as long as the forward job (F), how many as long as the job for
+    the input's gradient (I), and how many as long as the job for the weights' gradients (W).
 
     Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
     `costs` has the costs of F, I and W, such as their seconds.
@@ -115,16 +124,14 @@ def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
 
 
 def table_of(layout: Layout) -> Schedule:
-    """Returns the table of the layout's schedule. Layouts with the same schedule and sizes get the
-    same cached table."""
+    """Returns the table of the layout's schedule. Layouts with the same schedule, stages,
+    microbatches and chunks get the same cached table."""
     return _table(layout.schedule, layout.stage, layout.microbatches, layout.chunks)
 
 
 @functools.lru_cache(maxsize=64)
 def _table(name: str, stage: int, microbatches: int, chunks: int) -> Schedule:
-    """Returns the table of the schedule `name` for these sizes; it does not depend on the rest of
-    the layout."""
-    layout = dataclasses.replace(
-        Layout(), stage=stage, microbatches=microbatches, chunks=chunks, schedule=name
-    )
+    """Returns the table of the schedule `name` for these numbers of stages, microbatches and
+    chunks. The table does not depend on the rest of the layout."""
+    layout = Layout(stage=stage, microbatches=microbatches, chunks=chunks, schedule=name)
     return recipe.schedule_of(layout)

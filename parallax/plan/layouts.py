@@ -59,10 +59,11 @@ def search(
     Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
     differ only in ZeRO's stage and in remat, only the fastest that fits is listed. A tensor axis
     also splits the tokens between matmuls (sequence parallelism), if the number of tokens is a
-    multiple of the tensor devices. With this split the messages have as many bytes as without it,
-    and a device keeps fewer bytes. A pipeline splits the batch into microbatches of
-    `choices.sequences` sequences each. With a schedule that defers the weights' gradients, nothing
-    is recomputed. ZeRO splits over all replicas, or within groups of replicas (HSDP).
+    multiple of the number of devices along the tensor axis. With this split the messages have as
+    many bytes as without it, and a device keeps fewer bytes. A pipeline splits the batch into
+    microbatches of `choices.sequences` sequences each. With a schedule that defers the weights'
+    gradients, nothing is recomputed. ZeRO splits over all replicas, or within groups of replicas
+    (HSDP).
 
     Args:
         config: the model's sizes.
@@ -74,14 +75,15 @@ def search(
         count: the largest number of layouts to return. Each returned layout takes a second or more,
             since its step is traced. So does each faster layout that does not fit.
         attention_kernel: whether attention runs in a kernel that keeps no scores; None stands for
-            the recipe's choice, as in `plan`.
+            the default choice of the train step, as in `plan`.
 
     Raises:
         ValueError: no layout has exactly `devices` devices, or none of these layouts fits (then the
             message names the layout that needs the least memory). The error is also raised if
-            `devices` or `batch` is below 1, or if a precision or a schedule is unknown.
+            `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if `plan`
+            has no closed forms for the model.
     """
-    known(config)
+    known(config)  # refuses a model without closed forms
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
     Layout(precision=choices.precision)
     for schedule in choices.schedules:
@@ -140,8 +142,9 @@ def simplest(plans: Sequence[Plan], within: float = 0.05) -> Plan:
     """Returns the recommended plan: among the plans whose time is near the shortest, the plan that
     splits layers and matrices over the fewest devices.
 
-    A predicted time may be wrong by more than 5 %. If a replica has fewer devices, there are fewer
-    messages for which work must wait.
+    A predicted time may be wrong by more than 5 %. So among plans with nearly the same time, the
+    plan with the fewest devices in a replica is the safest: it has the fewest messages for which
+    work must wait.
 
     Args:
         plans: the plans, the fastest first, as `search` returns them.
@@ -176,8 +179,8 @@ def table(found: Sequence[Plan], count: int = 10) -> str:
 
 
 def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
-    """Yields the layouts that divide the model and the batch evenly, and for which plan has closed
-    forms."""
+    """Yields the layouts that divide the model and the batch evenly, and for which `plan` has
+    closed forms."""
     for sizes in _sizes(config, devices, batch, choices.sequences):
         # Messages between stages can be split over the tensor axis (`split_sends`), unless tokens
         # already are (`sequence`).
@@ -203,8 +206,8 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
     """Yields dicts of fields of `Layout`: the sizes of the axes, and the numbers of microbatches
-    and chunks. These numbers divide the model, and the batch of `batch` sequences, evenly.
-    `sequences` are the sizes of a microbatch to try."""
+    and chunks. The layers and heads of the model, and the `batch` sequences, are multiples of the
+    numbers that split them. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
         # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward over
@@ -238,8 +241,8 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
 
 
 def _groups(replicas: int, stage: int) -> list[int]:
-    """Returns the numbers of replicas over which ZeRO may split. One is the number of all replicas.
-    Without a pipeline, the list also has each smaller size in `GROUPS` that divides this number."""
+    """Returns the numbers of replicas over which ZeRO may split. The list has the number of all
+    replicas and, without a pipeline, each smaller size in `GROUPS` that divides this number."""
     groups = [size for size in GROUPS if replicas % size == 0 and size < replicas]
     return [replicas] if stage > 1 else [replicas, *groups]
 
@@ -248,7 +251,7 @@ def _at_least(config, layout, hardware, batch, optimizer, attention_kernel) -> N
     """Returns a lower bound of the bytes that a device needs: the sum of the step's arguments
     and of the arrays that the layers keep for the backward pass."""
     # With an attention kernel the layers keep no scores. `hardware.short` is the bytes of a number
-    # of a 16-bit type.
+    # of a 16-bit type: 2, or 4 if the hardware's compiler widens such numbers.
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     return (
         state_bytes.parameter_bytes(config, layout)

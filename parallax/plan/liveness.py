@@ -115,8 +115,8 @@ def peak(
         carried: for a loop's body, a pair of buffers for each carry: the carry's buffer at the end
             of an iteration, and its buffer at the beginning of the iteration.
         early: whether the results of loops are in memory from the first operation of the frame on,
-            as in some of XLA's backends. If not, they are in memory only from the loop that makes
-            them on.
+            as in some of XLA's backends. If not, they take memory only once the loop that makes
+            them begins.
     """
     end = len(operations)
     # The index of the operation that last uses each buffer; `end` for a result. `last.get(x, -1)`

@@ -34,7 +34,8 @@ class Group(NamedTuple):
 
     Attributes:
         size: devices along the axis.
-        stride: the product of the sizes of the axes after this one, which run faster.
+        stride: the product of the sizes of the mesh axes after this one. Neighbours along the last
+            axis have successive numbers, so its stride is 1.
     """
 
     size: int
@@ -53,9 +54,9 @@ class Network(Protocol):
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
 
-        Each element of `sent` stands for one message from every device. It is a pair: an array
-        [devices] with the number of the receiver of each device's message, and the bytes of one
-        message.
+        Each element of `sent` stands for messages that all devices send at the same time, one each.
+        The element is a pair: an array [devices] with the number of the receiver of each device's
+        message, and the bytes of one message.
         """
         ...
 
@@ -66,9 +67,9 @@ class Level(NamedTuple):
     Attributes:
         devices: devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
-        shared: the oversubscription. This is the total rate of the devices in a group of the level
-            below, divided by the total rate of the links by which messages leave that smaller
-            group.
+        shared: the oversubscription. Take a group of the level below: `shared` is the sum of its
+            devices' rates, divided by the sum of the rates of the links by which messages leave
+            this group.
     """
 
     devices: int
@@ -95,9 +96,10 @@ class Nested(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A message uses the links of the smallest level at
-        which its sender and its receiver are in one group. It also uses the links by which it
-        leaves each smaller group; `Level.shared` gives the rate of those links.
+        message, and the bytes of one message. A message uses the links inside the smallest group
+        that has both its sender and its receiver. It also uses the links by which it leaves each
+        smaller group. The devices of a group share the links out of it, whose rates add up to those
+        of the devices' own links divided by `Level.shared`.
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -157,8 +159,8 @@ class Torus(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A message goes along one dim after another, and in a
-        ring it goes the shorter way round.
+        message, and the bytes of one message. A message goes along one dim of the torus after
+        another. Along a dim that closes in a ring it goes the shorter way round.
         """
         chips = np.array(self.chips) if self.chips else np.arange(self.devices)
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
@@ -225,8 +227,8 @@ def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
 
 
 def _box(devices: int, dims: int) -> tuple[int, ...]:
-    """Returns the sides of a box of `devices` chips in `dims` dims. The sides are nearly equal, and
-    the shortest comes first."""
+    """Returns the numbers of chips along each of the `dims` dims of a box of `devices` chips. The
+    numbers are nearly equal, and the smallest comes first."""
     if dims == 1:
         return (devices,)
     # The divisor that is nearest, as a ratio, to the side of a cube or square: devices^(1/dims).
@@ -237,25 +239,27 @@ def _box(devices: int, dims: int) -> tuple[int, ...]:
 def seconds(
     tables: Tables, nbytes: int, network: Network, group: Group, *, kind: str = "all_reduce"
 ) -> float:
-    """Returns the seconds of a collective in all groups of the mesh at once.
+    """Returns the seconds of a collective that all groups of devices along a mesh axis run at the
+    same time.
 
     Args:
         tables: the tables of messages for `group.size` devices, such as `ring.table(8)`.
         nbytes: bytes of the array that the collective takes on each device.
-        network: the network. The number of its devices is a multiple of size x stride of the group.
+        network: the network. Its number of devices is a multiple of `group.size` x `group.stride`.
         group: how many devices a group has (size), and how far apart their numbers are (stride).
         kind: "all_reduce", "reduce_scatter" or "all_gather".
 
     Raises:
-        ValueError: the tables are for another number of devices, or the groups do not fill the
-            network.
+        ValueError: the tables are for another number of devices than `group.size`, or the network's
+            number of devices is not such a multiple.
     """
     # Several tables run side by side, each on an equal part of the array.
     routes = tables if isinstance(tables, tuple) else (tables,)
     if routes[0].n != group.size or network.devices % (group.size * group.stride):
         raise ValueError(
-            f"networks.seconds needs tables of {group.size} devices and groups that fill "
-            f"{network.devices}; got tables of {routes[0].n} and a stride of {group.stride}."
+            f"networks.seconds needs tables of {group.size} devices, and a network whose number "
+            f"of devices is a multiple of size x stride = {group.size} x {group.stride}; got "
+            f"tables of {routes[0].n} devices, and a network of {network.devices} devices."
         )
     # The bytes of a block in each route, rounded up. An all-gather takes one block, and the other
     # collectives take one for each device of the group.
@@ -307,17 +311,18 @@ def destinations(
 
 @functools.lru_cache(maxsize=256)
 def _tables(name: str, size: int) -> Tables | None:
-    """Returns the tables of the algorithm `name` of `makers` for this number of devices; None if
-    the algorithm does not fit this number."""
+    """Returns the tables of messages of the algorithm `name` of `makers` for `size` devices; None
+    if the algorithm does not work with this number of devices."""
     maker = dict(makers(size)).get(name)
     return maker() if maker else None
 
 
 def makers(size: int) -> Iterator[tuple[str, functools.partial]]:
     """Yields a pair for each algorithm that `choose` tries along an axis of `size` devices: the
-    algorithm's name, and a function that makes its tables."""
+    algorithm's name, and a function that makes the algorithm's tables of messages."""
     yield "ring", functools.partial(ring.table, size)
     yield "two_rings", functools.partial(two_rings.table, size)
+    # Any `size`: `halving` rounds up where a number of blocks is odd.
     yield "halving", functools.partial(halving.table, size)
     # A ring inside each machine, then a ring or halving over the machines. `inside` is the devices
     # of a machine, or of another fast domain.
@@ -370,6 +375,7 @@ def along(
     names = list(sizes)
     stride = math.prod(sizes[name] for name in names[names.index(axis) + 1 :])
     network = of(hardware, math.prod(sizes.values()))
+    # On a torus, the chip of each device depends on the sizes of all axes of the mesh.
     if isinstance(network, Torus):
         network = _laid(network, tuple(sizes.values()))
     return choose(calls, network, Group(sizes[axis], stride))
@@ -381,8 +387,8 @@ def price(name: str, kind: str, network: Network, group: Group) -> Link:
     the cost is the seconds for an array of no bytes, and the beta the seconds for each byte of the
     array that the collective takes.
 
-    The time of a round is linear in the bytes, so two simulations give the time for all sizes. This
-    matters because a search asks for thousands of sizes.
+    The time of a collective is linear in the bytes of the array, so two simulations give the time
+    for arrays of all sizes. A search needs thousands of sizes.
     """
     tables = _tables(name, group.size)
     assert tables is not None  # `choose` asks only for algorithms that fit

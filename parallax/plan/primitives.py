@@ -59,9 +59,8 @@ def nbytes(aval) -> int:
 
 
 def operations(eqn: JaxprEqn) -> int:
-    """Returns the floating-point operations of a matmul or a convolution: 2 for each pair of
-    numbers that are multiplied and added to a sum. For a Pallas kernel, returns the number that the
-    kernel states.
+    """Returns the floating-point operations of a matmul or a convolution: 2 for each product of two
+    numbers that is added to a sum. For a Pallas kernel, returns the number that the kernel states.
     """
     if eqn.primitive.name == "pallas_call":
         return int(eqn.params["cost_estimate"].flops)

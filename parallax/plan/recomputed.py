@@ -2,9 +2,9 @@
 computes or gathers again, under a layout's `remat`.
 
 `remat` is "none", or it names the arrays that are computed again: "gathers" (gathered arrays),
-"attention", "block" (a whole layer) or "stage" (a whole stage of a pipeline). Only "products" names
-the arrays that are kept: the results of matmuls with weights. All other arrays are then computed
-again.
+"attention", "block" (a whole layer) or "stage" (a whole stage of a pipeline). One value,
+"products", names instead the arrays that are kept, the results of matmuls with weights: all other
+arrays are then computed again.
 """
 
 from typing import Literal, NamedTuple
@@ -21,12 +21,12 @@ class Recomputed(NamedTuple):
         keeps_gathered: whether arrays that were gathered over devices are kept whole.
         keeps_scores: whether attention's scores (queries times keys, after the softmax) are kept.
         gathers: how many all-gathers over devices the backward pass of a layer runs again.
-        sums: how many sums over devices the backward pass of a layer runs again.
+        sums: how many all-reduces over devices the backward pass of a layer runs again.
         matmuls: whether the backward pass runs the matmuls with weights again.
         scores: the share of attention's matmuls that the backward pass runs again. It is a half if
             attention's result is kept and the scores are not.
-        passes: of the arrays between a layer's matmuls, the share that the backward pass computes
-            again. To compute these arrays takes the time of passes over memory.
+        passes: the share of the arrays between a layer's matmuls that the backward pass computes
+            again. This costs reads and writes of memory.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -45,9 +45,9 @@ class Recomputed(NamedTuple):
         stage of `layers` layers; 0 if it runs none again.
 
         The last matmul of each layer does not run again: its result is kept, as the input of the
-        next layer. If the whole stage runs again, this holds only for the last matmul of the stage,
-        whose result the next stage keeps. `last` is the share of a layer's weights that the last
-        matmul has.
+        next layer. If the whole stage runs again, only the last matmul of the stage does not run
+        again: the next stage keeps its result. `last` is the share of a layer's weights that the
+        last matmul has.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 
@@ -60,6 +60,9 @@ def recomputed(layout: Layout) -> Recomputed:
     keeps = "products" if word == "products" else "inputs" if word == "block" else "everything"
     # ZeRO-3 gathers a layer's weights again even if the layer keeps all other arrays.
     gathers_again = keeps == "everything" and (word == "gathers" or layout.zero == 3)
+    # With ZeRO-3, remat `attention` recomputes nothing of attention: the layer is then wrapped in
+    # `remat.gathers`, which keeps all arrays but gathered ones, also those inside attention's own
+    # `jax.checkpoint`.
     attention_again = word == "attention" and not gathers_again
     whole_stage = word == "stage"
     if whole_stage or keeps != "everything":
@@ -68,8 +71,6 @@ def recomputed(layout: Layout) -> Recomputed:
         # Of attention's two matmuls the one for the scores runs again. Attention's arrays are taken
         # as half of those between matmuls.
         scores, passes = 0.5, 0.5
-    # With ZeRO-3 also for remat `attention`: a layer is then wrapped in `remat.gathers`, which
-    # keeps all arrays but gathered ones, also those inside attention's own `jax.checkpoint`.
     else:
         scores, passes = 0.0, 0.0
     # A layer gathers before attention and before the feed-forward, and sums after each of them. No

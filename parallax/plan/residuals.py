@@ -1,6 +1,6 @@
-"""Counts the bytes that a decoder's layer keeps for its backward pass. Also counts the bytes that a
-pipeline's job for the gradient of a layer's input hands on to the later job for the gradients of
-the layer's weights.
+"""Counts the bytes that a decoder's layer keeps for its backward pass. In a pipeline, one job may
+compute the gradient of a layer's input, and a later job those of its weights: also counts the bytes
+that the first job hands to the second.
 
 The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these bytes,
 `search` drops layouts that cannot fit, before it traces any step.
@@ -8,12 +8,13 @@ The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show.
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
 activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
 `layout.token_shards` the number of devices among which the residual stream is split by tokens.
-`short` is the bytes of a number in 16-bit precision, and `kernel` says whether attention runs in a
-kernel that keeps no scores. A `Layer` has the widths `queries`, `keys` and `hidden`, and
-`column_parallel` says how many numbers a token has in the results of its column-parallel matmuls.
+`short` is the bytes of a number in 16-bit precision: 2, or 4 if the compiler widens such numbers.
+`kernel` says whether attention runs in a kernel that keeps no scores. A `Layer` has the widths
+`queries`, `keys` and `hidden`, and `column_parallel` says how many numbers a token has in the
+results of its column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
-in 16 bits.
+in 16 bits, for b sequences of T tokens, width D and H heads.
 """
 
 from typing import NamedTuple
@@ -38,14 +39,15 @@ class Sizes(NamedTuple):
     """The counts of numbers in a microbatch's arrays on a device, and the bytes of one number.
 
     Attributes:
-        whole: A, the numbers of an activation.
-        split: A / t, the numbers of an activation that is split over the tensor devices.
-        scores: S / t, the numbers of attention's scores.
+        whole: how many numbers an activation has (A).
+        split: how many numbers a device has of an activation that is split over the t tensor
+            devices (A / t).
+        scores: how many numbers a device has of attention's scores, S in all (S / t).
         narrow: bytes of a number in the dtype in which the model computes.
-        stream: the numbers of the residual stream. There are A, or A / t if the stream is split by
-            tokens.
-        gathered: how many numbers are kept of a column-parallel layer's input. There are A numbers,
-            or `stream` numbers if the backward pass gathers the input again.
+        stream: how many numbers a device has of the residual stream: `whole`, or `split` if the
+            stream is split by tokens.
+        gathered: how many numbers are kept of a column-parallel layer's input: `whole`, or `stream`
+            if the backward pass gathers the input again.
     """
 
     whole: int
@@ -78,9 +80,10 @@ def everything(
     remat `attention`, only the scores.
 
     The two norms and the column-parallel layers keep their inputs. Attention keeps q, k, v and its
-    result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps its result in
-    float32 and in the type of the computation, and two numbers per row. With a `kernel`, or over a
-    context axis, no scores are kept.
+    result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps two copies of its
+    result, one in float32 and one in the type of the computation, and two numbers for each row of
+    scores (each query of each head). With a `kernel`, or over a context axis, no scores are kept.
+    The numbers that a kernel keeps for each row are not counted.
     """
     size, b, T = (
         sizes(config, layout, batch, short),
@@ -106,8 +109,8 @@ def between_products(
     """Returns the bytes of the arrays that a layer computes between its matmuls: the arrays that
     the layer keeps, a float32 array in each norm, and the arrays inside GELU or SwiGLU.
 
-    The forward and the backward pass read and write these arrays in memory, whether they are kept
-    or computed again.
+    The forward and the backward pass read and write the arrays between matmuls in memory, whether
+    these arrays are kept or computed again.
     """
     size, layer = sizes(config, layout, batch, short), layer_of(config)
     inside = INSIDE_ACTIVATION[layer.inputs] * layer.hidden / config.width * size.split
@@ -137,11 +140,11 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
     gradients of its weights, if nothing is computed again.
 
     The job hands on the cotangents of the results of the layer's matmuls, and the gradients of the
-    layer's norms and biases. In a GPT-2 the cotangents for q, k and v have 3 D numbers per token,
-    and the cotangent for the feed-forward has 4 D; these are split over the tensor devices. The
-    cotangents for the two row-parallel matmuls have D numbers per token each, and are not split. A
-    Llama has fewer norm weights and biases, so for a Llama the returned bytes are slightly too
-    many.
+    layer's norms and biases. In a GPT-2 of width D the cotangents for q, k and v have 3 D numbers
+    per token together, and the cotangent for the feed-forward has 4 D; all four are split over the
+    tensor devices. The cotangents for the two row-parallel matmuls have D numbers per token each,
+    and are not split. A Llama has fewer norm weights and biases, so for a Llama the returned bytes
+    are slightly too many.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel

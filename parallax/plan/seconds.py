@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of the step without overlap."""
+        """Seconds of the step if matmuls, memory and messages do not overlap."""
         return self.products + self.passes + sum(self.messages.values())
 
     @property
@@ -47,7 +47,7 @@ class Seconds(NamedTuple):
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Seconds of each kind of work: products, memory and messages."""
+        """Seconds of each kind of work: matmuls ("products"), memory and messages."""
         return {
             "products": self.products,
             "memory": self.passes,
@@ -107,20 +107,21 @@ _LIKE: dict[str, Callable[..., Any]] = {
 
 
 def _taken(message: Any, mesh: Mapping[str, int]) -> int:
-    """Returns the bytes of the array that a collective takes. They follow from the bytes of its
-    result, in `message`."""
+    """Returns the bytes of the array that a collective takes. They follow from the bytes of the
+    collective's result, `message.bytes`."""
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     return {"all-gather": -(-size // n), "reduce-scatter": size * n}.get(message.kind, size)
 
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
-    """Returns the cost of one call of a collective. A permute is one message; an all-to-all sends
-    n - 1 blocks of size / n bytes; each other collective of `jax.lax` costs as much as the same
-    collective of `collectives.halving`.
+    """Returns the cost of one call of a collective. A permute is one message; an all-to-all over n
+    devices sends n - 1 blocks, each with 1/n of the array; each other collective of `jax.lax` costs
+    as much as the same collective of `collectives.halving`.
 
-    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, bytes
-    received and added to the device's own array, and `chain`, the longest chain of messages that
-    wait for each other. The messages of an all-to-all do not wait, so its `chain` is 1.
+    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, bytes that
+    are received and then added to the device's own array (one field), and `chain`, the longest
+    chain of messages that wait for each other. A device sends the n - 1 messages of an all-to-all
+    one after another (`hops`). None of them needs the result of another, so its `chain` is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":

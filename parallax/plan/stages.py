@@ -1,5 +1,5 @@
-"""Counts the work of a pipeline's jobs F, I, W and of its head: the floating-point operations of
-the matmuls in the traces of these jobs.
+"""Counts the work of a pipeline's jobs (forward F, input's cotangent I, weights' gradients W) and
+of the pipeline's head: the floating-point operations of the matmuls in their traces.
 
 Legend: F a chunk's forward pass, I the cotangent of its input, W the gradients of its weights. A
 stage has one or more chunks; each chunk is a group of the model's layers.
@@ -27,14 +27,14 @@ from parallax.schedule import Schedule
 
 
 class StageWork(NamedTuple):
-    """Operations in matmuls, for one microbatch on one device. Each term of each sum counts as 2
-    operations.
+    """Operations in matmuls, for one microbatch on one device. Each multiplication in a matmul,
+    with its addition, counts as 2 operations.
 
     Attributes:
-        forward: operations of F for one chunk.
-        backward: operations of I for one chunk; with `save=inputs` they include the operations of
-            the forward pass, which then runs again.
-        weight: operations of W for one chunk.
+        forward: operations of the forward pass of one chunk.
+        backward: operations for the cotangent of one chunk's input; with `save=inputs` they include
+            the operations of the forward pass, which then runs again.
+        weight: operations for the gradients of one chunk's weights.
         head: operations of the head and its gradient.
     """
 
@@ -44,8 +44,9 @@ class StageWork(NamedTuple):
     head: int
 
     def costs(self, chunks: int = 1) -> tuple[int, int, int]:
-        """Returns the number of operations of F, of I and of W in a stage of `chunks` chunks.
-        `Schedule.makespan` takes these numbers as the times of the jobs."""
+        """Returns the numbers of operations of the forward pass (F), of the input's cotangent (I)
+        and of the weights' gradients (W) in a stage of `chunks` chunks. `Schedule.makespan` takes
+        these numbers as the times of the jobs."""
         return self.forward * chunks, self.backward * chunks, self.weight * chunks
 
 
@@ -62,11 +63,12 @@ def stage_work(
 ) -> Callable[..., StageWork]:
     """Returns a function `(params, batch, *, mesh, in_specs) -> StageWork` for a pipeline.
 
-    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. The
-    argument `in_specs` is that of the `mesh.spmd` around the pipeline. I and W together have the
+    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. Its
+    `in_specs` are those that you give the `mesh.spmd` around the pipeline. The two halves of the
+    backward pass, I (the input's cotangent) and W (the weights' gradients), together have the
     operations of the whole backward pass: no matmul is counted twice.
 
-    `pipeline.value_and_grad` takes the same arguments.
+    `pipeline.value_and_grad` takes the following arguments too.
 
     Args:
         embed: `(params, microbatch) -> x`, the input of the first stage.
@@ -88,10 +90,11 @@ def stage_work(
         arrays, static = eqx.partition(params, trees.is_array)
 
         def traced(arrays, batch):
-            """Adds the operations of F, I, W and the head to `counts`, and returns no array.
+            """Adds the operations of the forward pass, of both halves of the backward pass and of
+            the head to `counts`. Returns `()`, since only the counts matter.
 
-            `in_halves` splits the backward pass into I and W, even if the schedule does not. `send`
-            says how stages send activations, which does not change the matmuls.
+            `in_halves` splits the backward pass into its two halves, even if the schedule does not.
+            `send` says how stages send activations, which does not change the matmuls.
             """
             params = eqx.combine(arrays, static)
             jobs = Jobs(
@@ -114,7 +117,8 @@ def stage_work(
 
 def _products(jaxpr: Jaxpr) -> int:
     """Returns the number of floating-point operations of a program's matmuls, in all trips of its
-    loops. A loop of unknown length counts as one trip. A conditional counts all its branches."""
+    loops. A loop of unknown length counts as one trip, a conditional counts all its branches, and a
+    Pallas kernel counts the matmuls of its body once, whatever its grid and its stated cost."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in primitives.PRODUCTS:

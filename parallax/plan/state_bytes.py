@@ -25,9 +25,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: the array's path in the model, such as "blocks.mlp.up.weight".
-        elements: numbers on a device, before ZeRO splits them over replicas.
-        share: numbers on a device after ZeRO has split the array. This is 1/n of `elements`, or all
-            of `elements` if no dim is a multiple of n.
+        elements: how many numbers of the array a device has without ZeRO.
+        share: how many numbers of the array a device has with ZeRO. This is 1/n of `elements`, with
+            n devices over which ZeRO splits, or all of `elements` if no dim is a multiple of n.
         axes: the mesh axes that split the array, without the axes over which ZeRO splits it.
     """
 
@@ -50,8 +50,8 @@ class Leaf(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Returns the path and shape of each array of the whole model. The arrays of the layers are
-    stacked. Their shapes are [L, ...] or, if `chunks` is given as in a pipeline, [v, L / v,
-    ...]."""
+    stacked. Their shapes are [layers, ...] or, if `chunks` is given as in a pipeline, [chunks,
+    layers / chunks, ...]."""
     model_class = family_of(config).model
     model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
@@ -111,7 +111,7 @@ def optimizer_bytes(
     *,
     itemsize: int = 4,
 ) -> int:
-    """Returns the bytes of the optimizer's state on a device, if a number of the parameters has
+    """Returns the bytes of the optimizer's state on a device, if each element of the parameters has
     `itemsize` bytes. The optimizer must act element by element. With ZeRO a device has only the
     state of its shares of the parameters."""
     bytes_per_parameter, rest = _state(optimizer, itemsize)
@@ -124,9 +124,10 @@ def optimizer_bytes(
 
 @functools.lru_cache(maxsize=64)
 def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int, int]:
-    """Returns the bytes of the optimizer's state for each parameter, and the bytes of its other
-    numbers, such as a step count. To tell the two apart, the function makes the state for one array
-    of 64 parameters. The arrays of 64 numbers in this state have one number for each parameter."""
+    """Returns the bytes of the optimizer's state for each parameter, and the bytes of the rest of
+    the state, such as a step count. To tell the two apart, the function makes the state for one
+    array of 64 parameters. The arrays of 64 numbers in this state have one number for each
+    parameter."""
     count = 64
     leaf = jax.ShapeDtypeStruct(
         (count,), {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
@@ -141,8 +142,9 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 
 def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
-    """Returns the bytes of a step's other arguments on a device: token windows, the step's number
-    and the loss scale. A window has T + 1 int32 tokens; `batch` counts the windows of all devices.
+    """Returns the bytes of a step's arguments besides parameters and optimizer state on a device:
+    token windows, the step's number and the loss scale. A window has int32 tokens, one more than
+    the model's context; `batch` counts the windows of all devices.
     """
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))

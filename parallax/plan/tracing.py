@@ -4,14 +4,14 @@ Nothing is compiled, and the devices need not exist.
     mesh = AbstractMesh((256,), ("data",), axis_types=(AxisType.Auto,))
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
 
-The program is walked once. The operations of products and the bytes of messages equal those of the
-compiled program. The memory (`liveness`) is that of a compiler which fuses elementwise operations.
-Such a compiler writes a result over an operand that is read for the last time. A `Value` is an
-array of the program. The `root` of a value is the value before reshapes, and `root.reads` has the
-buffers from which the root is computed. A `Buffer` is the memory of a `Value`. A `Message` stands
-for all calls of one kind of collective with the same axes, result bytes and source line. A
-`Reading` walks the program: `emit` adds an operation, `hold` gives a value its buffer, and the
-fields sum up the operations and messages so far.
+The program is read once. The counted operations of matmuls are the same as in the compiled program,
+and so are the bytes of messages. The memory (`liveness`) is that of a compiler which fuses
+elementwise operations. Such a compiler writes a result over an operand that is read for the last
+time. A `Value` is an array of the program. The `root` of a value is the value before reshapes, and
+`root.reads` has the buffers from which the root is computed. A `Buffer` is the memory of a `Value`.
+A `Message` stands for all calls of a collective that agree in kind, axes, result bytes and source
+line. A `Reading` reads the program: `emit` adds an operation, `hold` gives a value its buffer, and
+the fields sum up the operations and messages so far.
 """
 
 from collections import Counter
@@ -38,7 +38,8 @@ class Trace(NamedTuple):
 
     Attributes:
         mesh: the size of each axis.
-        operations: floating-point operations of products, by the type of their operands.
+        operations: floating-point operations of matmuls and convolutions, by the type of their
+            operands.
         lines: the same operations, by the line of the caller's source.
         read: bytes that operations read from memory, after fusion.
         written: bytes that operations write to memory.
@@ -48,8 +49,8 @@ class Trace(NamedTuple):
         results: bytes of the results that are not written over a donated argument.
         temporaries: bytes of all other arrays at the moment when they have the most bytes.
         at_peak: the temporaries at that moment, the largest first.
-        unbounded: the lines of loops whose number of trips is not known; one trip of each is
-            counted.
+        unbounded: the lines of loops whose number of iterations is not known; one iteration of each
+            is counted.
         seconds: the time of a step; None without hardware.
     """
 
@@ -163,15 +164,15 @@ def trace(
         donated=sum(buffer.bytes for var, buffer in buffer_of.items() if var in donated),
         results=sum(value.bytes for value in left),
         temporaries=peak.bytes,
-        at_peak=_told(peak.held),
+        at_peak=_by_line(peak.held),
         unbounded=list(dict.fromkeys(reading.unbounded)),
     )
     return found if hardware is None else found._replace(seconds=seconds(found, hardware))
 
 
 def _unplaced(leaf: Any) -> Any:
-    """Returns an argument without its sharding, since the sharding may have devices of another
-    mesh."""
+    """Returns a `ShapeDtypeStruct` without its sharding, since the sharding may have devices of
+    another mesh. Returns any other argument unchanged."""
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -205,11 +206,12 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
 def _placed(
     results: Sequence[Value], free: Sequence[Buffer]
 ) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
-    """Returns two lists: pairs of a result that is written over a donated argument of the same size
-    and the argument's buffer; and the results that are written over no argument.
+    """Returns two lists: the pairs (result, buffer), where the result is written over the donated
+    argument of this buffer, which has the same size; and the results that are written over no
+    argument.
 
-    `free` has the donated buffers. As in XLA, each result takes the first donated buffer of the
-    result's size that is not taken yet.
+    `free` has the donated buffers. As in XLA, each result takes the first free donated buffer of
+    its own size.
     """
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
@@ -243,9 +245,11 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
             )
 
 
-def _told(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
-    """Returns the buffers at the peak, the largest first. Buffers of the same operation on the same
-    line are added up into one `Held`."""
+def _by_line(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
+    """Returns the buffers that are in memory at the moment when they have the most bytes, the
+    largest first. Buffers of the same operation on the same line are added up into one `Held`.
+    Each entry of `held` has the bytes to count, and a buffer. A buffer that stands for several
+    copies has the bytes of all copies."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn
@@ -324,8 +328,8 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 def _of_time(found: Seconds) -> list[str]:
     """Returns two lines on the time of a step. The first has the time without overlap. The second
-    has the time with full overlap, which is that of the slowest of products, memory and messages.
-    The second line also has the seconds of messages by axes, in brackets."""
+    has the time with full overlap: the time of whichever takes longest, the matmuls, the memory or
+    the messages. The second line also has the seconds of messages by axes, in brackets."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())

@@ -1,5 +1,5 @@
 """Counts the bytes that a decoder's train step sends, collective by collective, by closed forms.
-The tests compare them with compiled programs.
+The tests compare the counted bytes with those of compiled programs.
 
 Legend: b sequences of a microbatch, T tokens (on a device, if a context axis splits them), D width,
 A = b T D numbers (an activation), L layers, P stages, M microbatches, t tensor devices, n replicas.
@@ -10,14 +10,15 @@ pipeline's jobs: forward, backward or weights.
 In `_Step`, `size` says how often a step calls each part of the model (`Sizes`), and `again` has the
 operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
 but `size.leaves` counts calls of the embedding's backward pass. `stream` is the bytes of the
-residual stream on a device, and `parts` the number of devices among which its tokens are split.
-`compute` is the bytes of a number in the dtype in which the model computes, and `wide` the bytes of
-a number in the wider dtype of sums. `shards` are the axes over which ZeRO splits.
-`shares_sums(leaf)` says whether each microbatch scatters the leaf's gradients. `halving` is the
-recursive-halving algorithm.
+residual stream on a device, and `parts` the number of devices among which its tokens are split. A
+*group* of axes is a run of neighbouring axes with one algorithm: one call sends along all of them.
+`compute` is the bytes of a number in the dtype in which the model computes, `itemsize` the bytes of
+a parameter, and `wide` the bytes of a number in the wider dtype of sums. `shards` are the axes over
+which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients are scattered after each
+microbatch. `halving` is the recursive-halving algorithm.
 
-A ring's all-reduce of S bytes over n devices sends 2 (n - 1)/n S. A reduce-scatter from S bytes
-sends half as many bytes, and so does an all-gather whose result has S bytes.
+In a ring's all-reduce of S bytes over n devices, each device sends 2 (n - 1)/n S bytes. In a
+reduce-scatter from S bytes it sends half as many, and so it does in an all-gather to S bytes.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
 section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
@@ -37,14 +38,15 @@ from parallax.collectives.types import axes as axes_of
 from parallax.layout import Layout
 from parallax.models import recipe
 from parallax.plan import state_bytes
-from parallax.plan.families import Config, layer_of
+from parallax.plan.families import Config, ends_of, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
 
 BLOCK_TOKENS = 512  # of a block of `cross_entropy.mean`, for each device that splits the logits
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
-# For each collective of `jax.lax`: the function whose time it takes, and a function that returns
-# the bytes of its result, from the bytes that it takes and the number of devices.
+# For each collective of `jax.lax`: the collective of this library whose time is counted for it, and
+# a function that returns the bytes of the result, from the bytes of the operand and the number of
+# devices.
 LAX: Mapping[Any, tuple[Callable[..., Any], Callable[[int, int], int]]] = {
     lax.psum: (halving.all_reduce, lambda nbytes, n: nbytes),
     lax.psum_scatter: (halving.reduce_scatter, lambda nbytes, n: nbytes // n),
@@ -79,9 +81,9 @@ class Term(NamedTuple):
 
     @property
     def cost(self) -> Cost:
-        """The cost of one call. A collective of `jax.lax` counts as one message of the bytes of its
-        result. XLA's algorithm is not known, so the collective takes the time of
-        `collectives.halving` here. A `lax.pmax`, which is small, takes the time of one hop."""
+        """The cost of one call. The bytes of a collective of `jax.lax` are counted as one message
+        of the size of its result. XLA's algorithm is not known, so the time of the collective is
+        that of `collectives.halving`. A `lax.pmax`, which is small, takes the time of one hop."""
         if self.collective is lax.pmax:
             # hops, bytes over the busiest link, bytes sent, messages, bytes reduced, and the
             # longest chain of messages that wait for each other
@@ -115,9 +117,9 @@ class Sizes(NamedTuple):
         leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
         hops: messages between stages (activations to the next stage, cotangents to the stage
             before).
-        last: how many ticks at the step's end run the same lanes as the very last tick.
+        last: how many ticks at the step's end run the same kinds of job as the very last tick.
         weights: calls of a stage for the gradients of its weights. There are as many as `backward`,
-            or fewer if the schedule has a lane of its own for these gradients.
+            or fewer if in lockstep a separate kind of job (a lane) computes these gradients.
     """
 
     sequences: int
@@ -135,10 +137,11 @@ class Sizes(NamedTuple):
 
 def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
-    `batch` sequences.
+    `batch` sequences. The class `Sizes` explains the fields.
 
-    `jobs` counts the calls. If all stages run the same lanes in a tick, idle stages run these lanes
-    too, on garbage. A lane then counts in each tick in which at least one stage has a job for it.
+    `jobs` counts the calls. If all stages run the same kinds of job in a tick (lockstep), idle
+    stages run these jobs too, on garbage. A kind of job then counts in each tick in which at least
+    one stage has such a job.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -166,15 +169,16 @@ def terms(
     itemsize: int = 4,
     size: Sizes | None = None,
 ) -> list[Term]:
-    """Returns all collectives of a step of `decoder.train_step`. Calls of one kind are one term.
+    """Returns all collectives of a step of `decoder.train_step`. Equal calls are counted in one
+    `Term`.
 
     Args:
         config: the model's sizes.
         layout: the number of devices on each axis, and what each axis splits.
         batch: sequences in the global batch.
         axes: the collective algorithm of each axis, as in `Compute`.
-        short: bytes of a number if the model computes in `bfloat16` or `float16` (XLA's CPU backend
-            sends 4).
+        short: bytes of a number if the model computes in `bfloat16` or `float16`; 4 for CPUs, where
+            XLA widens such numbers to 4 bytes.
         itemsize: bytes of a parameter, and of a number if the model computes in full precision.
         size: the calls to count; by default those of the step, from `sizes`.
     """
@@ -201,7 +205,7 @@ def by_axes(terms: Iterable[Term]) -> dict[tuple[str, ...], int]:
 
 
 class _Step:
-    """The terms of one step. Each method yields the terms of one part of the step."""
+    """The collectives of one step, as `Term`s. Each method yields those of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
         """Takes the arguments of `terms`. Computes the axes with their algorithms, and the sizes
@@ -237,8 +241,9 @@ class _Step:
         )
 
     def groups(self, axes) -> list[list[str]]:
-        """Returns the axes in groups. One call of a collective moves an array along all axes of a
-        group: neighbouring axes with the same algorithm. Axes of one device are left out."""
+        """Returns the axes in groups. A group is a run of neighbouring axes with the same
+        algorithm; one call of a collective moves an array along all of these axes. Axes of one
+        device are left out."""
         used = [name for name in axes if self.layout.axes.get(name, 1) > 1]
         return [
             list(group)
@@ -255,18 +260,19 @@ class _Step:
         return math.prod(self.layout.axes[name] for name in group)
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of an all-reduce of `nbytes` on each device, `times` times in a step:
-        one term for each group of axes with the same algorithm. `what` and `itemsize` are those of
-        `term`."""
+        """Yields the `Term`s of an all-reduce that takes `nbytes` bytes on each device and runs
+        `times` times in a step: one `Term` for each group of `axes`. `what` is a name for the data.
+        `itemsize` is the bytes of a number (None: `self.compute`)."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of a reduce-scatter of `nbytes` on each device, `times` times in a step:
-        one term for each group of the axes `over`, the first axis first.
+        """Yields the `Term`s of a reduce-scatter that takes `nbytes` bytes on each device and runs
+        `times` times in a step: one `Term` for each group of the axes `over`, the first axis first.
 
-        A group of n devices leaves 1/n of the bytes for the next group. `what` and `itemsize` are
-        those of `term`.
+        After the reduce-scatter over a group of n devices, each device has 1/n of the bytes for the
+        next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
+        `self.compute`).
         """
         for group in self.groups(over):
             yield self.term(
@@ -275,11 +281,12 @@ class _Step:
             nbytes //= self.size_of(group)
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
-        """Yields the terms of an all-gather that takes `nbytes` bytes on each device, `times` times
-        in a step: one term for each group of the axes `over`, the last axis first.
+        """Yields the `Term`s of an all-gather that takes `nbytes` bytes on each device and runs
+        `times` times in a step: one `Term` for each group of the axes `over`, the last axis first.
 
-        After a group of n devices, each device has n times as many bytes for the next group. `what`
-        and `itemsize` are those of `term`.
+        After the all-gather over a group of n devices, each device has n times as many bytes for
+        the next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
+        `self.compute`).
         """
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
@@ -287,8 +294,8 @@ class _Step:
 
     def inside_layers(self) -> Iterator[Term]:
         """Yields the messages of tensor parallelism. Each pass of a layer, forward or backward, has
-        2 all-reduces, or with `sequence` 2 all-gathers and 2 reduce-scatters. The collectives that
-        the backward pass runs again are added."""
+        2 all-reduces. With `sequence` there are 2 all-gathers and 2 reduce-scatters instead. The
+        collectives that the backward pass runs again are added."""
         size, again, whole_stage = self.size, self.again, int(self.again.whole_stage)
         in_both_passes = 2 * size.layers * (size.forward + size.backward)
         # A stage that runs again (`whole_stage`) runs its whole forward pass. The compiled program
@@ -305,9 +312,10 @@ class _Step:
             yield from self.all_reduce("activations in layers", ("tensor",), self.stream, sums)
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
-        """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis: the
-        two halves of its all-reduces. `gathered` and `scattered` are names for the data. `gathers`
-        and `scatters` are how often a step calls each half."""
+        """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis. These
+        are the two halves into which sequence parallelism splits an all-reduce. `gathered` and
+        `scattered` are names for the data. `gathers` and `scatters` are how often a step calls each
+        half."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
@@ -327,6 +335,7 @@ class _Step:
         # a loop. For n = 3 the loop has one trip: XLA unrolls it, and sends that message once too.
         hops = (n - 1) * passes + passes_again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
+        # The sum of a device's gradients starts at the next device, so n - 1 hops bring it home.
         gradients = 2 * (n - 1) * size.layers * size.backward
         yield self.term(
             "their gradients", ("context",), send_next, keys * self.wide, gradients, self.wide
@@ -336,8 +345,9 @@ class _Step:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums its rows over tensor, and the head the cotangent of its input. With
-        # `sequence` the head gathers its input, and the embedding's transpose its cotangent.
+        # The embedding sums over tensor the rows that it looks up, and the head sums the cotangent
+        # of the head's input. With `sequence` the head gathers this input, and the transpose of the
+        # embedding gathers the cotangent.
         ends = size.embeds + size.heads
         if self.layout.sequence:
             yield from self.halves(
@@ -345,20 +355,22 @@ class _Step:
             )
         else:
             yield from self.all_reduce("vocabulary", ("tensor",), self.stream, ends)
-        # The loss is computed for blocks of tokens. For each token it needs the largest logit and
-        # two sums (hence `2 * maxima`): the sum of exponentials, and the target's logit, which only
-        # one device has.
+        # The loss is computed for blocks of at most `most` tokens. The devices of both axes split
+        # the logits of a block, so with more devices a block has more tokens. For each token the
+        # loss needs the largest logit and two sums (hence `2 * maxima`): the sum of exponentials,
+        # and the target's logit, which only one device has.
         most = BLOCK_TOKENS * self.layout.stage * self.layout.tensor
         blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks
         maxima = block_tokens * self.wide
+        # An axis's algorithm can only sum, so the maxima take `lax.pmax`, over both axes at once.
         yield self.term("maxima of logits", both, lax.pmax, maxima, calls, self.wide)
         yield from self.all_reduce("sums of logits", both, 2 * maxima, calls, self.wide)
 
     def between_stages(self) -> Iterator[Term]:
-        """Yields the messages between stages: the pipeline's hops, the arrays at its two ends, and
-        the gradients of parameters that all stages share.
+        """Yields the messages between stages: the pipeline's hops, the embedding's output and the
+        head's input with their cotangents, and the gradients of parameters that all stages share.
 
         With `sequence`, each device along `tensor` has only its own tokens. So for parameters
         that are not split over `tensor`, a device has only its own part of the gradient, and the
@@ -390,14 +402,14 @@ class _Step:
                 yield from self.gradient("gradients of token parts", leaf, "tensor")
 
     def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
-        """Returns whether each microbatch scatters a leaf's gradients. If so, a device sums only
-        its share of the gradients over the microbatches; if not, it sums whole gradients.
-        `leaf.block` says whether the leaf belongs to the layers."""
+        """Returns whether a leaf's gradients are scattered after each microbatch. If so, a device
+        sums over the microbatches only the part of the gradients that ZeRO leaves on it; if not, it
+        sums whole gradients. `leaf.block` says whether the leaf belongs to the layers."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
-        """Yields the all-reduce of a leaf's gradient along `axis`. If ZeRO has already
-        scattered the gradient (`shares_sums`), only a share is reduced."""
+        """Yields the all-reduce of a leaf's gradient along `axis`. If ZeRO has already scattered
+        the gradient (`shares_sums`), only the device's part of the gradient is reduced."""
         count = leaf.share if self.shares_sums(leaf) else leaf.elements
         return self.all_reduce(what, (axis,), count * self.wide, 1, self.wide)
 
@@ -412,8 +424,9 @@ class _Step:
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
             # With ZeRO-1 each step scatters a leaf's gradients once, and gathers its updated shares
-            # once. The cases below differ: ZeRO-2 and ZeRO-3 scatter the gradients of each
-            # microbatch, and ZeRO-3 gathers parameters in the type of the computation.
+            # once. The cases below differ. ZeRO-2 scatters the gradients of each microbatch, and so
+            # does ZeRO-3 for the layers; ZeRO-3 gathers and scatters the other leaves once in a
+            # step (`zero.gathered_once`). It gathers in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
             scatters = self._scatters(leaf) if self.shares_sums(leaf) else 1
             gathers, part = 1, whole
@@ -429,7 +442,8 @@ class _Step:
                     gathers = self._gathers(leaf) * layers
                     share = share // chunks // layers
             yield from self.reduce_scatter("gradients scattered", over, part, scatters, self.wide)
-            # `share` counts `self.wide` bytes for each number, and `gathered` bytes are gathered.
+            # A reduce-scatter takes the whole array, and an all-gather a device's share. `share`
+            # counts `self.wide` bytes for each number, but a gathered number has `gathered` bytes.
             yield from self.all_gather(
                 "parameters gathered", over, share // self.wide * gathered, gathers, gathered
             )
@@ -442,53 +456,62 @@ class _Step:
     def _gathers(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often a step gathers a layer's leaf under ZeRO-3. Each forward pass of a
         stage gathers the leaf, and a forward pass that runs again gathers it again. Each backward
-        pass that reads the leaf gathers the leaf too. A backward pass never reads the last bias
-        (`IDLE`). It reads the other biases (`ADDED`) only if the layer does not keep everything."""
+        pass that reads the leaf gathers the leaf too. A backward pass never reads the bias of a
+        layer's last matmul (`IDLE`). It reads the layer's other biases (`ADDED`) only if it
+        computes some of the layer's arrays again."""
         size, name = self.size, leaf.path.removeprefix("blocks.")
         # The leaves that a backward pass does not read: more if a layer keeps everything.
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
-            # There is no loop over layers, so XLA gathers once for all forward passes, also for
-            # those of a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint`
-            # keeps the gathers of the backward passes apart from these.
+            # There is no loop over layers, and all calls read the same layers (with several chunks,
+            # the tick decides which). So XLA gathers once for all forward passes, also for those of
+            # a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint` keeps the
+            # gathers of the backward passes apart from these. TPUs are counted alike.
             return 1 + in_backward
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: state_bytes.Leaf) -> int:
         """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3: once per
-        microbatch, or in a pipeline in each tick of a lane that makes these gradients.
+        microbatch, or in a pipeline in each tick that runs a kind of job (a lane) which computes
+        these gradients.
 
-        A lane that does not make gradients of the leaf scatters zeros. If a ring scatters them, XLA
-        sends these zeros only once in a step, for all leaves of the same shape. If
-        `lax.psum_scatter` does, XLA sends no zeros.
+        A job that computes no gradient of the leaf scatters zeros. If a ring scatters the zeros,
+        XLA sends them only once in a step, for all leaves of the same shape. If `lax.psum_scatter`
+        scatters the zeros, XLA sends nothing.
         """
         size = self.size
         if not self.layout.pipelined:
             return size.backward
+        if leaf.block:
+            return size.weights
+        ends = ends_of(self.config)
+        scatters = size.leaves * (leaf.path in ends.embedding) + size.heads * (
+            leaf.path in ends.head
+        )
+        # If several groups have different algorithms, one by lax is taken to drop all zeros.
         by_lax = any(
             self.algorithm(group).reduce_scatter is lax.psum_scatter
             for group in self.groups(axes_of(self.shards))
         )
-        zeros = 0 if by_lax else 1
-        # Both the embedding and the head make gradients of GPT-2's tied `wte`; each of the other
-        # leaves belongs to one of the two, and the other of the two scatters zeros. A leaf of the
-        # ends that is not listed counts `size.heads`. One such leaf is `norm.bias`, whose zeros are
-        # sent together with those of `norm.weight`, which has the same shape.
-        scatters_of_ends = {
-            "wte": size.leaves + size.heads,
-            "wpe": size.leaves + zeros,
-            "norm.weight": size.heads + zeros,
-        }
-        return size.weights if leaf.block else scatters_of_ends.get(leaf.path, size.heads)
+        if by_lax or leaf.path in ends.embedding & ends.head:
+            return scatters
+        # The first leaf of each shape counts the zeros. In the model's two ends, leaves with as
+        # many elements have the same shape.
+        alike = [
+            other.path
+            for other in self.leaves
+            if other.path in ends.embedding ^ ends.head and other.elements == leaf.elements
+        ]
+        return scatters + (leaf.path == alike[0])
 
     def over_all(self) -> Iterator[Term]:
-        """Yields one all-reduce of squared norms for each set of axes that splits some gradients.
-        Then yields an all-reduce over all of these axes, which tells all devices whether the update
-        is finite.
+        """Yields an all-reduce for each set of axes that splits any gradient; it sums the squared
+        norms of the gradients that these axes split. Then yields an all-reduce over the axes of all
+        sets, which tells all devices whether the update is finite.
 
-        All these all-reduces take their axes in alphabetical order, the order in which an array's
-        type lists them.
+        The all-reduces take their axes in alphabetical order, the order in which an array's type
+        lists them.
         """
         axis_sets = {}  # a dict as an ordered set
         for leaf in self.leaves:

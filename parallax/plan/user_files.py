@@ -19,7 +19,8 @@ FORM = (
 
 def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Runs the file that `program` names, a text such as "path/to/file.py:function", and calls the
-    function with the mesh `world`. Returns the step and the shapes of the step's arguments.
+    function that `program` names, with the mesh `world`. Returns the step and the shapes of the
+    step's arguments.
 
     Raises:
         ValueError: there is no such file, or the file has no such function, or the function does

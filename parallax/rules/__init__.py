@@ -3,9 +3,9 @@
 A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave the leaf to another
 rule. `match` gives one spec to all paths that match a glob. `first` returns the spec of the first
 rule that gives one. `fsdp` takes the spec of another rule, and splits one more dim. `experts` is a
-`match` for the weights of experts. Any function of your own is a rule too. `specs` applies a rule
-to every leaf. It raises an error for specs with which the program would not run, or would train a
-different model from the one that you wrote.
+`match` for the weights of experts. Any function (path, leaf) -> `PartitionSpec` or None that you
+write is a rule too. `specs` applies a rule to every leaf. It raises an error for specs with which
+the program would not run, or would train a different model from the one that you wrote.
 """
 
 from parallax._typing import Rule

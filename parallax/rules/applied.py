@@ -1,4 +1,5 @@
-"""Applies a rule to every leaf of a tree: finds the spec, its reason, and the errors in the spec.
+"""Applies a rule to every leaf of a tree: finds the leaf's spec, the rules that gave the spec, and
+the errors in it.
 
 A *refusal* is an error found in a rule or a spec, with which the program would not run, or would
 train another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
@@ -55,12 +56,12 @@ def specs(
     Raises:
         ValueError: the first of the errors below; `audit` returns all these errors. Errors of the
             rules come first: two arrays have the same path; a rule or a `keep` pattern matches no
-            leaf; earlier rules match all leaves that a rule matches; a leaf has no rule; the `size`
-            of an `fsdp` is not that of the mesh. Then come the errors of single leaves: a spec has
-            more entries than the leaf has dims, or has an axis twice; a rule other than `fsdp` or
-            `experts` (tokens of all replicas travel to experts) splits a dim over one of
-            `batch_axes`, so each replica would train a different model; the mesh lacks an axis, or
-            the size of an axis does not divide the dim.
+            leaf; a rule is never used, since earlier rules match all its leaves; a leaf has no
+            rule; the `size` of an `fsdp` is not that of the mesh. Then come the errors of single
+            leaves: a spec has more entries than the leaf has dims, or has an axis twice; a rule
+            other than `fsdp` or `experts` splits a dim over one of `batch_axes`, so each replica
+            would train a different model (experts are excepted, since tokens of all replicas travel
+            to them); the mesh lacks an axis, or the size of an axis does not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
@@ -95,9 +96,9 @@ def audit(
     """Returns the valid specs that `rule` gives the arrays of `tree`, and all errors in the rules
     and in the other specs.
 
-    `specs` would raise the first of these errors. `batch_axes` are the axes that split the batch,
-    or the name of one. Without a mesh, errors that depend on the mesh's axes and sizes are not
-    found.
+    `specs` would raise the first of the errors that `audit` returns. `batch_axes` are the axes that
+    split the batch, or the name of one. Without a mesh, errors that depend on the mesh's axes and
+    sizes are not found.
     """
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
     placements, refusals = _placements(tree, rule)
@@ -124,7 +125,7 @@ def audit(
 
 
 def _raise_first(refusals: list[Refusal]) -> None:
-    """Raises `ValueError` for the first refusal, if there is one."""
+    """Raises `ValueError` for the first error in `refusals`, if there is one."""
     if refusals:
         raise ValueError(str(refusals[0]))
 
@@ -147,10 +148,11 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
 
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
-    """Returns the placements of the arrays of `tree`, in order, and the errors of the rules.
+    """Returns for each array of `tree`, in order, its spec and the rules that gave it (its
+    `Placement`), and the errors of the rules.
 
-    The errors are: paths that occur twice, results of rules that are no specs, rules that place no
-    leaf, `keep` patterns that match no leaf, and leaves without a spec.
+    The errors are: paths that occur twice, rules that return something other than a spec or None,
+    rules that give no leaf a spec, `keep` patterns that match no leaf, and leaves without a spec.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
     # The loop goes over the innermost rules (parts), not over the leaves, so that a rule that
@@ -202,9 +204,9 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
 def _placement(
     path: str, leaf: Any, rule: Rule, given: PartitionSpec, wrappers: tuple[fsdp, ...]
 ) -> Placement:
-    """Returns the placement of a leaf: the spec `given` by its rule, the spec after all `fsdp`s
-    around that rule, and what each `fsdp` did. `wrappers` are these `fsdp`s, the innermost
-    first."""
+    """Returns the `Placement` of a leaf. It has the spec `given` by the leaf's rule, the spec after
+    all `fsdp`s around that rule, and what each `fsdp` did. `wrappers` are these `fsdp`s, the
+    innermost first."""
     spec, why = given, []
     for wrapper in wrappers:
         # An axis that splits the experts may also be the axis of the `fsdp`. A second split over
@@ -224,7 +226,7 @@ def _placement(
 
 
 def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
-    """Returns the refusal of a path that several arrays have."""
+    """Returns the error for a path that several arrays have."""
     shapes = " and ".join(str(leaf.shape) for name, leaf in arrays if name == path)
     what = (
         f"{path}: each leaf needs a path of its own, but this is the path of leaves of shapes "
@@ -234,13 +236,13 @@ def _same_path(path: str, arrays: list[tuple[str, Any]]) -> Refusal:
 
 
 def _no_spec(path: str, rule: Rule, given: Any) -> Refusal:
-    """Returns the refusal of a rule whose result is neither a spec nor None."""
+    """Returns the error for a rule whose result is neither a spec nor None."""
     what = f"{path}: a rule must give a PartitionSpec or None, but {name_of(rule)} gave {given!r}"
     return Refusal("no-spec", path, what, "return P(...)", P())
 
 
 def _uncovered(path: str, leaf: Any, rule: Rule) -> Refusal:
-    """Returns the refusal of a leaf to which no rule gives a spec."""
+    """Returns the error for a leaf to which no rule gives a spec."""
     names = [name_of(*part) for part in _parts(rule)]  # a part comes with its wrappers
     what = (
         f"{path}: each leaf needs a rule, but none of the {len(names)} "
@@ -266,12 +268,12 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
-    """Returns whether `rule` is a `match("**", P())` that may be idle.
+    """Returns whether `rule` is a `match("**", P())` that may give no leaf a spec.
 
-    Such a rule ends a list of rules as a default, and earlier rules may leave nothing for it.
-    `taken` has the placements by earlier rules, by the leaf's index. But if the rule is inside an
-    `fsdp`, and no earlier rule inside that `fsdp` places a leaf, `rule` must place one: otherwise
-    that `fsdp` would do nothing.
+    A last rule that matches every leaf serves as a default, and earlier rules may leave no leaf for
+    it. `taken` maps the index of a leaf to the `Placement` (the spec) that an earlier rule gave it.
+    If `rule` is inside an `fsdp`, and no earlier rule inside that `fsdp` gives a leaf its spec,
+    `rule` must give at least one leaf its spec: otherwise that `fsdp` would do nothing.
     """
     used = {id(wrapper) for placement in taken.values() for wrapper in placement.wrappers}
     is_default = isinstance(rule, match) and (rule.pattern, rule.spec) == ("**", P())
@@ -281,10 +283,10 @@ def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Pla
 def _idle(
     rule: Rule, name: str, arrays: list[tuple[str, Any]], taken: dict[int, Placement]
 ) -> Refusal:
-    """Returns the refusal of a rule that places no leaf.
+    """Returns the error for a rule that gives no leaf a spec.
 
-    `name` is the rule in words. `taken` maps the index of a leaf in `arrays` to the placement that
-    an earlier rule gave the leaf.
+    `name` is the rule in words. `taken` maps the index of a leaf in `arrays` to the `Placement`
+    (the spec) that an earlier rule gave the leaf.
     """
     # Only a `match` has a pattern that can be looked at.
     if not isinstance(rule, match):
@@ -304,16 +306,16 @@ def _idle(
     if left:
         what = f"rule {name} gives None for {left[0]}, which it matches"
         return Refusal("idle-rule", name, what, "give it a PartitionSpec, or remove it")
-    by = taken[hits[0]]  # `by.by` is its rule in words
+    earlier = taken[hits[0]]  # the placement of the first leaf that the pattern matches
     what = (
         f"rule {name} places no leaf: all that it matches ({len(hits)} of {len(arrays)}) are taken "
-        f"by earlier rules ({by.path} by {by.by})"
+        f"by earlier rules ({earlier.path} by {earlier.by})"  # `earlier.by`: its rule in words
     )
     return Refusal("idle-rule", name, what, "put it before them, or remove it")
 
 
 def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
-    """Yields the refusal of an `fsdp` whose axis the mesh lacks, or whose `size` is not the size of
+    """Yields an error for an `fsdp` whose axis the mesh lacks, or whose `size` is not the size of
     the axis."""
     missing = [axis for axis in entry_axes(rule.axis_name) if axis not in mesh.shape]
     if missing:
@@ -331,15 +333,16 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
-    """Returns the words for a pattern that matches no leaf, with the path of closest spelling."""
+    """Returns the words for a pattern that matches no leaf, with the path whose spelling is closest
+    to the pattern."""
     return (
         f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
     )
 
 
 def _nearest(text: str, choices: list[str]) -> str:
-    """Returns words that name the choice with the spelling closest to `text`, or "" if there is no
-    choice."""
+    """Returns words that name the one of `choices` whose spelling is closest to `text`, or "" if
+    `choices` is empty."""
     return "".join(
         f" (the nearest is {choice})"
         for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0)

@@ -5,7 +5,7 @@ that gives one. `fsdp` takes the spec of another rule, and splits one more dim. 
 `match` for the weights of experts.
 
 A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave the leaf to another
-rule. Any such function of your own is a rule too.
+rule. Any function of this form that you write is a rule too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,16 +77,16 @@ class fsdp:
 
     The split dim is the largest that no axis splits yet and that is a multiple of `size`; of
     equally large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
-    `min_size` elements, counted before any split, and leaves without such a dim. `explain` says
-    which leaves keep it. To keep some leaves whole, ask another rule first: `first(match("**.bias",
-    P()), fsdp("data", size=8))`.
+    `min_size` elements, counted before any split, and leaves in which no dim can be split.
+    `explain` says which leaves these are. To keep some leaves whole, put another rule before this
+    one: `first(match("**.bias", P()), fsdp("data", size=8))`.
 
-    `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps the dim of
-    layers, over which a scan runs, whole. If that dim were split, each replica would run only some
-    of the layers, and `zero.gathered` would raise an error.
+    `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps dim 0 of the
+    blocks whole. This is the dim of layers, over which a scan runs. If this dim were split, each
+    replica would run only some of the layers, and `zero.gathered` would raise an error.
 
-    `size` is the size of the mesh axis, or the product for a tuple of axes. `size` is given here so
-    that a rule needs no mesh; `specs` compares `size` with the mesh.
+    `size` is the size of the mesh axis, or the product of the sizes for a tuple of axes. `size` is
+    given here so that a rule needs no mesh; `specs` compares `size` with the mesh.
 
     Raises:
         ValueError: `size` is below 1.
@@ -109,7 +109,7 @@ class fsdp:
             )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
-        """Returns the spec that `inside` gives, with one more dim split if one fits."""
+        """Returns the spec that `inside` gives, with one more dim split if a dim can be split."""
         spec = self.inside(path, leaf)
         # A leaf to which `inside` gives no spec is left to another rule. `split` returns the spec
         # and the reason.
@@ -119,7 +119,8 @@ class fsdp:
         return f"fsdp({self.axis_name!r}, size={self.size})"
 
     def split(self, path: str, leaf: Any, spec: PartitionSpec) -> tuple[PartitionSpec, str]:
-        """Returns `spec`, with one more dim split if one fits, and the reason in words."""
+        """Returns `spec`, with one more dim split if a dim can be split, and a text that says what
+        was split, or why nothing was split."""
         entries = padded(spec, leaf.ndim)  # one for each dim
         # `keep` maps globs of paths to dims that stay unsplit.
         dims = [

@@ -24,13 +24,13 @@ class GatheredOptState(eqx.Module):
     """The state of an optimizer of `parallax.optimizers` that updates whole matrices.
 
     Attributes:
-        groups: the state of each group of leaves; in the leaves of a group, the dims that count
-            layers have the same sizes.
-        names: the axes along which matrices are whole; the layers are split over these axes
-            instead.
+        groups: the state of each group of leaves; in all leaves of a group, the leading dims, over
+            which layers are stacked, have the same sizes.
+        names: the axes along which matrices are whole; the layers are split over these axes instead
+            of the matrices.
         members: the paths of each group's leaves.
-        leads: for each group, how many leading dims count layers, in the group's leaves and in
-            every array of the group's state.
+        leads: for each group, how many leading dims are dims of stacked layers, in the group's
+            leaves and in every array of the group's state.
     """
 
     groups: list[PyTree]
@@ -45,8 +45,8 @@ def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
     if strange:
         raise ValueError(
             f"optimizers: the optimizer gathers matrices along {strange[0]!r}, but the mesh has "
-            f"{', '.join(map(repr, mesh_axes))}. Give optimizers.whole or optimizers.by_matrix "
-            "names of the mesh's axes."
+            f"{', '.join(map(repr, mesh_axes))}. Pass names of the mesh's axes to "
+            "optimizers.whole or optimizers.by_matrix."
         )
 
 
@@ -63,14 +63,17 @@ def optimizer_specs(
     A moment may also have the shape of its parameter reduced over some dims. A reduced dim is
     dropped, or kept with size 1. The factored moments of Adafactor are an example. Each remaining
     dim stays split as in the parameter. If several dims of the parameter have equal sizes, it may
-    be unclear which of these dims was reduced. A dim of the moment then stays split only if every
-    possible case splits it alike. Any other shape raises `ValueError`, unless the parameter is
-    whole: then the moment is whole too.
+    be unclear which of these dims was reduced. A dim of the moment then stays split only if it
+    would be split over the same axes whichever dims were reduced.
 
-    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs of
-    leaves that `tree` lacks. If some leaves are frozen, pass `eqx.filter(tree, trained)`. An
-    optimizer of `parallax.optimizers` keeps its state in matrices that are whole along the axes
-    given to it, and splits the layers over these axes; `mesh`, if given, must have these axes.
+    If the moment has any other shape and an axis splits the parameter, `ValueError` is raised. If
+    no axis splits the parameter, no axis splits the moment.
+
+    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs for
+    leaves that are not in `tree`, such as frozen ones. If some leaves are frozen, pass
+    `eqx.filter(tree, trained)`. An optimizer of `parallax.optimizers` keeps its state in matrices
+    that are whole along the axes given to it, and splits the layers over these axes; `mesh`, if
+    given, must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks this.
@@ -99,8 +102,8 @@ def optimizer_specs(
 
     def specs_of_group(group, members, lead, names):
         """Returns the specs of one group's state. `members` are the paths of the group's leaves.
-        The first `lead` dims of these leaves count layers, and their matrices are whole along the
-        axes `names`."""
+        The first `lead` dims of these leaves stack layers. The matrices of the leaves are not split
+        over the axes `names`."""
 
         # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):
@@ -121,7 +124,8 @@ def optimizer_specs(
         has one state for each group of leaves."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
-        # With a misspelt axis, each device would keep all layers, and no error would say so.
+        # With a misspelt axis in `names`, matrices would stay split over the right axis. In a group
+        # without layers, no spec would then have the misspelt name, and no error would say so.
         if mesh is not None:
             check_axes(node.names, mesh.axis_names)
         groups = [
@@ -136,7 +140,7 @@ def optimizer_specs(
 
 
 def _is_gathered(node: Any) -> bool:
-    """Returns whether a node of the state is a state of `parallax.optimizers`."""
+    """Returns whether a node of the state is the state of an optimizer of `parallax.optimizers`."""
     return isinstance(node, GatheredOptState)
 
 
@@ -147,8 +151,8 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
     if missing:
         raise ValueError(
             f"optimizer_specs needs specs in the structure of the tree, one PartitionSpec for each "
-            f"of its {len(paths)} arrays; {dotted(missing[0]) or 'the tree itself'} has none in "
-            f"{jax.tree.structure(specs)}; pass the result of rules.specs(tree, rule) for the "
+            f"of its {len(paths)} arrays; {dotted(missing[0]) or 'the tree itself'} has no spec "
+            f"in {jax.tree.structure(specs)}; pass the result of rules.specs(tree, rule) for the "
             "same tree."
         )
 
@@ -156,12 +160,12 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
 def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionSpec:
     """Returns the spec of a leaf whose matrices are whole along the axes `names`.
 
-    The leaf's layers, the first `lead` dims, are split over these axes instead. A leaf without
-    layers (lead 0) is whole along these axes.
+    The leaf's layers, the first `lead` dims, are split over the axes `names` instead of the
+    matrices. A leaf without layers (lead 0) is whole along the axes `names`.
 
     Args:
         entries: the entries of the parameter's spec, one for each dim.
-        lead: how many leading dims count layers.
+        lead: how many leading dims are dims of stacked layers.
         names: the axes along which matrices are whole.
     """
 
@@ -188,8 +192,8 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
 def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec:
     """Returns the spec of a moment of the parameter `leaf`, which has `spec` and `path`.
 
-    Raises `ValueError` if the leaf is split, and the moment is not that leaf reduced over some
-    dims.
+    Raises `ValueError` if the leaf is split, and the moment's shape is not the leaf's shape with
+    some dims dropped or reduced to size 1.
     """
     if moment.shape == leaf.shape:
         return spec
@@ -211,9 +215,10 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
     if not readings:
         raise ValueError(
             f"{path}: the optimizer keeps an array of shape {moment.shape} for this leaf of shape "
-            f"{leaf.shape}, which is not that leaf reduced over some dims, so it cannot follow the "
-            f"spec {spec}; wrap the optimizer in optimizers.whole, which keeps its state whole, "
-            "replicate the leaf with P(), or write the specs of this state by hand."
+            f"{leaf.shape}, which is not that leaf reduced over some dims, so the array cannot be "
+            f"split like the leaf, by {spec}; wrap the optimizer in optimizers.whole, which keeps "
+            "its state whole, replicate the leaf with P(), or write the specs of this state by "
+            "hand."
         )
     # A dim stays split only if all readings split it alike.
     return spec_of(

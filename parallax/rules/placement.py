@@ -5,7 +5,7 @@ An entry of a spec says which mesh axes split one dim; `entry_axes` gives these 
 axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. In
 a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the wrappers, and
 `p.by` is the name of the rule and its wrappers. *Stacked* axes are mesh axes that split the dim of
-stacked layers, in every leaf that has one.
+stacked layers, in every leaf with stacked layers.
 """
 
 import math
@@ -40,7 +40,7 @@ class Refusal:
 
     @property
     def advice(self) -> str:
-        """The cure, and the spec that would fit, if there is one."""
+        """What to do about the error, and a spec that would fit, if one is known."""
         return f"{self.cure}." if self.fits is None else f"{self.cure}. {self.fits} would fit."
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Placement:
         given: the spec that this rule gave.
         wrappers: the `rules.fsdp`s around that rule, innermost first.
         spec: the spec after all `wrappers`.
-        why: what each wrapper did, in words.
+        why: in words, what each of the `wrappers` changed, or why it changed nothing.
         is_expert: whether the leaf belongs to experts. The tokens of all replicas are sent to the
             experts, so an axis that splits the batch may split such a leaf too.
     """
@@ -84,16 +84,17 @@ def refused(
     mesh: Mesh | AbstractMesh | None,
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
-    """Returns the errors in the spec of a leaf. The `fits` of an error is a spec to advise. It is
-    None for a "does-not-divide" error if an axis in `stacked` splits the leaf.
+    """Returns the errors in the spec of a leaf. The `fits` of an error is a spec that the error's
+    message advises. It is None for a "does-not-divide" error if an axis in `stacked` splits the
+    leaf.
 
     Args:
         p: the leaf and its spec.
         batch_axes: the axes that split the batch.
         mesh: the mesh; without a mesh, errors that depend on its sizes are not found.
         stacked: the axes that seem to split layers (see `stacked_axes`). If such an axis splits the
-            leaf, a "does-not-divide" error advises no spec: the advised spec would lack the stacked
-            axis, and each device would run all layers.
+            leaf, no "does-not-divide" error advises a spec, whichever dim it is about. A spec that
+            fits might lack the stacked axis, and each device would then run all layers.
     """
     refusals = [*_entries_refused(p), *_batch_refused(p, batch_axes, mesh)]
     # Sizes come last: a spec with more entries than dims has entries without a size to compare.
@@ -102,8 +103,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns an error with a spec to advise, unless it is "does-not-divide" and an axis in
-        `stacked` splits the leaf."""
+        """Returns the error with an advised spec in `fits`. A "does-not-divide" error gets no such
+        spec if an axis in `stacked` splits the leaf."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -114,8 +115,8 @@ def refused(
 def stacked_axes(placements: Sequence[Placement]) -> set[str]:
     """Returns the axes that seem to split layers, as the axis of a pipeline's stages does.
 
-    Such an axis splits two leaves or more. It splits the same dim in each leaf, and this dim has
-    the same size in all these leaves.
+    An axis seems to split layers if it splits two leaves or more, and splits the same dim of the
+    same size in each of them.
     """
     dims_by_axis: dict[str, list[tuple[int, int]]] = {}
     for p in placements:
@@ -153,8 +154,8 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
 def _batch_refused(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim that the rule itself splits over an axis of the batch, unless
-    the leaf belongs to experts."""
+    """Yields an error for each dim that the rule, not an `fsdp` around it, splits over an axis that
+    splits the batch, unless the leaf belongs to experts."""
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.
@@ -179,8 +180,8 @@ def _sizes_refused(
 ) -> Iterator[Refusal]:
     """Yields an error for each dim whose axes do not fit: the mesh lacks one of these axes, or the
     size of the dim is not a multiple of the number of devices along these axes. `stacked` are the
-    axes that seem to split the layers of all leaves. The spec must have no more entries than the
-    leaf has dims."""
+    axes that seem to split the layers of all leaves. The caller has checked that the spec has no
+    more entries than the leaf has dims."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]
@@ -225,13 +226,13 @@ def no_axis(where: str, axis: Any, mesh: Mesh | AbstractMesh) -> str:
 def _fitting(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> PartitionSpec:
-    """Returns the spec to advise: the rule's own spec, without the axes that do not fit.
+    """Returns the spec to advise: the rule's own spec, without the axes that do not fit the leaf.
 
-    An axis does not fit if the mesh lacks it, or if an earlier dim has it. A dim may have several
-    axes, which are added one by one. An axis also does not fit if the dim's size is no multiple of
-    the number of devices along this axis and the axes that were added before it. Two kinds of axes
-    never fit: axes of the batch, which would make replicas differ, and the axes of the `fsdp`s
-    around the rule, since these `fsdp`s add their axes themselves.
+    An axis does not fit the leaf if the mesh lacks it, or if an earlier dim is split over it. A dim
+    may have several axes, which are added one by one. An axis also does not fit if the dim's size
+    is no multiple of the number of devices along this axis and the axes that were added before it.
+    Two kinds of axes never fit: axes of the batch, which would make replicas differ, and the axes
+    of the `fsdp`s around the rule, since these `fsdp`s add their axes themselves.
     """
     # The axes that no further dim may have.
     used = {

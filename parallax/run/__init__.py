@@ -1,6 +1,6 @@
-"""The parts of a run that survives faults: many processes as one job, a lock on the run's folder,
-checkpoints, a comparison of replicas, a watchdog, and metrics. Each module is imported at its first
-use, so that `job` and `lock` work before JAX is imported.
+"""What a training run needs to survive faults: many processes as one job, a lock on the run's
+folder, checkpoints, a comparison of replicas, a watchdog, and metrics. Each module is imported at
+its first use, so that `job` and `lock` work before JAX is imported.
 """
 
 from importlib import import_module

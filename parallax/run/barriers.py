@@ -67,7 +67,8 @@ class Stages:
 
     Args:
         name: a name that no other work of the job has.
-        meet: a barrier; in a job of one process, a function that does nothing.
+        meet: a function that waits at a barrier for all processes; in a job of one process, a
+            function that does nothing.
 
     Attributes:
         again: after a failed stage, whether all processes may try again. They may if every error of
@@ -84,10 +85,11 @@ class Stages:
         process did not succeed, `end` sets `again` (whether all processes try again), and raises an
         error on every process.
 
-        A barrier carries no message, so a process answers by coming to a barrier, or by staying
-        away. A process with an error does not come to the barrier "well", so the other processes
-        wait there until their deadline. A process whose error is not transient does not come to the
-        barrier "again" either.
+        When all processes have ended the stage, they tell each other how it went at two more
+        barriers, "well" and "again". A barrier carries no message, so a process answers by coming
+        to it, or by staying away. A process with an error does not come to "well", so the other
+        processes wait there until their deadline. A process whose error is not transient does not
+        come to "again" either.
 
         Args:
             error: the error of this process in the stage, which `end` raises; or None.
@@ -113,9 +115,9 @@ class Stages:
         raise Elsewhere("another process could not do its part") if error is None else error
 
     def first(self, work: Callable[[], object]) -> None:
-        """Runs `work` on the first process as one stage, and waits for it on the other processes.
-        If `work` raises an error, the first process raises this error, and the others raise
-        `Elsewhere`.
+        """Runs `work` on the first process as one stage; the other processes wait until the stage
+        has ended. If `work` raises an error, the first process raises this error, and the others
+        raise `Elsewhere`.
         """
         error = None
         if jax.process_index() == 0:
@@ -126,8 +128,8 @@ class Stages:
         self.end(error)
 
     def failed(self, error: BaseException) -> bool:
-        """Returns whether to try again after `error`, which this process's work or `end` raised.
-        All processes get the same answer.
+        """Returns whether to try again after `error`, which was raised by `end`, or by the work of
+        this process. All processes get the same answer.
         """
         # No stage failed in `end`, so the work of this process did: `end` tells the others.
         if not self._others_know:

@@ -91,21 +91,22 @@ class Checkpoints:
             Saves run in the background: one begins every `lose_at_most` / 2 steps, and must end
             before the next save begins.
         keep: says which finished checkpoints are not removed.
-        form: the form in which a state is stored. All layouts share this form. With None, the state
-            is stored unchanged. A pipeline needs the form of `decoder.stored`, which joins the
-            blocks of the pipeline's chunks.
+        form: two functions that convert the state into the arrays that are stored, and back. The
+            stored arrays are the same for all layouts. With None, the state is stored unchanged. A
+            pipeline needs the form of `decoder.stored`, which joins the blocks of the pipeline's
+            chunks.
         finite: a function that takes the path of an array, and returns whether the array must be
             finite. By default every array must be finite. Let the function return False, for
             example, for a mask of -inf, or for an optimizer's best value that begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
             an error of the disk or of the network). Between two tries there is a pause, first of
             one second and then each time twice as long; 8 tries take two minutes. The run goes on
-            meanwhile. With 2 tries or more, each process keeps a copy of its blocks of the arrays
+            meanwhile. With 2 tries or more, each process keeps a copy of its shards of the arrays
             in the host's memory until the save is finished.
         say: prints a line on the first process, or on a process with an error.
 
     Raises:
-        ValueError: a number of `keep`, or `tries`, is below 1, or `lose_at_most` is below 2.
+        ValueError: a number in `keep`, or `tries`, is below 1, or `lose_at_most` is below 2.
         ImportError: Orbax is not installed.
     """
 
@@ -146,8 +147,8 @@ class Checkpoints:
         manifest.hasher()  # raises now if xxhash is not installed
 
         def make_room(step):
-            """Moves a bad checkpoint of `step` aside. Looks up `self.refused` at each call, since
-            the dict changes.
+            """Moves a bad checkpoint of `step` aside. `self.refused` is read at each call, and not
+            stored here, since `restore` replaces this dict.
             """
             retention.make_room(self.folder, step, self.settings, self.refused)
 
@@ -215,7 +216,8 @@ class Checkpoints:
                 folder and the newest good checkpoint.
         """
         self.wait()
-        # Two dicts by path, of the state in its stored form (see the argument `form`).
+        # The stored form is the same for all layouts: for example, a pipeline's chunks are joined.
+        # `stored.stored` returns its arrays and its plain numbers, as two dicts by path.
         in_stored_form = state if self._to_disk is None else self._to_disk(state)
         arrays, numbers = stored.stored(in_stored_form)
         # `_lost` starts the search for nan and inf, which runs on the devices while Orbax begins to
@@ -251,9 +253,9 @@ class Checkpoints:
         self._writer.wait()
 
     def _sealed(self, step: int) -> None:
-        """Forgets that an earlier checkpoint of `step` was refused, since a new one replaces it,
-        and removes old checkpoints. The writer calls this method after it has finished a
-        checkpoint.
+        """Forgets that the checkpoint of `step` was refused, if it was, since a new checkpoint has
+        replaced it. Then removes old checkpoints. The background thread that writes checkpoints
+        calls this method after it has finished the checkpoint of `step`.
         """
         self.refused.pop(step, None)
         retention.prune(self.folder, self.settings, self.refused, self.keep)
@@ -277,8 +279,8 @@ class Checkpoints:
         finished one.
 
         All files are checked against the manifest before an array is read, at about 20 GB/s per
-        core; each process checks a share of the files. No device and no collective waits during the
-        check.
+        core; each process checks a share of the files, and no device waits in a collective during
+        the check.
 
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
@@ -289,7 +291,8 @@ class Checkpoints:
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
-                each. So a run does not start from the beginning unnoticed.
+                each. So a run does not start from the beginning unnoticed. Only the first process
+                raises this error; the others wait for it, until `processes.run` ends them.
             ValueError: the checkpoint is good, but its arrays are not those of `like`; the message
                 names the leaf.
         """
@@ -326,7 +329,7 @@ class Checkpoints:
             )
 
     def _of_first(self, step: int) -> int:
-        """Returns the first process's `step` on all processes."""
+        """Sends the `step` of the first process to all processes, and returns it."""
         # The first process may look at files for a long time. The others wait for it at this
         # barrier: a collective would hold their devices, and may have a deadline.
         self._come()
@@ -414,11 +417,11 @@ class Checkpoints:
         )
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
-        """Returns the state of a checkpoint, with the tree and the shardings of `like`. `record` is
-        the record in the checkpoint's manifest.
+        """Returns the state of a checkpoint, with the tree and the shardings of `like`. `record`
+        has the manifest's description of the stored arrays and numbers.
 
         Raises:
-            ValueError: the record has other arrays than `like`.
+            ValueError: the manifest lists other arrays than `like` has.
             manifest.Damaged: an array that must be finite has nan or inf.
         """
         like = stored.shapes(like)  # shapes with the shardings of `like`
@@ -445,8 +448,9 @@ class Checkpoints:
         found = empty | self._writer.arrays.restore(
             self._path(step) / ARRAYS, args=orbax().args.PyTreeRestore(template, shardings)
         )
-        # The search for nan and inf communicates, and some processes read longer than others.
-        # `_lost` starts the search, and returns a function that waits for the names.
+        # The search for nan and inf communicates, and could run into a timeout if some processes
+        # read much longer than others. So all meet at a barrier first (`_come`). `_lost` starts the
+        # search, and returns a function that waits for the names.
         self._come()
         if lost := self._lost(found)():
             raise manifest.Damaged(

@@ -1,5 +1,5 @@
 """Compares the copies of replicated arrays, on the devices that hold them. If a bit changed in one
-copy, the leaf and the device are named.
+copy, the error names the array (a leaf of the tree) and the device.
 
     for i in range(first + 1, steps + 1):
         state, info = train(state, batch)
@@ -11,10 +11,11 @@ something is broken: a memory, an arithmetic unit, a link, or a program. No othe
 difference, since JAX reads one copy and assumes that the others are equal.
 
 Each device computes a checksum of two 32-bit words for each of its blocks. One gather sends the
-words of all devices to all devices. Every device then compares the words of copies: two blocks of a
-leaf are copies if the devices that hold them differ only along mesh axes that do not split the
-leaf. The check is a separate program, so a step after which no check is made costs nothing extra,
-and the step's program stays the same. The check reads the state once, and sends 8 bytes per leaf.
+words of all devices to all devices. Every device then compares the words of copies: two blocks of
+an array are copies if the devices that hold them differ only along mesh axes that do not split the
+array. The check is a separate program, so a step after which no check is made costs nothing extra,
+and the step's program stays the same. In a check, each device reads its blocks once, and
+contributes 8 bytes per array to the gather.
 
 An array cannot be compared if each device has a different block of the array; `uncompared` names
 such arrays. With ZeRO, arrays of the optimizer's state are of this kind, and in stage 3 parameters
@@ -52,10 +53,10 @@ class Differs(NamedTuple):
         process: the process that the device belongs to.
         alike: the number of devices that hold the same bits as this device, including this device.
         copies: the number of devices that should all hold the same bits.
-        outvoted: whether the most common version of the bits is on more devices than any other
-            version. If so, the most common version is probably right, and this copy is wrong. If
-            not, two versions are equally common: it is not known which is right, and all devices
-            are named.
+        outvoted: whether one version of the bits is on more devices than every other version. If
+            so, that version is probably right, and this copy is wrong. If not, two versions are
+            equally common: it is not known which is right, and all devices that should hold the
+            same bits are named.
     """
 
     leaf: str
@@ -108,8 +109,9 @@ def differing(tree: PyTree) -> list[Differs]:
     The sharding of an array says which blocks should be equal: along each mesh axis that the spec
     does not name, all devices should hold the same block. All processes must call the function, and
     get the same list. If copies differ, the bits that most devices hold are taken to be right. The
-    list begins with the copy whose bits the fewest devices hold. If a step has carried the fault to
-    other devices, as between tensor shards, the fault most likely began at that copy.
+    list begins with the copy whose bits the fewest devices hold. A later step may carry a wrong
+    value to other devices, for example from one tensor shard to another. The wrong value then most
+    likely began at the first copy in the list.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
     difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
@@ -128,14 +130,14 @@ def differing(tree: PyTree) -> list[Differs]:
 
 
 def uncompared(tree: PyTree) -> list[str]:
-    """Returns the paths of the arrays (or of the shapes with shardings) that have only one copy,
-    and so cannot be compared. Raises `ValueError` if there are no arrays, or if they are not all on
-    one mesh.
+    """Returns the paths of the arrays that have only one copy, and so cannot be compared. `tree`
+    may have `jax.ShapeDtypeStruct`s with shardings in place of arrays. Raises `ValueError` if there
+    are no arrays, or if they are not all on one mesh.
     """
     placed = _placed(tree)
 
     def copies(spec):
-        """Returns the number of devices with the same block."""
+        """Returns how many devices hold copies of one block of an array with this spec."""
         sizes = placed.mesh.shape.items()
         return math.prod(size for name, size in sizes if name not in _split(spec))
 
@@ -145,9 +147,9 @@ def uncompared(tree: PyTree) -> list[str]:
 
 
 def lower(tree: PyTree) -> jax.stages.Lowered:
-    """Returns the program that `differing` runs for these arrays, or for shapes with shardings, so
-    that you can read the program. Raises `ValueError` if there are no arrays, or if they are not
-    all on one mesh.
+    """Returns the program that `differing` runs for the arrays of `tree`, so that you can read the
+    program. `tree` may have `jax.ShapeDtypeStruct`s with shardings in place of arrays. Raises
+    `ValueError` if there are no arrays, or if they are not all on one mesh.
     """
     placed = _placed(tree)
     return _program.lower(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
@@ -159,8 +161,8 @@ def compared(
     """Returns two results: whether the copies of every array of `tree` are the same along `axis`,
     and the checksums of all copies. A checksum has two words. Call the function inside `mesh.spmd`.
 
-    The call costs one gather of 8 bytes per leaf. Both results are the same on all devices of
-    `axis`.
+    Each device contributes 8 bytes per array to one gather. The boolean and the checksums are the
+    same on all devices of `axis`.
 
     Args:
         tree: this device's blocks of the arrays.
@@ -199,8 +201,9 @@ def compared(
 
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
-    """Returns whether the checksums are equal along the dims `along` of `words`. These dims are the
-    mesh axes along which the devices hold copies of the leaves.
+    """Returns whether the checksums of all copies are equal. `words` has the checksums of some
+    leaves on all devices, and `along` the dims of `words` (mesh axes) along which the devices hold
+    copies of these leaves.
     """
     first = words
     for dim in along:
@@ -212,15 +215,15 @@ def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...])
 
 
 def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Returns a checksum, two words of 32 bits, of the bits and the places of the numbers of `x`.
+    """Returns a checksum, two words of 32 bits, of the bits and the indices of the elements of `x`.
     The array `x` may have any dtype.
 
-    Each number is mixed with its place by a one-to-one function (the last steps of MurmurHash3, by
-    Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so this word always
-    changes if one number changes. The second word is a sum in which each mixed number has a weight
-    that depends on its place, as in Fletcher's checksum. So changes that cancel in the first sum
-    hardly ever cancel in the second. Sums of integers do not depend on the order in which they are
-    added.
+    Each element is mixed with its index in `x` by a one-to-one function (the last steps of
+    MurmurHash3, by Austin Appleby). The first word is the sum of the mixed numbers modulo 2^32, so
+    this word always changes if one element of at most 32 bits changes. The second word is a sum in
+    which each mixed number has a weight that depends on the element's index, as in Fletcher's
+    checksum. So changes that cancel in the first sum hardly ever cancel in the second. Sums of
+    integers do not depend on the order in which they are added.
 
     The function reads `x` once on each device, with a few integer operations and no extra memory.
     """
@@ -241,8 +244,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     # One reduction for both words: two reductions would each store an array as large as `x` on a
     # CPU, and take three times as long.
     def both(sums, terms):
-        """Returns the two words of the checksum, the plain and the weighted sum, each with one more
-        number added."""
+        """Adds the two terms of one element to the two sums of the checksum, the plain sum and the
+        weighted sum."""
         return (sums[0] + terms[0], sums[1] + terms[1])
 
     return jnp.stack(
@@ -252,8 +255,8 @@ def of(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Returns each number of `x` with its bits mixed: each new bit depends on all bits of the
-    number. Different numbers stay different. These are the last steps of MurmurHash3, with its
-    constants.
+    number. Different numbers stay different. The mixing is the last steps of MurmurHash3, with the
+    constants of MurmurHash3.
     """
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
@@ -266,8 +269,9 @@ def _plain(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """Returns the bits of each number in a word of 32 bits. A complex number, or a number of more
-    than 32 bits, has several words, in new last dims.
+    """Returns the bits of each element of `x` as words of 32 bits. Most elements have one word. A
+    complex number, or a number of more than 32 bits, has several words, along new dims at the end
+    of the shape.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
@@ -329,7 +333,7 @@ def _spec_and_mesh(path: str, leaf: Any) -> tuple[PartitionSpec, Mesh]:
         raise ValueError(
             f"fingerprint needs arrays with values, and {path or 'the array'} is being "
             f"traced. Call it outside of jax.jit, "
-            "beside the step; or, inside mesh.spmd, call fingerprint.compared."
+            "between two steps; or, inside mesh.spmd, call fingerprint.compared."
         )
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
@@ -361,8 +365,9 @@ def _split(spec: PartitionSpec) -> set[str]:
 def _program(
     leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
 ) -> tuple[Array, Array]:
-    """Returns whether all copies are equal, and the checksums of all devices, in an array of shape
-    [*mesh, leaves, words]. `over` is the mesh.
+    """Returns two results: whether the copies of each leaf are equal; and the checksums of all
+    leaves on all devices, an array [*mesh, leaves, words]. A checksum has two words. `over` is the
+    mesh.
     """
 
     def local(*blocks):
@@ -406,11 +411,12 @@ def _groups(device_mesh: Mesh, splits: Sequence[int]) -> Iterable[list[tuple[int
 def _strays(
     path: str, words_of: dict[tuple[int, ...], tuple[int, ...]], device_mesh: Mesh
 ) -> list[Differs]:
-    """Returns the devices of one group whose words differ from the most common words. If two
-    versions of the words are equally common, it returns all devices of the group.
+    """Returns the devices of one group (devices that should hold equal blocks) whose checksum
+    differs from the most common checksum of the group. If the two most common checksums are on
+    equally many devices, the function returns all devices of the group.
 
-    `path` is the path of the leaf. `words_of` has the words of each device by its place in the
-    mesh.
+    `path` is the path of the leaf. `words_of` is a dict from a device's place in the mesh, a tuple
+    of indices, to the device's checksum.
     """
     counts = Counter(words_of.values())
     if len(counts) == 1:
@@ -419,7 +425,7 @@ def _strays(
     strays = [place for place, words in words_of.items() if most == second or words != usual]
 
     def alike(place):
-        """Returns how many devices have the same words as the device at `place`."""
+        """Returns how many devices of the group have the same checksum as the device at `place`."""
         return counts[words_of[place]]
 
     return [

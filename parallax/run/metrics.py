@@ -1,5 +1,5 @@
-"""Parts of a training loop that survives faults: `Skipped` counts the steps that were not finite,
-`Clock` measures the time, and a sink such as `jsonl` writes the metrics.
+"""Parts of a training loop that survives faults: `Skipped` counts the steps whose numbers were not
+finite, `Clock` measures the time, and a sink such as `jsonl` writes the metrics.
 
 The parts do not depend on each other; use the ones that your loop needs.
 """
@@ -22,23 +22,26 @@ from parallax.step import Info
 
 
 class OverBudget(RuntimeError):
-    """Raised when the run has had more non-finite steps than it allows."""
+    """Raised when more steps were skipped than the run allows, because their loss, gradient norm or
+    update was not finite.
+    """
 
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts the steps that `step.make` skipped because their numbers were not finite, and raises
-    an error if there are more than `budget`.
+    """Counts the steps that `step.make` skipped because the loss, the gradient norm or the update
+    was not finite, and raises an error if there are more than `budget`.
 
     With a loss scale, an overflow shows that the scale was too large, so `step.make` lowers the
-    scale. A step with an overflow counts only if the scale was already the smallest one.
-    `step.make` also skips a step whose loss is above a limit. Such steps should not be counted
-    here, so call `Skipped.count` only for steps for which `run.spikes.Spikes.count` returned False.
+    scale. A step with an overflow is counted only if the scale was already the smallest possible
+    scale. `step.make` also skips a step whose loss is above a limit. Such steps should not be
+    counted here, so call `Skipped.count` only for steps for which `run.spikes.Spikes.count`
+    returned False.
 
     Args:
         budget: the number of steps that may be skipped in a run.
         steps: the steps that were skipped so far, oldest first; a resumed run passes the list that
-            it stored in the checkpoint's note.
+            it stored in the checkpoint, in the note (the JSON values of the training loop).
     """
 
     budget: int
@@ -58,7 +61,8 @@ class Skipped:
                 gradient norm.
             scale: the loss scale of the state that the step returned, or None.
         """
-        # The scale that this step used; the scale that it returned is for the next step.
+        # The scale that this step used; the scale that it returned is for the next step. At the
+        # first call `_scale` is infinite, so with a loss scale an overflow then does not count.
         before, self._scale = self._scale, math.nan if scale is None else float(scale.value)
         if not info.skipped:
             return False
@@ -72,10 +76,10 @@ class Skipped:
             raise OverBudget(
                 f"step {number}: the loss is {loss} and the gradient norm {norm}."
                 f"{update_not_finite} "
-                f"{len(self.steps)} steps were not finite "
+                f"{len(self.steps)} steps had a loss, gradient or update that was not finite "
                 f"(the last ones: {', '.join(map(str, self.steps[-5:]))}), and the budget is "
                 f"{self.budget}. Lower the learning rate, clip "
-                "the gradients, or look at these batches."
+                "the gradients, or look at the batches of these steps."
             )
         return True
 
@@ -84,8 +88,9 @@ class Skipped:
 
 
 class Clock:
-    """Measures the seconds of a run by name, and the goodput of the run. The goodput is the number
-    of productive seconds divided by all seconds since the run first began.
+    """Measures how many seconds a run spends in each named activity, and the goodput of the run.
+    The goodput is the number of seconds in productive activities, divided by all seconds since the
+    run first began.
 
         with clock("steps"):
             ...
@@ -95,39 +100,44 @@ class Clock:
     count as not productive.
 
     Args:
-        note: the note of the checkpoint, as `note` returned it; `None` for a new run.
-        productive: the names whose seconds are productive.
+        note: the values that `note` returned and that the checkpoint stored; `None` for a new run.
+        productive: the names of the activities whose time counts as productive.
 
     Attributes:
-        seconds: the seconds so far, by name, including the seconds of the run that was resumed.
+        seconds: a dict from the name of each activity to its seconds so far, including the seconds
+            before the run was resumed.
     """
 
     def __init__(
         self, note: Mapping[str, Any] | None = None, *, productive: tuple[str, ...] = ("steps",)
     ):
-        """Begins now, or with the times that the `note` of a checkpoint holds."""
+        """Starts the clock of a new run now, or continues from the times in the `note` of a
+        checkpoint.
+        """
         self.began: float = time.time() if note is None else note["began"]
         self.seconds: dict[str, float] = {} if note is None else dict(note["seconds"])
         self.productive = productive
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Adds the seconds of the `with` block to `name`, unless the block raises an error."""
+        """Adds the seconds of the `with` block to the activity `name`, unless the block raises an
+        error.
+        """
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def note(self) -> dict[str, Any]:
-        """Returns the entry for a checkpoint, as JSON values: when the run began, and the seconds
-        by name."""
+        """Returns the JSON values to store in a checkpoint: the time at which the run began, and
+        the seconds of each activity by its name."""
         return {"began": self.began, "seconds": dict(self.seconds)}
 
     def goodput(self) -> float:
-        """Returns the productive seconds divided by all seconds since the run first began, from 0
-        to 1.
+        """Returns the seconds in productive activities divided by all seconds since the run first
+        began: a number from 0 to 1.
 
         If the system's clock was set back, the run may have counted more seconds than the clock
-        shows. The sum of the counted seconds is then used in place of all seconds.
+        shows. The divisor is then the sum of the counted seconds.
         """
         counted = sum(self.seconds.values())
         return sum(self.seconds.get(name, 0.0) for name in self.productive) / max(
@@ -204,8 +214,9 @@ def jsonl(
     failed_since = math.inf  # the time of the first failure since the last success
 
     def sink(step, values):
-        """Writes the line of `step`, and the lines that wait. If the storage fails, all these lines
-        wait. After `patience` seconds of failures an error is raised.
+        """Writes the line of `step`, and the earlier lines that could not be written. If the
+        storage fails, all these lines wait for the next call. After `patience` seconds of failures
+        an error is raised.
         """
         nonlocal failed_since
         waiting.append(json.dumps({"step": step, **values}) + "\n")

@@ -1,10 +1,11 @@
 """The other processes of a job, seen through the key-value store of JAX's coordination service.
 
 Each process writes an *entry* into the store twice a second. An entry has the phase of the process,
-which says what the process is doing (such as "in step 3"), and the number of entries that it has
-written. A process that raises an error writes the error too, and the other processes then end. If a
-process waits too long, `Peers.culprit` reads the entries twice, and names the process that most
-likely holds up the others. If a process is gone, JAX's own heartbeats end the job.
+which says what the process is doing (such as "in step 3"), and the number of entries that this
+process has written so far. A process that raises an error writes the error too, and the other
+processes then end. If a process waits too long, `Peers.culprit` reads the entries twice, and names
+the process that most likely holds up the others. If a process is gone, JAX's own heartbeats end the
+job.
 """
 
 import atexit
@@ -54,8 +55,8 @@ class Peers:
     """
 
     def __init__(self, job: jobs.Job, client: Any, limit: float):
-        """Writes the first entry, checks that rank 0 is of the same job (if not, ends the process),
-        and starts the thread that writes further entries.
+        """Writes this process's first entry into JAX's key-value store, checks that rank 0 is of
+        the same job (if not, ends the process), and starts the thread that writes further entries.
         """
         self.job, self._client = job, client
         self._entry: dict[str, Any] = {
@@ -96,8 +97,8 @@ class Peers:
         self._write_entry()
 
     def close(self) -> None:
-        """Stops the thread. If a call of JAX in the thread returned while Python ends, the process
-        would abort.
+        """Stops the thread that writes this process's entries. If a call of JAX in the thread
+        returned while Python ends, the process would abort.
         """
         self._closed.set()
         self._thread.join(GRACE)
@@ -120,13 +121,14 @@ class Peers:
         """Returns a message that names the process that most likely holds up the others, or an
         empty text if all processes wait.
 
-        The call takes between `GRACE` and 2 * `GRACE` seconds. If the store, which is in rank 0,
-        does not answer in that time, rank 0 is named.
+        The call takes between `GRACE` and 2 * `GRACE` seconds. If JAX's key-value store, which is
+        in rank 0, does not answer in that time, rank 0 is named.
         """
 
         def compare() -> str:
-            """Reads the entries twice. Returns the error of a process that has written one into the
-            store. If there is none, returns a guess from the two readings.
+            """Reads the entries of all processes twice. Returns the error of a process that has
+            written an error into the store. If there is no error, returns a message about the
+            process that most likely holds up the others.
             """
             before = self._read(RANKS)
             time.sleep(GRACE)
@@ -135,24 +137,28 @@ class Peers:
             return raised[0] if raised else _likely(before, after, self.job.rank)
 
         words = _within(2 * GRACE, compare)
-        return _silent(self._rank_0) if words is None else words  # None: the store did not answer
+        # None: the store did not answer. `_rank_0` is rank 0's entry, read when this process began.
+        return _silent(self._rank_0) if words is None else words
 
     def _write_entry(self) -> None:
-        """Writes the entry of this process into the store, with the next count."""
+        """Adds 1 to the count in this process's entry, and writes the entry into JAX's key-value
+        store.
+        """
         self._entry["count"] += 1
         text = json.dumps(self._entry)
         self._client.key_value_set(f"{RANKS}{self.job.rank}", text, allow_overwrite=True)
 
     def _read(self, folder: str) -> dict[str, Any]:
-        """Returns the entries in a folder of the store, by key. The entries of the folder `RANKS`
-        are records, and those of the folder `RAISED` are texts."""
+        """Returns a dict from each key in a folder of JAX's key-value store to the key's value. In
+        the folder `RANKS` the values are the processes' entries; in the folder `RAISED` they are
+        texts of errors."""
         entries = self._client.key_value_dir_get(folder)
         return {key: json.loads(text) if folder == RANKS else text for key, text in entries}
 
     def _run(self) -> None:
-        """Writes this process's entry every `BEAT` seconds, in a thread, and ends the process if
-        another one raised an error. Rank 0 also prints a line about each process that no longer
-        writes its entry.
+        """Writes this process's entry into JAX's key-value store every `BEAT` seconds, in a thread,
+        and ends the process if another one raised an error. Rank 0 also prints a line about each
+        process that no longer writes its entry.
         """
         # The last count of each process, by its key, and the time when that count was first read.
         heard: dict[str, tuple[int, float]] = {}
@@ -187,7 +193,8 @@ def job_name() -> str:
 
 
 def _silent(entry: dict[str, Any]) -> str:
-    """Returns a message about the process of `entry`, which no longer writes its entry."""
+    """Returns a message about a process that no longer writes its entry. The process wrote `entry`
+    before."""
     return (
         f"{entry['who']} sends nothing: it is gone, is stopped, or holds Python's lock; it was "
         f"last {entry['doing']}"
@@ -197,10 +204,10 @@ def _silent(entry: dict[str, Any]) -> str:
 def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
     """Returns a message about the process that most likely holds up the others; "" if all wait.
 
-    The first choice is a process that has left. The second is a process whose count is the same in
-    the two readings, `before` and `after`. The third is a process in a phase that does not wait for
-    others. `rank` is the rank of this process, which is left out. Each reading is a dict of entries
-    by key.
+    The first choice is a process that has finished its work (`leave`). The second is a process that
+    wrote no entry between the two readings, `before` and `after`. The third is a process in a phase
+    that does not wait for others. `rank` is the rank of this process, which is left out. Each
+    reading is a dict from a process's key to the process's entry.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():

@@ -54,8 +54,9 @@ def initialize(
 
     `jax.distributed.initialize` detects the launchers Slurm, Open MPI, Kubernetes and Cloud TPU.
     For other launchers pass `coordinator`, `processes` and `rank`, or set JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. `coordinator` alone replaces the address that JAX detects.
-    A process that no launcher started is a job of one process, and connects to nothing.
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. If you pass only `coordinator`, it replaces the address
+    that JAX detects. A process that no launcher started is a job of one process, and connects to
+    nothing.
 
     Args:
         coordinator: the address `host:port` at which JAX's coordination service of rank 0 listens.
@@ -68,9 +69,9 @@ def initialize(
             Open MPI the default is one accelerator per process, the one whose number is the rank of
             the process on its machine.
         initialization_timeout: the seconds within which all processes must connect; a process that
-            still waits then prints a message and ends. The seconds count from the start of the
-            process, because the other processes also wait for slow imports; but this call gets at
-            least half of the seconds.
+            still waits then prints a message and ends. The seconds are counted from the start of
+            the process, imports included, since the other processes also wait for this process's
+            imports; but this call gets at least half of the seconds.
         heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
         say: prints the number of processes, on rank 0.
 
@@ -78,7 +79,7 @@ def initialize(
         ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
             variables are incomplete, or the number of processes does not divide `cpu_devices`.
     """
-    # `_told` checks the arguments, and replaces missing ones by the JAX_... variables.
+    # `_told` checks the arguments. Without a number and a rank it takes the JAX_... variables.
     coordinator, processes, rank = _told(coordinator, processes, rank)
     connected = True
     try:
@@ -102,7 +103,9 @@ def initialize(
     job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
     if cpu_devices is not None:
         if cpu_devices % job.processes:
-            # A meeting of all processes. None waits long, since all have the same `cpu_devices`.
+            # Each process disconnects before it raises, so that JAX does not report a process that
+            # has ended to those that have not. `shutdown` is a meeting of all processes. None waits
+            # long, since all have the same `cpu_devices`.
             jax.distributed.shutdown()
             divisible = max(job.processes, cpu_devices // job.processes * job.processes)
             raise ValueError(
@@ -121,9 +124,10 @@ def initialize(
 def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
-    """Returns the coordinator, the number of processes and the rank: the arguments, or else the
-    values of the JAX_... variables. Refuses a number of processes or a rank if one of the three is
-    missing, and a coordinator without a port.
+    """Returns the coordinator, the number of processes and the rank. If the arguments have neither
+    a number nor a rank, and both are set as JAX_... variables, the variables are taken, and a given
+    coordinator replaces that of the variables. Refuses a number of processes or a rank if one of
+    the three is missing, and a coordinator without a port.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -149,7 +153,9 @@ def _is_local(coordinator: str | None) -> bool:
 
 
 def _age() -> float:
-    """Returns the seconds since this process began, with imports; 0 on a system without /proc."""
+    """Returns the seconds since this process began, including the time of imports; 0 on a system
+    without /proc.
+    """
     try:
         # Field 22 of the file is the start in clock ticks after boot; fields 1 and 2 are cut off.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -196,9 +202,11 @@ def run(main: Callable[[], Any], job: Job) -> None:
     folder), the message is one line.
     """
     several = jax.distributed.is_initialized()
-    # A signal asks a job of several processes to stop together; a single process ends at once.
+    # A signal asks a job of several processes to stop together: `hear` passes it on to JAX's
+    # preemption service, which tells all processes. A single process ends at once.
     hear = StopRequest(several).hear if several else interrupted
-    # SIGTERM is not listened to: in a job of several processes, JAX's service catches it.
+    # SIGTERM is not listened to: in a job of several processes, JAX's service catches it. A single
+    # process is ended by SIGHUP and SIGTERM anyway.
     numbers = (signal.SIGINT, signal.SIGHUP) if several else (signal.SIGINT,)
     try:
         with signals.listening(hear, *numbers):

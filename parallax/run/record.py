@@ -5,8 +5,9 @@ contents.json    the record alone, written first: it says to which run the folde
 manifest.json    the record and, as `files`, the size and hash of every other file,
                  contents.json too; written last
 
-Both files also hold the number of their format, `format`. `manifest.need(condition, place, what,
-value)` raises `Damaged`, with the other arguments in its message, if the condition is false.
+`contents.json` and `manifest.json` also hold the number of their format, `format`.
+`manifest.need(condition, place, what, value)` raises `Damaged`, with the other arguments in its
+message, if the condition is false.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ class Record:
         step: the step of the checkpoint.
         settings: the settings of the run.
         note: the JSON values that the training loop stored for itself.
-        numbers: the plain numbers of the state, by path; a complex number is a list of its two
-            parts.
+        numbers: the leaves of the state that are Python numbers, by path; a complex number is a
+            list of its two parts.
         arrays: the `[dtype, shape]` of each array of the state, by path.
         evaluated: the finite loss that was measured for this state, or None.
     """
@@ -122,9 +123,9 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
 
 
 def most_bytes(record: Record) -> int:
-    """Returns a generous bound on the bytes of a checkpoint's files. The bound has 1 GiB, and for
-    each number of the arrays twice the bytes of the widest number. A manifest that lists more bytes
-    is refused, so that no absurdly large file is hashed.
+    """Returns a generous bound on the bytes of a checkpoint's files. The bound is 1 GiB plus, for
+    each element of the arrays, twice the bytes of an element of the widest dtype. A manifest that
+    lists more bytes is refused, so that no absurdly large file is hashed.
     """
     return 2 * WIDEST * sum(math.prod(shape) for _, shape in record.arrays.values()) + SLACK
 
@@ -146,6 +147,7 @@ def _typed(entries: dict[str, Any], path: Path) -> Record:
         manifest.need(
             isinstance(entries[name], dict), f"{path}: {name}", "an object", entries[name]
         )
+    # A complex number is stored as two numbers: its real and its imaginary part.
     for name, number in entries["numbers"].items():
         manifest.need(
             _is_number(number), f"{path}: numbers: {name}", "a finite number, or two", number
@@ -167,7 +169,10 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         ValueError: the checkpoint is of another run, or has another format.
     """
     if not folder.exists():
-        raise manifest.Damaged(f"{folder}: needed a folder, found none. The folder was removed.")
+        raise manifest.Damaged(
+            f"{folder}: needed a folder, found none. The folder was removed or renamed after the "
+            "checkpoint was written."
+        )
     # A link to a missing file is not this case: `read` says what is wrong with it.
     if not os.path.lexists(folder / MANIFEST):
         raise manifest.Damaged(
@@ -206,10 +211,12 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Raises `manifest.Damaged` if the files in a folder differ in name or size from `files`, the
-    files that the manifest lists. Raises this error too if `record`, which is from the manifest,
-    differs from the record in `contents.json`. Hashes are not checked.
+    """Raises `manifest.Damaged` if a file of `files`, which are those that the manifest lists, is
+    missing in the folder or has another size, or if `files` lacks a file of the folder's arrays.
+    Raises this error too if `record`, which is from the manifest, differs from the record in
+    `contents.json`. Hashes are not checked.
     """
+    # `arrays_of` gives all files below `arrays`. Other files that are not listed are no error.
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:

@@ -25,8 +25,8 @@ class Retention(NamedTuple):
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: good checkpoints whose step is a multiple of this number also stay, for ever. With
-            None, no checkpoint stays for this reason.
+        every: finished checkpoints that were not refused, and whose step is a multiple of this
+            number, also stay, for ever. With None, no checkpoint stays for this reason.
     """
 
     newest: int = 3
@@ -34,8 +34,8 @@ class Retention(NamedTuple):
 
 
 class Later(ValueError):
-    """Raised if this step or a later one has a finished checkpoint, so that this step must not be
-    saved.
+    """Raised if the step to save, or a later step, already has a finished checkpoint, so that the
+    step must not be saved.
     """
 
 
@@ -100,6 +100,9 @@ def make_room(
     folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
 ) -> None:
     """Moves aside an unfinished or refused checkpoint of `step`, which is in the way of a new one.
+    It is not removed here, since it may be of another run, and the new one is not yet written.
+    After that, `prune` removes the folder, such as 00000100.replaced, if it is of this run. A
+    folder with a further number, such as 00000100.replaced.2, stays.
 
     Raises:
         Later: there is a finished checkpoint of this step or a later one.
@@ -133,9 +136,10 @@ def prune(
     """Removes the checkpoints of this run that are not to be kept: finished ones that `retention`
     does not keep, unfinished ones, and ones that a newer checkpoint of the same step has replaced.
 
-    The newest checkpoint whose loss was measured also stays. A damaged checkpoint that was refused
-    stays until there is a newer good one. A checkpoint that was refused for another reason stays
-    forever. Nothing is removed if no checkpoint is good.
+    The newest checkpoint whose loss was measured stays too, even if `retention` does not keep it. A
+    checkpoint that could not be restored (`refused`) because it is damaged stays until there is a
+    newer finished checkpoint that was not refused. A checkpoint that was refused for another reason
+    stays forever. Nothing is removed if all finished checkpoints of this run were refused.
     """
     # Each folder is checked only once. A folder that cannot be read counts as another run's, and
     # stays; at a second check it might be readable, and would be removed.
@@ -163,7 +167,8 @@ def prune(
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
-    # The checkpoint that stays for its measured loss may be one of these.
+    # The checkpoint that stays for its measured loss may be one of these. Those that `every` keeps
+    # are not looked at, so a measured one among them does not let an older one go.
     older = {step for step in to_remove.values() if step not in refused}
     for path in to_remove.keys() - _measured(folder, newest, older):
         remove(path)
@@ -190,12 +195,12 @@ def remove(path: Path) -> None:
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
     """Returns the folders that stay because of a measured loss. One of them is the folder of the
     newest checkpoint whose loss was measured. The search begins with the steps `newest` (newest
-    first), and goes on with the steps `others`. The function also returns the folders of newer
-    checkpoints of another format, since a loss may have been measured for these too. Damaged
-    checkpoints are left out.
+    first), and goes on with the steps `others`. The function also returns the folders of
+    checkpoints of another format that are newer than that checkpoint, since a loss may have been
+    measured for these too. Damaged checkpoints are left out.
 
-    Raises `OSError` if a manifest cannot be read now. This function runs at the end of a save;
-    after the error `writer.Writer` tries that end again.
+    Raises `OSError` if a manifest cannot be read now. This function runs in the last part of a
+    save; after the error `writer.Writer` repeats that part.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

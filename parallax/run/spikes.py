@@ -29,8 +29,8 @@ class Spiked(RuntimeError):
     """Raised when the number of loss spikes reaches the limit of the run.
 
     Attributes:
-        step: the step of the last spike.
-        first: the step of the first spike.
+        step: the step of the spike at which the limit was reached.
+        first: the step of the earliest of the spikes that were counted for the limit.
     """
 
     def __init__(self, words: str, step: int, first: int):
@@ -46,7 +46,7 @@ class Spikes:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
             that were no spikes.
         budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
-        note: the note of the checkpoint, as `note` returned it; `None` for a new run.
+        note: the values that `note` returned and that the checkpoint stored; `None` for a new run.
 
     Attributes:
         past: the number of batches that the run skipped: step i takes batch i + `past`.
@@ -91,14 +91,19 @@ class Spikes:
         return True
 
     def note(self) -> dict[str, Any]:
-        """Returns the entry for a checkpoint, as JSON values."""
+        """Returns the JSON values to store in a checkpoint, from which a resumed run makes the same
+        `Spikes`.
+        """
         return {"losses": self._losses, "at": self._at, "past": self.past}
 
     def back(self, step: int, first: int, note: Mapping[str, Any] | None) -> "Spikes":
-        """Returns the guard for a run that went back from `step` to the checkpoint of step `first`.
+        """Returns the `Spikes` for a run that went back from `step` to the checkpoint of step
+        `first`.
 
-        The guard has the losses of the checkpoint's `note`. It skips the batches of the steps after
-        `first`, up to and including `step`.
+        The new `Spikes` has the losses and the spikes in the checkpoint's `note`. The run then
+        skips the batches of the steps after `first`, up to and including `step`. The batches that
+        the run skipped before, also those since the checkpoint, stay skipped, so `past` is not
+        taken from the `note`.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

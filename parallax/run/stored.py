@@ -1,4 +1,5 @@
-"""Converts a state to arrays by name, in a form that all layouts share, and back to any shardings.
+"""Converts a state to arrays by name, in a form that all layouts share, and converts the arrays
+back to a state with any shardings.
 
 The name of an array is its path in the tree. A layout may change the form of a state: a pipeline
 splits the blocks of the model into chunks. The caller gives two functions: `to_disk` undoes this
@@ -28,11 +29,11 @@ KEYS = {
 
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays and the plain numbers of a tree, by path. A complex number becomes a list
-    of its two parts.
+    """Returns the arrays and the Python numbers of a tree, each as a dict by path. A complex number
+    becomes a list of its two parts.
 
     Raises:
-        ValueError: two leaves have the same path, or a plain number is not finite.
+        ValueError: two leaves have the same path, or a Python number is not finite.
     """
     # `dotted` gives "" if the tree is a single leaf; `is_array` is true of shapes, too.
     named = [(mesh.dotted(path) or "state", leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
@@ -75,7 +76,8 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses. `like` holds
+    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses: the stored
+    arrays may have other shapes than those of `like`, whose shardings then do not fit. `like` holds
     arrays or shapes; nothing is computed.
     """
     arrays, convert, statics = _of_arrays(to_disk, like)
@@ -103,14 +105,14 @@ def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
     """Returns three things: the arrays of `tree`; `f` as a function from these arrays to arrays,
-    which `jax.jit` can trace; and a list. When the function is traced, the leaves of its result
-    that are no arrays are added to the list, as one tree.
+    which `jax.jit` can trace; and a list. When the function is traced, one tree is added to the
+    list: the result of `f` with None in place of its arrays.
     """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
 
     def of_arrays(arrays):
-        """Returns the arrays of `f(tree)`, and adds the other leaves of this result to
+        """Returns the arrays of `f(tree)`, and adds the tree of this result's other leaves to
         `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
@@ -127,8 +129,8 @@ def check_same(
     """
 
     def kinds(numbers):
-        """Returns, by name, `[type, shape]` of each plain number, as a record describes an array. A
-        complex number is stored as a list of its two parts.
+        """Returns a dict from the name of each Python number to `[type, shape]`, the form that
+        `Record.arrays` has for arrays. A complex number is stored as a list of its two parts.
         """
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
@@ -158,7 +160,7 @@ def check_same(
 
 
 def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTree:
-    """Returns the tree `like`, with stored values in place of its arrays and plain numbers.
+    """Returns the tree `like`, with stored values in place of its arrays and Python numbers.
     `arrays` and `numbers` have the stored values by path. Other leaves of `like` stay.
     """
 
@@ -187,7 +189,8 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
     """Starts to search the arrays for nan and inf on the devices. Returns a function that waits for
     the search, and returns the names of the arrays with a nan or an inf.
 
-    The arrays may be donated before that function is called. All processes get the same names.
+    The arrays may be donated before the returned function is called. All processes get the same
+    names.
     """
     numbers = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -255,7 +258,8 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Copies this process's blocks of the arrays to the host's memory. Returns a function that
     makes the arrays again from the copies, also after the arrays were donated.
 
-    The new arrays stay in the host's memory, if the devices can read that memory.
+    The arrays that the returned function makes stay in the host's memory, if the devices can read
+    that memory.
     """
     copied = {
         name: (_blocks(leaf), leaf.shape, leaf.sharding)
@@ -265,14 +269,14 @@ def held(arrays: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     of_numpy = {name: np.array(leaf) for name, leaf in arrays.items() if name not in copied}
 
     def again():
-        """Returns all arrays, made from the copies."""
+        """Makes all arrays again from the copies in the host's memory, and returns them by name."""
         return of_numpy | {name: _of_blocks(*copy) for name, copy in copied.items()}
 
     return again
 
 
 def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
-    """Returns this process's blocks of an array, by device, copied to the host. Devices that hold
+    """Returns this process's blocks of an array, by device, in the host's memory. Devices that hold
     the same block share one copy of it.
     """
     # The index is taken as text, since slices cannot be keys of a dict. Copies of a block have the
@@ -281,6 +285,8 @@ def _blocks(leaf: jax.Array) -> dict[Any, np.ndarray]:
     distinct = {index: data for _, index, data in shards}
     for data in distinct.values():  # starts all copies before the first is waited for
         data.copy_to_host_async()
+    # On CPUs `np.asarray` gives a view. As long as a NumPy array refers to a buffer, JAX does not
+    # write over it: a step to which the buffer is donated works on a copy.
     on_host = {index: np.asarray(data) for index, data in distinct.items()}
     return {device: on_host[index] for device, index, _ in shards}
 
@@ -291,8 +297,8 @@ def _of_blocks(
     """Returns a global array of `shape`, made from the blocks of this process. `blocks` has these
     blocks by device.
 
-    On accelerators the blocks stay in the host's memory, if the devices can read that memory: the
-    devices' own memory is full of the run's state.
+    On accelerators the returned array stays in the host's memory, if the devices can read that
+    memory: the devices' own memory is full of the run's state.
     """
     memory_kinds = {memory.kind for device in blocks for memory in device.addressable_memories()}
     if next(iter(blocks)).platform != "cpu" and "pinned_host" in memory_kinds:

@@ -36,9 +36,10 @@ class Watchdog:
 
     Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end such
     a phase without the other ranks. A rank that waits is probably held up by another rank, so it
-    prints its message `peers.GRACE` seconds later. So the rank at fault prints first, with the
-    stacks of its threads, and ends the job. If that rank cannot print, because it is stopped, is
-    gone or holds Python's lock, the other ranks name it, by `Peers.culprit`.
+    prints its message `peers.GRACE` seconds after the time limit of the step. The rank at fault
+    prints at the limit, and so first, with the stacks of its threads, and ends the job. If that
+    rank cannot print, because it is stopped, is gone or holds Python's lock, the other ranks name
+    it, by `Peers.culprit`.
 
     Args:
         job: the job that `processes.initialize` returned.
@@ -51,7 +52,9 @@ class Watchdog:
     """
 
     def __init__(self, job: Job, *, seconds: float, first: float | None = None):
-        """Starts the clock of the first step; the thread is started by `with`."""
+        """Starts the clock of the first step. The thread that watches the steps starts when the
+        `with` block begins.
+        """
         if seconds <= 0:
             raise ValueError(f"Watchdog needs seconds above 0; got {seconds}.")
         self.job = job
@@ -71,14 +74,15 @@ class Watchdog:
         return self
 
     def __exit__(self, *_):
-        """Ends the thread, and cancels the timer that `_arm` set."""
+        """Ends the thread that watches the steps, and cancels the timer that `_arm` set."""
         self._left.set()  # ends the thread
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int, phase: str = "begin") -> None:
-        """Notes that step `number` begins now, in this phase. The time of the step is counted from
-        now on.
+        """Notes that step `number` begins now, and sets the phase of this rank to `phase`. The time
+        of the step is counted from now on. The steps are also counted, since the first step after
+        a start, whatever its number, is compiled and may take longer.
         """
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()

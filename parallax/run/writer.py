@@ -36,7 +36,8 @@ class Writer:
         folder: the folder of the checkpoints.
         name: a name that no other writer of the job has, and that is the same on all processes.
         make_room: called on the first process, with the number of a step, before the checkpoint of
-            this step is written; it moves a bad checkpoint of the same step aside.
+            this step is written; it moves aside a checkpoint of the same step that is unfinished or
+            cannot be restored.
         sealed: called on the first process, in the writer's thread, with the number of a step whose
             checkpoint is finished.
         tries: the number of times that a save is tried.
@@ -134,7 +135,9 @@ class Writer:
         """
 
         def make():
-            """Moves a bad folder of this step away, and makes the new one, on the first process."""
+            """Moves away a checkpoint of this step that is unfinished or cannot be restored, and
+            makes the new folder, on the first process.
+            """
             self._make_room(record.step)
             records.begin(self._path(record.step), record)
 
@@ -198,6 +201,8 @@ class Writer:
                         self._begin_again(record, copies())
                 if not written:
                     self.arrays.wait_until_finished()
+                    # Equal on all processes: the last barrier of Orbax's save is a stage (`meet` in
+                    # `_checkpointer`), which fails on all processes or on none.
                     written = True
                 self._stages.first(lambda: self._seal(record))
                 return

@@ -1,11 +1,12 @@
 """Writes and reads a schedule as a CSV file, with one row per tick and one column per stage. A job
-is written with its place in the model: `5F3` is F of microbatch 3 at place 5.
+is written as its place in the model (the position of its chunk of layers), a letter and its
+microbatch: `5F3` is the forward pass (F) of microbatch 3 at place 5.
 
-F is the forward pass. `5B3` is both gradients of microbatch 3 at place 5. If the two gradients are
-separate jobs, `5I3` is the input's gradient and `5W3` the weights' gradient. In lockstep (see the
-module `table`) a stage may have several jobs in a tick: `1F4 1B2`. Files of
-`torch.distributed.pipelining` can be read too: they have one row per rank (a stage) and one cell
-per job, and no header.
+`5B3` computes the gradients of the input and of the weights, for microbatch 3 at place 5. If the
+two gradients are separate jobs, `5I3` computes the input's gradient and `5W3` the weights'
+gradient. In lockstep (see the module `table`) a stage may have several jobs in a tick: `1F4 1B2`.
+Files of `torch.distributed.pipelining` can be read too: they have one row per rank (a stage) and
+one cell per job, and no header.
 
 A place is the position of a chunk of layers in the model; a placement, [chunks, stages], gives each
 chunk's place. A `Job` is (lane, microbatch, place); its lane is "forward" for F, "backward" for I
@@ -63,8 +64,9 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     only the order of each rank's jobs: each job gets the first tick in which it can run.
 
     Raises:
-        ValueError: the file is not a table, or its table cannot run; the message names the line,
-            or, in a file of torch's form, the row and the cell of a word that is no job.
+        ValueError: the file is not a table, or its table cannot run. If one line is at fault, the
+            message names this line. If a cell of a file of torch's form has a text that is no job,
+            the message names the row and the cell.
     """
     try:
         # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is
@@ -75,13 +77,13 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
         raise ValueError(
             f"{path}: needed a table of text, as to_csv writes it, found something else ({error})."
         ) from error
-    # The line of a tick is its number plus 2: tick 0 is on line 2, below the header. Files in
-    # torch's form have no line for a tick. There no job is too early, since the ticks follow from
-    # the order of the jobs; a `CannotRun` comes only from a microbatch's number that is too large.
+    of_torch = _is_of_torch(header)
     try:
-        return _by_rank([header, *rows]) if _is_of_torch(header) else _by_tick(header, rows)
+        return _by_rank([header, *rows]) if of_torch else _by_tick(header, rows)
     except CannotRun as error:
-        raise ValueError(f"{path}: line {error.tick + 2}: {error}") from None
+        # Tick 0 is on line 2, below the header. A file of torch's form has no line for a tick.
+        line = "" if of_torch else f"line {error.tick + 2}: "
+        raise ValueError(f"{path}: {line}{error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -116,8 +118,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
     letters = {letter for row in rows for cell in row[1:] for letter in cell}
     if "B" in letters and letters & {"I", "W"}:
         raise ValueError(
-            "The file has B, which is I and W together, beside I or W. Write I and W in the "
-            "whole file, or B in the whole file."
+            "The file has whole backward jobs (B) and also separate ones (I: input gradient, W: "
+            "weight gradient). Write I and W in the whole file, or B in the whole file."
         )
     # The jobs name their places, so a file needs no line for the placement.
     placement = _placement(of_stages)
@@ -139,8 +141,9 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
     Each job gets the first tick in which it can run.
 
-    A whole backward job, B, is read as I and then W. If a cell has two jobs that torch overlaps,
-    the job that is listed first runs first.
+    A whole backward job (B) is read as an input-gradient job (I) and then a weight-gradient job
+    (W), since a file of torch may have B beside I and W. If a cell has two jobs that torch
+    overlaps, the job that is listed first runs first.
     """
     orders = []  # the jobs of each rank
     for rank, row in enumerate(rows):
@@ -201,7 +204,8 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:
         raise ValueError(
-            f"All stages need equally many places of the model; got {', '.join(map(str, counts))}."
+            "All stages need the same number of chunks (places of the model); got "
+            f"{', '.join(map(str, counts))}."
         )
     homes = sorted((place, stage) for stage, of_stage in enumerate(places) for place in of_stage)
     for expected, (place, stage) in enumerate(homes):

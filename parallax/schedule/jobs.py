@@ -28,8 +28,10 @@ class Job(NamedTuple):
 def needs(job: Job, last: int) -> Iterator[Job]:
     """Yields the jobs whose results a job needs; `last` is the last place of the model.
 
-    F needs F of the place before; at place 0 it needs no job. B needs B of the place after; at the
-    last place it needs F of that place. W needs B of its own place.
+    A place is the position of a job's chunk of layers in the model. A forward job needs the forward
+    job of the place before; at place 0 it needs no job. A backward job needs the backward job of
+    the place after; at the last place it needs the forward job of that place. A weight job needs
+    the backward job of its own place.
     """
     lane, m, place = job
     if lane == "forward" and place > 0:

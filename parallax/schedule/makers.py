@@ -27,10 +27,12 @@ Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """Returns the schedule that runs all forwards, and then all backwards from the last microbatch
-    to the first: the bubble is (P-1)(F+B).
+    to the first.
 
-    Every stage holds M microbatches. `jax.grad` of a scan over forward ticks runs in this order
-    (arXiv 1811.06965).
+    With P stages, the bubble (the idle time of a stage) is (P-1)(F+B), where F and B are the times
+    of the forward and the backward pass of one microbatch on a stage. Every stage holds the
+    residuals of all microbatches at once. `jax.grad` of a scan over forward ticks runs in this
+    order (arXiv 1811.06965).
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
@@ -43,14 +45,16 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns the schedule of one forward and one backward per tick: the bubble is (P-1)(F+B)/v,
-    and memory does not depend on M.
+    """Returns the schedule of one forward and one backward per tick, whose memory does not depend
+    on the number of microbatches.
 
-    Stage s holds at most P + (P-1-2s)/v microbatches; with one chunk that is 2(P-1-s) + 1. With
-    more chunks, microbatches pass all stages v times, in groups of P. The bubble is then v times
-    smaller than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If M is
-    a multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the last group is not full, which
-    adds (P - M mod P)(v-1)(F+B)/v to the bubble.
+    With P stages of v chunks each, the bubble (the idle time of a stage) is (P-1)(F+B)/v, where F
+    and B are the times of the forward and the backward pass of one microbatch on a stage. Stage s
+    holds the residuals of at most P + (P-1-2s)/v microbatches; for v = 1 that is 2(P-1-s) + 1. With
+    v > 1, each group of P microbatches passes all stages v times. The bubble is then v times
+    smaller than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If the
+    number of microbatches, M, is a multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the
+    last group is not full, which adds (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
@@ -60,12 +64,14 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns 1F1B with separate I and W: the bubble is (P-1)(F+I)/v, since no stage is idle while
-    W runs.
+    """Returns 1F1B with separate jobs for the input gradient (I) and the weight gradient (W).
 
-    Weight gradients need no exchange, so stage s delays each W by s ticks after its I. With this
-    delay all stages run W in the same M v ticks. The delay costs memory: stage s holds residuals of
-    up to P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
+    With P stages of v chunks each, the bubble (the idle time of a stage) is (P-1)(F+I)/v, where F
+    and I are the times of the forward pass and the input gradient of one microbatch on a stage: no
+    stage is idle while W runs. W needs no exchange, so stage s runs each W s ticks after the I of
+    the same chunk and microbatch. With this delay all stages run W in the same M v ticks, where M
+    is the number of microbatches. The delay costs memory: stage s holds residuals of up to P +
+    (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
@@ -77,9 +83,9 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def _checked(**sizes: int) -> tuple[int, int, int]:
-    """Returns P, M and v from `sizes`, which has them in this order; v is 1 if `sizes` has only P
-    and M. Raises `ValueError` if a size is no whole number of at least 1, or if the table would be
-    too large."""
+    """Returns the numbers of stages, microbatches and chunks per stage from `sizes`, which has them
+    in this order; the last is 1 if `sizes` lacks it. Raises `ValueError` if a size is no whole
+    number of at least 1, or if the table would be too large."""
     P, M, *chunks = checked_sizes(**sizes)
     v = chunks[0] if chunks else 1
     # Checked before any array is made: a table of 10^9 cells would fill the memory. The number
@@ -111,8 +117,9 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
 
 
 def _forwards(P: int, M: int, v: int) -> Jobs:
-    """Returns the ticks and the jobs of the forwards: each group of P microbatches passes chunk 0
-    of all stages, then chunk 1 right after it, and so on."""
+    """Returns the ticks and the numbers of the forward jobs (see `Jobs`), for P stages, M
+    microbatches and v chunks per stage. Each group of P microbatches passes chunk 0 of all stages,
+    then chunk 1 of all stages, and so on."""
     # All microbatches m, chunks c and stages s; the ticks are [M, v, P].
     m, c, s = np.ogrid[:M, :v, :P]
     # `m // P` is the number of the group. A group takes v P ticks, a chunk P of them, and each
@@ -121,16 +128,18 @@ def _forwards(P: int, M: int, v: int) -> Jobs:
 
 
 def _backwards(P: int, M: int, v: int) -> Jobs:
-    """Returns the ticks and the jobs of the backwards, which pass the places of the model from the
-    last to the first. They begin in tick v P - 1, the tick of the first microbatch's last F."""
+    """Returns the ticks and the numbers of the backward jobs (see `Jobs`), for P stages, M
+    microbatches and v chunks per stage. They pass the model from its last chunk to its first. The
+    first backward job is in tick v P - 1, in which the first microbatch ends its forward pass."""
     # The ticks are [M, v, P], as in `_forwards`, but the last chunk and the last stage come first.
     m, c, s = np.ogrid[:M, :v, :P]
     return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, m * v + c
 
 
 def _schedule(P: int, v: int, *lanes: Jobs) -> Schedule:
-    """Returns the schedule of these lanes, with a looped placement. `lanes` has the forward, the
-    backward and perhaps the weight jobs, in this order, each lane as a pair (ticks, jobs)."""
+    """Returns the schedule of the jobs in `lanes`, with P stages, v chunks per stage and the
+    placement `looped_placement(P, v)`. `lanes` has the forward, the backward and perhaps the weight
+    jobs, in this order, each lane as a pair (ticks, jobs)."""
     count = 1 + max(int(tick.max()) for tick, _ in lanes)
     tables = np.full((len(lanes), count, P), -1, np.int32)
     for table, (tick, job) in zip(tables, lanes, strict=True):

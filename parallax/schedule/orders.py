@@ -22,12 +22,12 @@ URGENCY = ("backward", "forward", "weight")  # a stage runs the first of these t
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Returns 1F1B with P microbatches in flight: the bubble is (P - 1)(F + I) if F, I and W take
-    the same time.
+    """Returns 1F1B with at most as many microbatches in flight as there are stages.
 
-    Stage s runs P - 1 - s microbatches forward, and then alternates one forward and one backward;
-    W follows I at once (arXiv 2104.04473, section 2.2). `one_f_one_b_lockstep` has up to 2P - 1
-    microbatches in flight.
+    Of P stages, stage s runs P - 1 - s microbatches forward, and then alternates one forward (F)
+    and one backward, in which the weight gradient (W) follows the input gradient (I) at once (arXiv
+    2104.04473, section 2.2). If F, I and W take the same time, the bubble (the idle time of a
+    stage) is (P - 1)(F + I). `one_f_one_b_lockstep` has up to 2P - 1 microbatches in flight.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -50,14 +50,16 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def zero_bubble(
     stages: int, microbatches: int, chunks: int = 1, *, in_flight: int | None = None
 ) -> Schedule:
-    """Returns a schedule in which each stage runs I as soon as it can. If no I is ready, the stage
-    runs F if it holds fewer than `in_flight` microbatches (by default P); otherwise it runs W. A
-    stage holds a microbatch from its F until its W.
+    """Returns a schedule in which each stage runs an input-gradient job (I) as soon as one is
+    ready. If no I is ready, the stage runs a forward job (F) if it holds fewer than `in_flight`
+    microbatches (by default as many as there are stages); otherwise it runs a weight-gradient job
+    (W). A stage holds the residuals of a microbatch from its F until its W.
 
-    With v chunks per stage, a stage may hold `in_flight` * v chunks of microbatches.
+    With v chunks of layers per stage, a stage may hold the residuals of `in_flight` * v forward
+    jobs, each of one chunk and one microbatch.
 
-    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241). If `in_flight` is P, the
-    schedule is the paper's ZB-H1.
+    Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241). With the default
+    `in_flight`, the schedule is the paper's ZB-H1.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -71,11 +73,13 @@ def greedy(
     places: Int[np.ndarray, "chunks stages"], microbatches: int, max_chunks: Sequence[int]
 ) -> Schedule:
     """Returns a schedule in which each stage runs in each tick one of its ready jobs, if it has
-    any: I first, then F, then W. Stage s runs no F while the stage holds `max_chunks[s]` chunks,
-    each of one microbatch. A chunk is held from its F until its W.
+    any: an input-gradient job (I) first, then a forward job (F), then a weight-gradient job (W).
+    Stage s runs no F while it holds the residuals of `max_chunks[s]` forward jobs. It holds the
+    residuals of an F until it runs the W of the same chunk and microbatch.
 
     If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
-    microbatch the latest place. `places` is the placement.
+    microbatch the job whose chunk is last in the model. `places` has the position in the model (the
+    place) of each chunk of each stage.
 
     Raises:
         ValueError: no stage may run a job: the only ready jobs are forwards, and their stages
@@ -127,8 +131,8 @@ def from_orders(
     tick in which its inputs exist and the stage is free.
 
     Raises:
-        ValueError: a job is not on the stage of its place; or a job waits for a job that never
-            runs, or for a job that the order of a stage puts too late.
+        ValueError: a stage has a job of a chunk that is on another stage; or a job waits for a job
+            that never runs, or for a job that the order of a stage puts too late.
     """
     homes = homes_of(places)
     # A wrong place would otherwise be reported as a deadlock.
@@ -151,7 +155,7 @@ def tables_of(
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
     """Returns the tables of jobs given as pairs (tick, job): one table per lane. An entry is
-    microbatch * v + chunk, or -1 for no job.
+    microbatch * v + chunk, where v is the number of chunks per stage, or -1 for no job.
 
     The tables have `ticks` rows; by default the last row is the tick of the last job.
 
@@ -172,15 +176,18 @@ def tables_of(
 
 
 def homes_of(places: Shaped[np.ndarray, "chunks stages"]) -> dict[int, int]:
-    """Returns the stage of each place of the model."""
+    """Returns a dict from each place of the model (the position of a chunk) to its stage."""
     return {int(place): stage for (_, stage), place in np.ndenumerate(places)}
 
 
 def followers(job: Job, last: int) -> Iterator[Job]:
     """Yields the jobs that need a job's result; `last` is the last place of the model.
 
-    F is followed by F of the next place; at the last place it is followed by I of that place. I is
-    followed by W of its own place, and by I of the place before. No job needs W.
+    A place is the position of a job's chunk of layers in the model. A forward job is needed by the
+    forward job of the next place; at the last place it is needed by the input-gradient job
+    ("backward") of that place. An input-gradient job is needed by the weight-gradient job
+    ("weight") of its own place, and by the input-gradient job of the place before. No job needs a
+    weight-gradient job.
     """
     lane, m, place = job
     if lane == "forward":

@@ -40,19 +40,19 @@ def checked_placement(name: str, placement: Placement) -> Int32[np.ndarray, "chu
 
 
 def looped_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement that has chunk c of stage s at place c P + s: after the last stage the
-    model continues on the first."""
+    """Returns the placement that has chunk c of stage s at place c * stages + s of the model: after
+    the last stage the model continues on the first."""
     return np.arange(chunks * stages).reshape(chunks, stages)
 
 
 def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
     """Returns the placement in the shape of a V, with two chunks per stage: the first chunk of
-    stage s is at place s, and the second at place 2P - 1 - s."""
+    stage s is at place s of the model, and the second at place 2 * stages - 1 - s."""
     return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 
 
 class Interval(NamedTuple):
-    """The ticks in which a slot is in use: from `start` to `stop` - 1."""
+    """The ticks, `start` to `stop` - 1, in which a slot (memory for one job's array) is in use."""
 
     start: int
     stop: int
@@ -85,8 +85,9 @@ def coloured(
     `lanes` has two or more tables of jobs, such as "forward" and "backward". A job of the first
     lane writes a slot, and the jobs with the same number in the other lanes read it. The job of the
     last lane is the last reader: from the next tick on the slot is free. In a tick in which the
-    first lane has no job, it has the lowest free slot; another lane without a job has -1. (To share
-    the fewest slots among intervals is to colour an interval graph.)
+    first lane has no job, it has the lowest free slot; another lane without a job has -1. (Each
+    job's array needs its slot in an interval of ticks. To find the fewest slots for such intervals
+    is to colour an interval graph.)
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}

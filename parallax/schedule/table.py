@@ -11,16 +11,16 @@ place in the model, 0 to vP - 1, of each chunk of each stage.
 There are two ways to run a table, and the table decides which (`per_stage`):
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
-  forward, then at most one backward, then at most one weight job. So a full pipeline runs F and B
-  in every tick. The next stage must use the output of tick t in tick t + 1, so outputs need no
-  buffers (slots) in which to wait. The placement is looped: chunk c of stage s is at place c P + s.
+  forward, then at most one backward, then at most one weight job. So a full pipeline runs a forward
+  and a backward job in every tick. The next stage must use the output of tick t in tick t + 1, so
+  outputs need no buffers (slots). The placement is looped: chunk c of stage s, of P stages, is at
+  place c P + s.
 * *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
 
-The head computes the loss from the output of the model's last place. The head is no lane, but it
-makes the cotangent with which B begins at the last place. The lane of this message is called
-"head".
+The head computes the loss from the output of the model's last place. The head has no table, but it
+makes the cotangent with which the backward pass begins. This is a `Message` of the lane "head".
 
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
 tables. `lanes` has the table of each lane, `_costs` the time of one chunk in each lane, `_homes`
@@ -123,11 +123,12 @@ class Schedule:
 
     Args:
         forward: the forward jobs.
-        backward: the jobs of both gradients, or, with a weight table, only of the input gradient.
+        backward: the backward jobs, which compute the gradients of the input and of the weights,
+            or, with a weight table, only the gradient of the input.
         weight: the jobs of the weight gradient, if it is separate.
-        placement: an array `[chunks, stages]`, which has the place in the model of chunk c of stage
-            s. Each place, 0 to vP - 1, occurs once, and place 0 is on stage 0. By default stage s
-            has one chunk, at place s.
+        placement: an array `[chunks, stages]`, whose entry [c, s] is the place (the position) of
+            chunk c of stage s in the model. Each place, from 0 to chunks * stages - 1, occurs once,
+            and place 0 is on stage 0. By default stage s has one chunk, at place s.
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
@@ -197,12 +198,12 @@ class Schedule:
 
     @cached_property
     def per_stage(self) -> bool:
-        """Whether the schedule runs *per stage*: W is separate, and no stage has two jobs in one
-        tick. Otherwise it runs in lockstep.
+        """Whether the schedule runs *per stage*: the weight gradient is a separate job, and no
+        stage has two jobs in one tick. Otherwise it runs in lockstep.
         """
         jobs = np.sum([table >= 0 for table in self.lanes.values()], axis=0)  # of each cell
-        # Per stage I and W are always separate jobs. So a table without W runs in lockstep, even if
-        # no stage has two jobs in a tick.
+        # The executor of schedules that run per stage has only the jobs F, I and W, and no job B.
+        # So a table without W runs in lockstep, even if no stage has two jobs in a tick.
         return self.weight is not None and not (jobs > 1).any()
 
     @cached_property
@@ -214,18 +215,20 @@ class Schedule:
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The stretches of ticks in which the same lanes run, in order; in lockstep each stretch is
-        one loop without a conditional.
+        compiled as one loop over its ticks, without a conditional.
 
-        1F1B has three stretches (F; F and B; B), and the zero-bubble schedule in lockstep has four
-        (F; F and I; F, I and W; I and W). A `Phase` has the first tick of the stretch, the tick
-        after the last one, and the lanes.
+        In lockstep, 1F1B has three stretches (forward; forward and backward; backward). The
+        zero-bubble schedule has four (F; F and I; F, I and W; I and W), where F is the forward
+        lane, I the input gradient and W the weight gradient. A `Phase` has the first tick of the
+        stretch, the tick after the last one, and the lanes.
         """
         return phases_of({lane: (table >= 0).any(axis=1) for lane, table in self.lanes.items()})
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The kind of each stage's job in each tick: 0 none, 1 F, 2 I, 3 W. Valid only if the
-        schedule runs per stage (`per_stage`), since a stage then has at most one job in a tick."""
+        """The kind of each stage's job in each tick: 0 none, 1 forward, 2 input gradient, 3 weight
+        gradient. Valid only if the schedule runs per stage (`per_stage`), since a stage then has at
+        most one job in a tick."""
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
 
@@ -240,18 +243,19 @@ class Schedule:
         """Returns the total time of the ticks. Each tick ends with an exchange of messages that
         takes the time `hop`.
 
-        In lockstep, a tick includes the time of each lane of which any stage runs a job. Per stage,
-        a tick takes the time of its most expensive job. A cost is the time of one microbatch
-        through a whole stage, in any unit; one chunk costs 1/v of this. By default `backward` is 1
-        if a backward job is only the input gradient, and 2 if it is both gradients, so that
-        schedules of the same work can be compared.
+        In lockstep, the time of a tick is the sum of the times of all lanes of which any stage runs
+        a job. Per stage, a tick takes the time of its most expensive job. A cost is the time of one
+        microbatch through a whole stage, in any unit; one chunk costs this time divided by the
+        number of chunks per stage. By default `backward` is 1 if a backward job is only the input
+        gradient, and 2 if it is both gradients, so that schedules of the same work can be compared.
         """
         costs = self._costs(forward, backward, weight)
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """Returns the idle time of a stage: `makespan` without messages, minus the time of the
-        stage's jobs, which is M(F + B) or M(F + I + W). The costs are those of `makespan`."""
+        stage's jobs. For each microbatch, these jobs take the costs of all lanes of the schedule
+        together. The costs are those of `makespan`."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
         # Every stage has the same work, so its idle time is the same for all.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
@@ -281,15 +285,15 @@ class Schedule:
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the begin and end of every job under one assumption: all devices run one program,
-        and exchange messages after each tick. The spans are sorted by their start, and then by
-        stage.
+        """Returns the begin and end of every job (a `Span`) under one assumption: all devices run
+        one program, and exchange messages after each tick. The spans are sorted by their start, and
+        then by stage.
 
         A cost is the time of one microbatch through all chunks of a stage, and `hop` is the time of
-        the exchange after a tick. By default `backward` is 1 if W is a separate job, and else 2. So
-        the arguments are those of `makespan`, and with `hop=0` the last job ends at the makespan.
-        The method is also for schedules that run per stage: all stages then start the jobs of a
-        tick together.
+        the exchange after a tick. By default `backward` is 1 if the weight gradient is a separate
+        job, and else 2. So the arguments are those of `makespan`, and with `hop=0` the last job
+        ends at the makespan. `lockstep` also works for a schedule that runs per stage: there, all
+        stages start the jobs of a tick together.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
@@ -310,13 +314,13 @@ class Schedule:
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the begin and end of every job if no stage waits for the end of a tick. This is
-        the case if each stage is a separate program that exchanges messages.
+        """Returns the begin and end of every job (a `Span`) if no stage waits for the end of a
+        tick. This is the case if each stage is a separate program that exchanges messages.
 
-        Each stage keeps the order of its tables. A stage starts a job once the stage is free and
-        the job's input has arrived: `hop` after another stage made the input, or at once if this
-        stage made it. The costs are those of `makespan`. With `hop=0` no job is later than in
-        `lockstep`.
+        Each stage runs its jobs in the order in which the tables have them. A stage starts a job
+        once the stage is free and the job's input has arrived: `hop` after another stage made the
+        input, or at once if this stage made it. The costs are those of `makespan`. With `hop=0` no
+        job is later than in `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes  # the stage and the chunk of each place
@@ -341,8 +345,8 @@ class Schedule:
         once.
 
         A stage holds residuals from the forward tick to the tick of the last gradient, both
-        included. The residuals of one chunk count as 1/v, so this is each stage's number of slots
-        over v.
+        included. With v chunks per stage, the residuals of one chunk count as 1/v of a microbatch.
+        So the result is each stage's number of slots (`slots`) divided by v.
         """
         # The last lane is the last reader of the residuals.
         reads_last = list(self.lanes.values())[-1] >= 0
@@ -393,7 +397,8 @@ class Schedule:
         """The number of `slots` on the stage that needs the most slots. Each slot is for one chunk
         of one microbatch.
 
-        For 1F1B in lockstep it is 2P - 1, whatever M is.
+        For 1F1B in lockstep, with P stages of one chunk each, the number is at most 2P - 1, however
+        many microbatches there are.
         """
         return int(self.slots["forward"].max()) + 1
 
@@ -402,7 +407,8 @@ class Schedule:
         """The number of `deferred_slots` on the stage that needs the most slots. Each slot is for
         one chunk of one microbatch.
 
-        For the zero-bubble schedule in lockstep it is P, whatever M is.
+        For the zero-bubble schedule in lockstep the number is at most the number of stages, however
+        many microbatches there are.
         """
         if self.weight is None:
             return 0
@@ -416,8 +422,10 @@ class Schedule:
         """All activations and cotangents that one job leaves for another, even if both jobs are on
         one stage.
 
-        The head's cotangent is made in the tick of F at the last place, and on the stage of that
-        place (`last`). The cotangent waits there for B, so it is a message from a stage to itself.
+        The head computes the loss from the output of the last place of the model. The head's
+        cotangent is made in the tick of the forward job at that place, and on the stage of that
+        place (`last`). The cotangent waits there for the backward job, so it is a message from a
+        stage to itself.
         """
         stages, _ = self._homes  # the stage of each place
         # The tick of each job, [M, places]; the index -1 is the last place.
@@ -438,7 +446,8 @@ class Schedule:
     def arrivals(self) -> Mapping[Message, int]:
         """The slot in which each message waits on its target stage.
 
-        In lockstep only the head's cotangents wait: other messages are used in the next tick.
+        In lockstep only the cotangents of the head, which computes the loss, wait: other messages
+        are used in the next tick.
         """
         slots: dict[Message, int] = {}
         # A slot is in use from the tick that sends the message until the tick that uses it. In
@@ -499,15 +508,15 @@ def job_name(microbatch: int, chunk: int, chunks: int) -> str:
 
 
 def backward_cost(schedule: Schedule, backward: Cost | None) -> Cost:
-    """Returns the cost `backward`; by default 1 if W is a separate job, and 2 if a backward job is
-    both gradients."""
+    """Returns the cost `backward`; by default 1 if the weight gradient is a separate job, and 2 if
+    a backward job computes both gradients."""
     if backward is not None:
         return backward
     return 2 if schedule.weight is None else 1
 
 
 def _frozen(table) -> Int32[np.ndarray, "..."]:
-    """Returns a read-only int32 copy."""
+    """Returns a read-only copy of a table, as int32."""
     table = np.array(table, np.int32)
     table.setflags(write=False)
     return table
@@ -541,7 +550,8 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 def _check(schedule: Schedule) -> None:
     """Refuses, with a `ValueError` or `CannotRun`, a schedule without a job, or with a job that is
     missing, runs twice or runs before a job that it needs. In lockstep it also refuses a job that
-    uses a message too late, a placement that is not looped, and a tick in which no stage has a job.
+    uses a neighbouring place's output later than in the next tick, a placement other than
+    `looped_placement`, and a tick in which no stage has a job.
     """
     if not schedule.microbatches:
         raise ValueError(
@@ -553,9 +563,10 @@ def _check(schedule: Schedule) -> None:
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
-            f"The placement {schedule.placed.tolist()} is not looped, so the schedule must run per "
-            "stage: it needs a table of W, and no stage may have two jobs in one tick. Split the "
-            "backward jobs into I and W, each in a tick of its own."
+            f"The placement {schedule.placed.tolist()} is not that of looped_placement, so the "
+            "schedule needs a table of weight gradients, and no stage may have two jobs in one "
+            "tick. Split each backward job into an input gradient and a weight gradient, each in a "
+            "tick of its own."
         )
     places = np.arange(last + 1)
     # A lane, the places of its jobs, and the lane and the places of the jobs that these need. F
@@ -612,12 +623,14 @@ def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why:
 
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
-    """Returns the tick of every job of `lane`, [M, vP], by microbatch and place. Refuses a job that
-    runs twice, with `CannotRun`, and one that never runs, with a `ValueError`."""
+    """Returns the tick of every job of `lane`, in an array [microbatches, places of the model].
+    Refuses a job that runs twice, with `CannotRun`, and one that never runs, with a
+    `ValueError`."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)
-    # The cells with a job, row by row; then their ticks, stages, microbatches and chunks.
+    # The cells with a job, row by row; then their ticks, stages, microbatches and chunks. int32
+    # takes half the memory of int64.
     runs = np.flatnonzero(jobs >= 0).astype(np.int32)
     (ticks, stages), (m, c) = np.divmod(runs, P), np.divmod(jobs[runs], v)
     place = schedule.placed[c, stages]

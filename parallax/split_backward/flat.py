@@ -166,9 +166,10 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
         outputs: the indices of the results that are needed.
 
     Returns:
-        A pair: a dict from the place of each needed equation to the indices of its needed results,
-        and the set of all needed variables. An equation with side effects is always needed. A carry
-        of a scan is needed if a needed result depends on the carry in some iteration.
+        A pair: a dict from the index of each needed equation in the jaxpr to the indices of its
+        needed results, and the set of all needed variables. An equation with side effects is always
+        needed. A carry of a scan is needed if a needed result depends on the carry in some
+        iteration.
     """
     jaxpr = program.jaxpr
     needed = set(variables_of([jaxpr.outvars[i] for i in outputs]))
@@ -192,7 +193,8 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
     if loop is None:
         return results, set(range(len(eqn.invars)))
     # If a trip reads a carry, the trip before must compute it, and may read more carries for this.
-    # So carries are added until no more are found. Carry i is operand consts + i and result i.
+    # So carries are added until no more are found. Carry i is operand consts + i and result i;
+    # `inits()` are the indices of the carries among the operands.
     while True:
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}
@@ -209,7 +211,7 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def size(variables: Collection[Any]) -> int:
-    """Returns the bytes of the values of these variables."""
+    """Returns the number of bytes of the values of these variables."""
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in variables)
 
 

@@ -1,25 +1,27 @@
 """A backward pass in two halves: I computes the cotangents of the inputs, and then W the gradients
 of the weights.
 
-The backward pass of `y = tanh(x @ w)` is an example. I takes `ct`, the cotangent of y, and computes
-`c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. W computes `x.T @ c`, the gradient of w. W
-does not have `ct`, so I hands c over to W.
+The backward pass of `y = tanh(x @ w)` is an example. The first half, I, takes `ct`, the cotangent
+of y, and computes `c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. The second half, W,
+computes `x.T @ c`, the gradient of w. W does not have `ct`, so I hands c over to W.
 
-A value that only W needs is computed in W if it is a matmul or depends on a matmul of W. It is also
-computed in W if its operands from I have fewer bytes than the value itself. All other values, such
-as the sums over tokens that are the gradient of a bias, are computed in I. If both halves need the
-result of a cheap operation (`CHEAP`) that uses no value from I, both compute it; no matmul is
-computed twice. A scan becomes two scans: in each iteration, the first scan stacks the values that
-the second scan reads.
+A value that only the second half, W, needs is computed in W if it is a matmul, or depends on a
+matmul that is computed in W. It is also computed in W if the operands that the first half, I, must
+hand over for it have fewer bytes than the value. All other values, such as the sums over tokens
+that are the gradient of a bias, are computed in I. If both halves need the result of a cheap
+operation (`CHEAP`) that uses no value from I, both compute it; no matmul is computed twice. A scan
+becomes two scans: the first scan stacks, over its iterations, the values that the second scan
+reads.
 
-Words of this file: "first" or half 0 is I, "second" or half 1 is W. `handed` arrays go from I to W.
-`made` variables exist only in I, and W gets the made variables that it reads as `handed` arrays;
-`late` variables exist only in W. A `Step` is an equation of a half, and a `Cut` has the steps of
-both halves, `first` and `second`. A `CutLoop` is a scan in two halves; its `trip` is the `Cut` of a
-trip, that is, of one iteration. A place is the index of an equation in a jaxpr, but `Step.places`
-are indices of operands. `values` maps each variable to its value. The operands of a scan are its
-constants, the initial values of its carries (indices: `inits()`), and its slices. A barrier is an
-`optimization_barrier`, whose result i is operand i.
+Words of this file: "first" or half 0 is I (the cotangents of the inputs), "second" or half 1 is W
+(the gradients of the weights). `handed` arrays go from I to W. `made` variables exist only in I;
+those that W reads come to W as `handed` arrays. `late` variables exist only in W. A `Step` is an
+equation of a half, and a `Cut` has the steps of both halves, `first` and `second`. A `CutLoop` is a
+scan in two halves; its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are
+indices of operands; any other place is the index of an equation in a jaxpr. `values` maps each
+variable to its value. The operands of a scan are its constants, the initial values of its carries
+(indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose result i is
+operand i.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
 here, dead-code elimination on any traced program, is our own.
@@ -73,15 +75,15 @@ def split(
     I, so W may run later.
 
     Args:
-        backward: takes the `cotangents`, and then the arrays that both halves may read. Returns the
-            cotangents of the `inputs`, and then the gradients of the weights.
+        backward: a jaxpr that takes the cotangents first, and then the arrays that both I and W may
+            read. It returns the cotangents of its inputs, and then the gradients of the weights.
         cotangents: the number of cotangents that `backward` takes.
         inputs: the number of inputs whose cotangents `backward` returns.
 
     Returns:
         `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
         the arrays that it hands to W. W takes the arguments of `backward` without the cotangents,
-        followed by the arrays that I handed over, and returns the gradients of the weights.
+        followed by the arrays from I, and returns the gradients of the weights.
     """
     program = flat(backward)
     arguments = program.jaxpr.invars
@@ -90,15 +92,18 @@ def split(
     halves = _cut(program, results[:inputs], results[inputs:], made=set(arguments[:cotangents]))
 
     def first(*values):
-        """Runs I: returns the cotangents of the inputs, and then the arrays for W."""
+        """Runs the first half of the backward pass: returns the cotangents of the inputs, and then
+        the arrays for the second half.
+        """
         cotangents_of_inputs, handed = halves.run_first(
             dict(zip(arguments, values, strict=True)), results[:inputs]
         )
         return [*cotangents_of_inputs, *handed]
 
     def second(*values):
-        """Runs W, and returns the gradients of the weights. Its arguments are those that both
-        halves may read, followed by the arrays that I handed over."""
+        """Runs the second half of the backward pass, and returns the gradients of the weights.
+        `values` has the arrays that both halves may read, and then the arrays from the first
+        half."""
         # `cotangents` counts the first arguments, which only I takes; W takes the `shared` others.
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
@@ -110,13 +115,14 @@ def split(
 
 
 class Step(NamedTuple):
-    """An equation of a half.
+    """An equation that one half of a backward pass, I or W, runs.
 
     Attributes:
         eqn: the equation.
         loop: for a scan, the `CutLoop` of its two halves; for other equations None.
         places: for a barrier, the indices of the operands that it takes in this half, since the
-            half may not have all of them. `_chosen` sets this field, and other equations ignore it.
+            half may not have all of them. `_chosen` sets this field, which is used only for
+            barriers.
     """
 
     eqn: JaxprEqn
@@ -124,7 +130,8 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in this half: 0 is the first, 1 the second."""
+        """Returns the variables that the step reads in a half of the backward pass. `half` is 0 for
+        the first half and 1 for the second."""
         # The indices of the operands that it reads: all of them, except that a scan and a barrier
         # read only those that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
@@ -168,8 +175,8 @@ class Cut(NamedTuple):
 
     @property
     def handed_count(self) -> int:
-        """The number of arrays that go from the first half to the second, including the arrays of
-        scans."""
+        """The number of arrays that go from the first half to the second, including the arrays that
+        scans of the first half stack for the second half."""
         # A scan stacks each array that its trips hand over, and hands it over too. All such scans
         # are in `first`: to a scan that runs only in the second half, nothing is handed.
         return len(self.handed) + sum(
@@ -230,7 +237,8 @@ class CutLoop(NamedTuple):
     results: tuple[frozenset[int], frozenset[int]]
 
     def reads(self, half: int) -> set[int]:
-        """Returns the indices of the scan's operands that a half, 0 or 1, needs."""
+        """Returns the indices of the scan's operands that a half of the scan needs. `half` is 0 for
+        the first half and 1 for the second."""
         # Argument i of a trip belongs to operand i of the scan. `results` and `trip.reads` have one
         # entry for each half: the indices of its results, and the arguments that its trips read.
         loop, results = self.loop, self.results[half]
@@ -246,7 +254,8 @@ class CutLoop(NamedTuple):
 
     def run_first(self, eqn: JaxprEqn, values: Values) -> list[Any]:
         """Runs the scan of the first half, and adds its results to `values`. Returns the arrays for
-        the second half, [trips, ...] each. `eqn` is the equation of the whole scan."""
+        the second half, each stacked over the iterations: [iterations, ...]. `eqn` is the equation
+        of the whole scan."""
 
         def one_trip(arguments, nothing_handed):
             return self.trip.run_first(arguments, sorted(self.results[0]))
@@ -256,7 +265,8 @@ class CutLoop(NamedTuple):
 
     def run_second(self, eqn: JaxprEqn, values: Values, handed: Sequence[Any]) -> None:
         """Runs the scan of the second half, and adds its results to `values`. `eqn` is the equation
-        of the whole scan, and `handed` has the arrays of the first half, [trips, ...] each."""
+        of the whole scan, and `handed` has the arrays that the first half stacked for this half,
+        [iterations, ...] each."""
 
         # `[]`: the second half hands nothing on.
         def one_trip(arguments, handed):
@@ -274,10 +284,10 @@ class CutLoop(NamedTuple):
     ) -> list[Any]:
         """Runs the scan of one half, and adds its results to `values`.
 
-        `one_trip(arguments, handed)` runs this half of one iteration of the scan (a trip), and
-        returns the results of the trip and the arrays to hand on. `handed` has the arrays of the
-        other half for all trips, [trips, ...] each. `_run` returns the arrays to hand on, stacked:
-        [trips, ...] each.
+        `one_trip(arguments, handed)` runs this half of one iteration of the scan, and returns the
+        results of the iteration and the arrays for the other half. `handed` has the arrays from the
+        other half for all iterations, [iterations, ...] each. `_run` returns the arrays for the
+        other half, stacked: [iterations, ...] each.
         """
         # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
         # the first `loop.consts` operands, and are the first results. `results` are the indices of
@@ -291,9 +301,10 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of a trip as the body of `lax.scan`. Returns the carry, and a pair to
-            stack: the other results and the arrays to hand on. `inits` and `sliced` are the indices
-            of this half's carries and slices among the trip's arguments, `variables`."""
+            """Runs one half of one iteration, as the body of `lax.scan`. Returns the carry, and a
+            pair to stack: the other results, and the arrays for the other half. `inits` and
+            `sliced` are the indices of this half's carries and slices among the arguments of an
+            iteration, `variables`."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
@@ -341,7 +352,9 @@ def _cut(
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
         # A barrier and a scan may run in both halves, in each with a part of the operands. Their
         # results that only one half has are added to `made` or `late`: `_chosen` keeps these from
-        # the other half. A scan needs no `made`: made operands reach its second half as `handed`.
+        # the other half. `_cut_loop` does not get `made`: if the scan's second half reads an
+        # operand that is in `made`, then `handed` has this operand. The arrays that the scan's
+        # first half stacks for the second are not in `handed`; `Cut.handed_count` counts them too.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
@@ -428,8 +441,8 @@ def _cut_loop(
 ) -> CutLoop:
     """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
     `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
-    `late` are the variables that only the second half has. Operands that only the first half has
-    are not passed as an argument: the second half gets them as handed arrays.
+    `late` are the variables that only the second half has. There is no argument for the operands
+    that only the first half has, since the first half hands them over to the second.
 
     A stacked result moves to the first half if the first half computes its values anyway.
     """
@@ -442,7 +455,9 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Returns the carries among these results, as variables of the trip."""
+        """Of the results with these indices, returns those that are carries, as variables of the
+        body's jaxpr.
+        """
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:
@@ -464,16 +479,16 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns a pair. The first is a list of the steps that a half, 0 or 1, runs to compute the
-    variables `needed`, and of the steps with side effects. The second is the set of `needed` and
-    all variables that these steps read. `plan` has all steps in order, each with two booleans:
-    whether each half may run the step. The half computes no variable in `elsewhere`, since only the
-    other half has these."""
+    """Returns a pair. The first is a list of the steps that a half of the backward pass (0 is the
+    first half, 1 the second) runs to compute the variables `needed`, and of the steps with side
+    effects that this half may run. The second is the set of `needed` and all variables that these
+    steps read. `plan` has all steps in order, each with two booleans: whether each half may run the
+    step. The half computes no variable in `elsewhere`, since only the other half computes these."""
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
-        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone,
-        # also inside the trips of a scan.
+        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone.
+        # A scan with effects may run in both halves: only the first half's trips have the effects.
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
             continue

@@ -136,9 +136,9 @@ def check_what_is_light_stays_light() -> Iterator[str]:
 # that it may. What somebody lifts out of the package is as small as this. A figure goes up only
 # with the reason in the commit that raises it.
 MOST = {
-    "models.decoder": 75_000,
+    "models.decoder": 75_400,
     "pipeline": 45_000,
-    "tensor": 7_100,
+    "tensor": 7_450,
     "grads": 13_500,
     "zero": 25_000,
     "step": 25_500,

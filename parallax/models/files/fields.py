@@ -43,7 +43,8 @@ class Number:
         fields disagree, or if a field is of another type.
         """
         stated: dict[str, Any] = {}
-        # Each of `names` has the default, unless the file states it.
+        # Each of `names` has the default, unless the file states it. An alias alone, with another
+        # value than the default, disagrees with the default and is refused.
         if self.default is not None:
             default = self.default(fields) if callable(self.default) else self.default
             stated = dict.fromkeys(self.names, default)
@@ -137,11 +138,11 @@ class Fields:
     Args:
         model_type: the family's name in the file.
         title: the family's name in errors.
-        numbers: a table that has, for each argument of the family's configuration that a file
-            states, the fields that state the argument.
+        numbers: a table from the name of an argument of the family's configuration to the fields of
+            the file that state this argument.
         only: the supported values of each field that changes what transformers computes. If a file
-            leaves the field out, the first value holds; the file of a new model states the first
-            value.
+            leaves the field out, the first of its supported values counts; the file of a new model
+            states this value.
         derived: a function from the numbers to a table like `only`, of fields whose supported
             values depend on the numbers; these fields are not written.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
@@ -160,15 +161,17 @@ class Fields:
         """Returns the numbers that `file` states, and its differences from the file that `save`
         would write for a new model with the same numbers.
 
-        A difference is the name of a free field, or of a field of `only`, with the field's value as
-        JSON. The value is "" for a free field that a new model's file has and `file` leaves out.
-        `save` writes these values.
+        A difference is the name of a free field (one that changes no logits), or of a field of
+        `only`, with the field's value as JSON. The value is "" for a free field that a new model's
+        file has and `file` leaves out. `save` repeats the differences: it writes the values, and
+        leaves out the fields with "".
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.
         """
         fields, supported = read_json(file), ONLY | dict(self.only)
         try:
+            # `model_type` is only compared: `_check_known` has it in `WRITTEN_ANEW`.
             self._check_values(fields, {"model_type": (self.model_type,)} | supported)
             numbers = {name: number.read(fields) for name, number in self.numbers.items()}
             derived = self.derived(numbers)
@@ -176,7 +179,8 @@ class Fields:
             self._check_known(fields, {*supported, *derived})
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-        kept = {*FREE, *self.free, *supported}  # the fields that `save` writes again
+        # The fields that may differ from a new model's. A derived field follows from the numbers.
+        kept = {*FREE, *self.free, *supported}
         stated = _as_json({name: fields[name] for name in fields.keys() & kept})
         new = _as_json(self._new(numbers))
         # All fields that the file states, and the free fields that it leaves out. A field of `only`
@@ -213,8 +217,8 @@ class Fields:
         return {"model_type": self.model_type, **fields, "torch_dtype": dtype}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
-        """Returns the sha256 of the family's name and of all numbers but the dropout rates, which
-        do not change the meaning of the weights.
+        """Returns the sha256 of the family's name and of all `numbers` (the model's sizes and
+        rates) except the dropout rates, which do not change the meaning of the weights.
         """
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
         # `vars`: a number may be a record, and counts as the dict of its fields.
@@ -222,7 +226,9 @@ class Fields:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a new model's file, without those that state its numbers."""
+        """Returns the fields of the `config.json` of a model that was made here, without the fields
+        that state the model's sizes and rates (`numbers`).
+        """
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
     def _check_values(self, fields: Mapping[str, Any], only: Mapping[str, tuple]) -> None:
@@ -238,7 +244,9 @@ class Fields:
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
         """Refuses fields that are neither in a table nor in `others`, the names of fields whose
-        values are checked already. Also refuses free fields of a wrong type.
+        values are checked already. Also refuses fields in `free` or `FREE` whose values are of a
+        wrong type. The fields `WRITTEN_ANEW`, such as `torch_dtype`, may have any value: `save` or
+        transformers sets them in a new file.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():
@@ -249,6 +257,7 @@ class Fields:
                 "known here, and may change what the model computes. Remove a field only if "
                 "transformers gives the same logits without it."
             )
+        # `save` writes the free fields again, and transformers accepts only values of these types.
         for name in fields.keys() & free.keys():
             if free[name] and type(fields[name]) not in free[name]:  # (): any type
                 kinds = " or ".join(kind.__name__ for kind in free[name])

@@ -34,16 +34,16 @@ TYPE_NAMES = ", ".join(float_type.name for float_type in TYPES)
 
 @dataclass(frozen=True)
 class Format:
-    """A family's models in files.
+    """The tables by which models of one family are read from files and written to files.
 
     Args:
         model: the class of the model, made by `model(config, key=key, dtype=dtype)`; its attribute
             `config` is static.
-        config: the class of the model's configuration. The arguments of this class are the numbers
-            of `fields`, and `origin`.
+        config: the class of the model's configuration. Among its arguments are those that the table
+            `fields.numbers` lists, and `origin`.
         fields: the table of `config.json`.
-        leaves: a function from a configuration to the table of tensors: the `Leaf` for each path of
-            a leaf in the model.
+        leaves: a function from a configuration to a dict from the path of each leaf in the model to
+            its `Leaf`, the tensors that store it.
         prefix: the beginning of the tensors' names; a file may leave it out.
         no_weights: a regular expression for the names, without `prefix`, of tensors that are not
             weights and are ignored, such as the causal masks in old files.
@@ -108,13 +108,15 @@ def load(
     ]
     what = f"{format_.fields.title} of {', '.join(sizes)}"  # the model in words, for errors
     with contextlib.ExitStack() as stack:  # keeps the files open until all leaves are read
+        # The tensors of all files, by their names without the prefix. Tensors whose names match
+        # `no_weights`, such as causal masks, are left out.
         stored = tensors.opened(stack, files, index, format_.prefix, format_.no_weights)
         tensors.check_meant(stored, format_.fields.fingerprint(numbers), config_file)
         tensors.check(stored, leaves, config_file, what)
         shapes = format_.shapes(config, dtype)
 
         def read(path, shape):
-            """Returns the leaf at `path`, of this shape and type, from its tensors."""
+            """Returns the leaf at `path` from its tensors, in the shape and type of `shape`."""
             return leaves[mesh.dotted(path)].read(shape, stored)
 
         return jax.tree.map_with_path(read, shapes)
@@ -214,7 +216,7 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
         has = "has no array" if differ[0] in needed else "has an unexpected array"
         raise ValueError(
             f"{name}: the model {has} at {differ[0]} (leaves that differ: {len(differ)}). Save the "
-            "whole model that belongs to its config."
+            "whole model, with the leaves that its config describes."
         )
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
@@ -226,9 +228,9 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the leaf at `path` in the host's memory. Raises `ValueError` if the leaf is not an
-    array of this shape and of a type that a file holds, or if this process does not have its
-    values.
+    """Returns `leaf`, which the model has at `path`, as a NumPy array in the host's memory. Raises
+    `ValueError` if the leaf is not an array of this shape and of a type that a file holds, or if
+    this process does not have its values.
     """
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
@@ -247,8 +249,8 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
         )
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ValueError(
-            f"{name}: {path} is deleted: a step that donates its state took it. Save the state "
-            "that it gave back."
+            f"{name}: {path} is deleted: a step that donates its state took this array. Save the "
+            "state that the step returned."
         )
     if (
         isinstance(leaf, jax.Array)

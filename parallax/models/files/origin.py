@@ -28,8 +28,9 @@ class Origin:
     be compared and hashed, as a static part of a model must be.
 
     Attributes:
-        fields: the fields of `config.json` that differ from those of a new model, each with its
-            value as JSON, or with "" if the file leaves the field out.
+        fields: the fields of `config.json` that differ from those that `save` writes for a model
+            that was made here, each with its value as JSON, or with "" if the file leaves the field
+            out.
         generation: `generation_config.json`, as JSON; None if there was none.
         tokenizer: the folder that the model came from; None if that folder has no files of a
             tokenizer.
@@ -41,8 +42,9 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the `Origin` of a model in `folder`, with the argument `fields` as its `fields`.
-        Raises `ValueError` for damaged JSON.
+        """Returns the `Origin` of a model in `folder`. `fields` are the names and JSON values of
+        the fields of `config.json` that differ from a new model's. Raises `ValueError` for damaged
+        JSON.
         """
         generation = folder / GENERATION
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)

@@ -38,10 +38,11 @@ class Leaf:
     Args:
         name: the name of the tensors, with a word in braces for each entry of `over`, such as
             `h.{layer}.ln_1.weight`.
-        shape: the shape of each tensor in the file. The leaf has the same numbers in the same
-            order, and may have zeros after them as padding.
+        shape: the shape of each tensor in the file. The leaf has the same elements as its tensors,
+            in the same order unless `transposed`, and may have zeros after them as padding.
         over: each word in braces, with the number of values that the word takes, such as
-            `(("layer", 12),)` for the layers 0 to 11. Word i counts along dim i of the leaf.
+            `(("layer", 12),)` for the layers 0 to 11. The values of the first word are the places
+            along the leaf's first dim, those of the second word the places along the second dim.
         transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
         copies: other names under which a file may hold a copy of the tensor. A head that is tied to
             the embedding is such a copy.
@@ -143,8 +144,9 @@ class Stored(NamedTuple):
 
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
-    """Returns the safetensors files of a model in `folder`, and the index that lists them. The
-    index is None if there is only `model.safetensors`.
+    """Returns the safetensors files of a model in `folder`, and the index that lists them. If the
+    folder has a file `model.safetensors`, this file is the only one, and the index is None, even if
+    there is an index in the folder: transformers also takes this file first.
 
     Raises:
         FileNotFoundError: there is no file, or a file that the index lists is missing.
@@ -271,8 +273,9 @@ def check_meant(stored: Mapping[str, Stored], fingerprint: str, config: Path) ->
 def check(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], config: Path, what: str
 ) -> None:
-    """Refuses files that do not hold exactly the tensors of `leaves`. Only headers are read, and
-    the values of copies, such as a tied head: a copy must equal its original.
+    """Refuses files that do not hold exactly the tensors of `leaves`. Besides the headers, only the
+    values of copies, such as a tied head, and of their originals are read: a copy must equal its
+    original.
 
     Args:
         stored: the tensors in the files.
@@ -377,6 +380,8 @@ def library() -> Any:
 
 
 def some(names: list[str]) -> str:
-    """Returns, for an error, the first name, the number of other names, and the verb "is"."""
+    """Returns a text for an error: the first of `names`, how many others there are, and "is", as in
+    "wte.weight (and 2 more) is".
+    """
     first = names[0] if len(names[0]) <= 200 and names[0].isprintable() else short(names[0])
     return f"{first} is" if len(names) == 1 else f"{first} (and {len(names) - 1} more) is"

@@ -1,4 +1,4 @@
-"""GPT-2: the model, its rules, its loss, and its weights in Hugging Face's layout."""
+"""GPT-2: the model, its sharding rules, its loss, and its weights in Hugging Face's layout."""
 
 from parallax.models.block import Block, Linear
 from parallax.models.family import Batch, run_blocks

@@ -1,4 +1,5 @@
-"""GPT-2's `config.json`, and its tensors, as tables for `models.files`."""
+"""The tables by which `models.files` reads and writes the files of a GPT-2: a table of the fields
+of `config.json`, and a table of the tensors that store each leaf of the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,8 @@ def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a new GPT-2's `config.json`, without those for its sizes and rates.
     This function is the argument `new` of GPT-2's `Fields`.
 
-    The token that ends a text is GPT-2's own if the vocabulary has that token; otherwise the field
-    is null.
+    The fields `bos_token_id` and `eos_token_id` have GPT-2's own token for the end of a text if the
+    vocabulary has that token; otherwise both fields are null.
     """
     end = _END if numbers["vocabulary"] > _END else None
     return {

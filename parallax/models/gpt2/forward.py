@@ -3,11 +3,11 @@
 Legend: B batch, T tokens, D width, H heads, K head width, L layers. A *site* is a place of dropout:
 0 after the embedding, 1 after the attention, 2 after the feed-forward, 3 in the attention weights.
 
-`comms` is a `tensor.Comms`, the functions by which the tensor devices communicate: `comms.column`
-multiplies by a device's columns of a weight; `comms.row` multiplies by a device's rows, and sums
-the products over the devices; `comms.local_tokens` takes this device's part of the tokens.
-`decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also reports
-that argument.
+`comms` is a `tensor.Comms`, the functions by which the devices of the tensor axis communicate:
+`comms.column` multiplies by a device's columns of a weight; `comms.row` multiplies by a device's
+rows, and sums the products over the devices; `comms.local_tokens` takes this device's part of the
+tokens. `decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also
+reports that argument.
 """
 
 import functools
@@ -53,10 +53,12 @@ def block(
         """Returns this device's queries, keys and values by head, from the normalised stream."""
         y = comms.column(y, qkv.weight, qkv.bias)  # [B, T, 3, H, K]
         y = decoder_taps.split(y, "blocks.*.attention.qkv", comms, dim=3)  # dim 3 is the heads
-        return y[:, :, 0], y[:, :, 1], y[:, :, 2]
+        return tensor.unstacked(y, 2)
 
     def feed_forward(y):
-        """Returns the sum to add to the stream, and None: there is no auxiliary value."""
+        """Returns the output of the feed-forward, to be added to the residual stream, and None:
+        there is no auxiliary value.
+        """
         y = comms.column(y, up.weight, up.bias)
         y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)  # dim 2 is the hidden units
         return comms.row(_gelu(y), down.weight, down.bias), None
@@ -81,8 +83,8 @@ def _layer(config, *, positions, comms, attend):
 
 def _add_positions(model, x, keys, *, first, comms):
     """Returns `x` plus the learned embeddings of the positions `first`, `first` + 1, ..., with
-    dropout. `x`, [B, T shard, D], has the embeddings of this device's tokens, and `keys` are the
-    same as in `block`.
+    dropout. `x`, [B, tokens of this device, D], has the embeddings of these tokens, and `keys` are
+    the same as in `block`.
     """
     T = x.shape[1] * comms.token_shards  # the tokens on all devices
     table = model.wpe
@@ -133,14 +135,14 @@ def _at(keys, layer, site: int):
     """
 
     def key_at(key):
-        """Returns the key of one sequence."""
+        """Returns the random key of one sequence for this site and layer."""
         return jax.random.fold_in(jax.random.fold_in(key, layer), site)
 
     return jax.vmap(key_at)(keys)
 
 
 def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
-    """Returns `x`, [B, T shard, D], with dropout of its numbers.
+    """Returns `x`, [B, tokens of this device, D], with dropout of its numbers.
 
     The mask of a sequence is drawn for all T tokens, and a device takes the part of its own tokens.
     So the mask is the same however the tokens are split.

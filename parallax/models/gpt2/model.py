@@ -114,7 +114,8 @@ class Norm(eqx.Module):
     Source: Ba et al., Layer normalization (arXiv 1607.06450).
 
     Attributes:
-        weight: an array `[L, D]`; inside a block, and in the norm before the head, `[D]`.
+        weight: [layers, width] in the stacked blocks; [width] in one block, and in the norm before
+            the head.
         bias: of the same shape as `weight`.
     """
 
@@ -131,8 +132,8 @@ class Norm(eqx.Module):
         """
 
         def scaled(x, weight):
-            """Returns the result before the bias is added. The bias is added outside, since the
-            backward pass does not need it.
+            """Returns the normalised `x`, times `weight`. The caller adds the bias, which the
+            backward pass does not need.
             """
             wide = x.astype(precision.accumulation_dtype(x.dtype))
             centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -244,6 +245,8 @@ def attention(
     sees = jnp.tril(jnp.ones((T, T), bool))[None, None]
     if segments is not None:
         sees = sees & (segments[:, :, None] == segments[:, None, :])[:, None]
+    # Only the softmax is wide: products with a wider result would get wider cotangents, and would
+    # multiply these in the backward pass.
     wide = scores.astype(precision.accumulation_dtype(scores.dtype))
     weights = jax.nn.softmax(jnp.where(sees, wide, -jnp.inf), axis=-1).astype(q.dtype)
     weights = weights if drop is None else drop(weights)
@@ -257,9 +260,10 @@ def rules(
     by its hidden dim, the vocabulary by rows.
 
     With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
-    The rule splits dim 1 of the blocks over the stages, and the vocabulary over both axes. Dim 1
-    has the layers of one chunk of every stage. `size`, the number of devices of the axis, is not
-    used here: the recipe passes it to the rules of every family, and only a Llama's rule needs it.
+    The rule splits dim 1 of the blocks over the stages, and the vocabulary over `stage` and
+    `axis_name`. Along dim 1 stand the layers of one chunk of stage 0, then those of one chunk of
+    stage 1, and so on. `size`, the number of devices of the axis, is not used here: `models.recipe`
+    passes it to the rules of every family, and only a Llama's rule needs it.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)

@@ -29,8 +29,8 @@ def load(
             model = gpt2.load("gpt2")
         model = mesh.place(model, rules.specs(model, gpt2.rules("tensor"), mesh_), mesh_)
 
-    The other fields and files of the folder are kept in `model.config.origin`, and `save` writes
-    them again.
+    The fields and files of the folder that the model does not use are kept in
+    `model.config.origin`, and `save` writes them again.
 
     Args:
         path: a folder with `config.json` and either `model.safetensors` or the shards that
@@ -60,10 +60,10 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, for `load` and for
     `transformers.GPT2LMHeadModel.from_pretrained`.
 
-    Each leaf keeps its dtype. `config.json` states a dtype that represents all their numbers, in
-    which transformers loads all weights. Of a loaded model, these are written as they were read,
-    also after training: the fields of `config.json` that the model does not use, the file
-    `generation_config.json`, and the files of the tokenizer.
+    Each leaf keeps its dtype. `config.json` states one dtype that can represent the numbers of all
+    leaves; transformers loads all weights in this dtype. Of a loaded model, these are written as
+    they were read, also after training: the fields of `config.json` that the model does not use,
+    the file `generation_config.json`, and the files of the tokenizer.
 
     A save replaces the files that it writes, and removes files that only an earlier save wrote;
     other files stay. New files replace old ones only after they are complete and on the disk, so a

@@ -1,5 +1,5 @@
-"""Llama, Qwen 2, Qwen 3 and Mixtral as one model: its rules, its loss, and its weights in Hugging
-Face's layout.
+"""Llama, Qwen 2, Qwen 3 and Mixtral as one model: its sharding rules, its loss, and its weights in
+Hugging Face's layout.
 """
 
 from parallax.models.block import Block, Linear

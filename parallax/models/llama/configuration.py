@@ -1,8 +1,9 @@
-"""The `config.json` of Llama, Qwen 2, Qwen 3 and Mixtral, and their tensors, as tables for
-`models.files`.
+"""The tables by which `models.files` reads and writes the files of Llama, Qwen 2, Qwen 3 and
+Mixtral: tables of the fields of `config.json`, and tables of the tensors that store each leaf of
+the model.
 
-All four are the model `Llama`: Qwen 2 adds biases of queries, keys and values, Qwen 3 adds norms of
-heads, and Mixtral has experts.
+All four families are the model `Llama`: Qwen 2 adds biases of queries, keys and values, Qwen 3 adds
+norms of heads, and Mixtral has experts.
 """
 
 import dataclasses
@@ -120,9 +121,9 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _new(architecture: str) -> Any:
-    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. It is a
-    function of the model's numbers, which it ignores: it returns fields of a new `config.json` that
-    do not depend on these numbers.
+    """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. The
+    returned function takes the model's numbers and does not use them: the fields of a new
+    `config.json` that it returns are the same for all sizes.
 
     The fields of the special tokens are null: if they were left out, transformers would use its
     default tokens.
@@ -186,7 +187,8 @@ FIELDS = {
 
 
 def leaves(config: Config) -> dict[str, Leaf]:
-    """Returns the tensors of each leaf of the model, by the leaf's path, for any of the four kinds.
+    """Returns the tensors of each leaf of the model, by the leaf's path, for Llama, Qwen 2, Qwen 3
+    and Mixtral.
 
     Shapes are those in the file, where matrices are [out, in].
     """

@@ -1,9 +1,10 @@
 """The functions in which a Llama differs from other decoders: its block, rotary positions, experts.
 
-Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, L
-layers. An attribute for a part that the model lacks, such as a bias, is `()`.
+Legend: B batch, T tokens, D width, H heads of queries, G heads of keys and values, K head width, F
+hidden units of the feed-forward, L layers. An attribute for a part that the model lacks, such as a
+bias, is `()`.
 
-`comms` is a `tensor.Comms`, the functions by which the tensor devices communicate:
+`comms` is a `tensor.Comms`, the functions by which the devices of the tensor axis communicate:
 `comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
 `comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
 returns its argument, a weight that all devices have, and in the backward pass sums the weight's
@@ -67,8 +68,8 @@ def block(
         return decoder_taps.split(q, "blocks.*.attention.query", comms, dim=2), k, v
 
     def feed_forward(y):
-        """Returns the sum to add to the stream, and the router's statistics, which are None without
-        experts.
+        """Returns the output of the feed-forward or of the experts, to be added to the residual
+        stream, and the router's statistics, which are None without experts.
         """
         if isinstance(weights.mlp, MLP):
             return fed_forward(weights.mlp, y, comms), None
@@ -111,7 +112,7 @@ stages = functools.partial(decoder_parts.stages, PARTS)
 def fed_forward(
     weights: MLP, y: Float[Array, "batch tokens_shard width"], comms: tensor.Comms
 ) -> Float[Array, "batch tokens_shard width"]:
-    """Returns the sum that the feed-forward adds to the residual stream."""
+    """Returns the output of the feed-forward, to be added to the residual stream."""
     y = comms.all_tokens(y)
     y = _gated(_projected(y, weights.gate), _projected(y, weights.up))
     y = decoder_taps.split(y, "blocks.*.mlp.up", comms, dim=2)  # dim 2 is the hidden units
@@ -121,8 +122,8 @@ def fed_forward(
 def mixed(
     weights: MoE, y: Float[Array, "batch tokens_shard width"], config: Config, comms: tensor.Comms
 ) -> tuple[Float[Array, "batch tokens_shard width"], experts.Statistics]:
-    """Returns the sum that the experts and the shared expert add to the residual stream, and
-    statistics of the router.
+    """Returns the sum of the outputs of the experts and of the shared expert, to be added to the
+    residual stream, and statistics of the router.
 
     `comms.wrap_experts` makes `experts.moe` send tokens to experts on other devices. Without an
     axis of experts, all experts are on this device, and `experts.moe` is called with `axis=()`.
@@ -149,7 +150,8 @@ def queries_keys_values(
 ]:
     """Returns this device's heads of queries, and the heads of keys and values that these queries
     attend to. Queries and keys are normalised head by head, if the model has norms for them, and
-    then `rotated` by the angles of their positions.
+    then `rotated` by the angles of their positions. `turns` has the cosines and sines of these
+    angles for the tokens of `y`, from `rotary`.
     """
     heads = weights.query.weight.shape[1]  # of [D, H, K]: this device's heads
     local_groups = functools.partial(attended_groups, heads=heads, config=config, comms=comms)
@@ -162,8 +164,8 @@ def queries_keys_values(
 
 
 def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.Comms) -> Linear:
-    """Returns a layer of keys or values with only the heads that this device needs: those that its
-    heads of queries attend to. The device has `heads` heads of queries.
+    """Returns the projection to keys or to values, `layer`, with only the heads that this device
+    needs: those that its heads of queries attend to. The device has `heads` heads of queries.
 
     If the heads of keys are split over the devices, `layer` is returned unchanged. If each device
     has all heads of keys, the heads that this device needs are picked; in the backward pass, an
@@ -183,10 +185,10 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
     if not (splits_queries and has_all):
         raise ValueError(
             f"llama: with {config.heads} heads of queries and {config.groups} of keys and values "
-            f"on {devices} devices, each device needs {config.heads // devices} heads of queries, "
-            f"and all heads of keys and values or 1/{devices} of them; this device has {heads} "
-            f"heads of queries and {groups} of keys and values. Split them as llama.rules(axis, "
-            f"size={devices}) says."
+            f"on {devices} devices, each device needs {config.heads // devices} heads of queries. "
+            f"Of the heads of keys and values it needs all, or 1/{devices}. This device has "
+            f"{heads} heads of queries and {groups} of keys and values. Split them as "
+            f"llama.rules(axis, size={devices}) says."
         )
     # `first` is the head of keys of this device's first head of queries. A device with fewer heads
     # of queries than share one head of keys needs one head.
@@ -204,8 +206,8 @@ def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
     """Returns the cosine and the sine, both [T, K / 2], of the angle by which each pair of numbers
     of a head is turned at each position; in float32, or in float64 if JAX has it enabled.
 
-    Pair i of the K / 2 pairs turns by position * theta^(-2i/K). For pairs that turn slowly,
-    `config.scaling` divides this angle.
+    Pair i of the K / 2 pairs of numbers in a head of width K turns by position * theta^(-2i/K),
+    with theta = `config.theta`. For pairs that turn slowly, `config.scaling` divides this angle.
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
     with Llama 3.1.
@@ -238,8 +240,8 @@ def rotated(
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
-    """Returns the outputs of a column-parallel layer, [B, T, heads, K] or [B, T, F], from
-    activations that all devices have.
+    """Returns the outputs of a column-parallel layer, from activations that all devices have. They
+    are [B, T, H, K] for queries, [B, T, G, K] for keys or values, and [B, T, F] for hidden units.
     """
     y = jnp.tensordot(y, layer.weight, axes=1)
     # A plain `+` fails if JAX is set to refuse arrays with different numbers of dims.

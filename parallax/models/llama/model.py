@@ -38,7 +38,8 @@ class Norm(eqx.Module):
     Source: Zhang and Sennrich, Root mean square layer normalization (arXiv 1910.07467).
 
     Attributes:
-        weight: an array `[L, D]`; inside a block, and in the norm before the head, `[D]`.
+        weight: [layers, width] in the stacked blocks; [width] in one block, and in the norm before
+            the head.
     """
 
     weight: Float[Array, "*layers width"]
@@ -233,8 +234,9 @@ def rules(
     device has all these heads; `forward.block` picks the heads that the device's queries attend to.
 
     With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
-    The rule splits dim 1 of the blocks over the stages, and the vocabulary over both axes. Dim 1
-    has the layers of one chunk of every stage.
+    The rule splits dim 1 of the blocks over the stages, and the vocabulary over `stage` and
+    `axis_name`. Along dim 1 stand the layers of one chunk of stage 0, then those of one chunk of
+    stage 1, and so on.
 
     The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
     batch, the experts are split over `expert`.
@@ -295,9 +297,9 @@ def split_groups(groups: int, devices: int) -> bool:
     each device has all these heads.
 
     Raises:
-        ValueError: neither of the numbers `groups` and `devices` divides the other. Some head of
-            keys would then be needed by only a part of one device's queries, and by queries of
-            another device too.
+        ValueError: neither of the numbers `groups` and `devices` divides the other. Heads of
+            queries that share a head of keys would then be on two devices, of which one would also
+            need another head of keys.
     """
     if groups % devices and devices % groups:
         fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)

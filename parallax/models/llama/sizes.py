@@ -12,14 +12,14 @@ from parallax.models.files.origin import Origin
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How Llama 3.1 stretches rotary positions to longer contexts: slow turns become slower, and
-    fast turns stay unchanged.
+    """How Llama 3.1 stretches rotary positions to longer contexts: pairs of numbers that rotate
+    slowly with the position rotate still more slowly, and fast pairs stay unchanged.
 
     Args:
-        factor: the number by which the angles of slow turns are divided.
-        low: a turn is slow if it takes more than `original` / `low` positions.
-        high: a turn is fast if it takes fewer than `original` / `high` positions; between the two,
-            the angles are interpolated.
+        factor: the number by which the angles of slow pairs are divided.
+        low: a pair is slow if a full turn takes more than `original` / `low` positions.
+        high: a pair is fast if a full turn takes fewer than `original` / `high` positions. For
+            pairs between slow and fast, the angles are interpolated.
         original: the context that the model was first trained with.
 
     Raises:
@@ -125,8 +125,8 @@ class Config:
         check.whole("head_width")
         if self.head_width % 2:
             raise ValueError(
-                "llama.Config needs an even head_width, since rotary positions turn its two "
-                f"halves; got {self.head_width}."
+                "llama.Config needs an even head_width, since rotary positions turn the two "
+                f"halves of a head; got {self.head_width}."
             )
         check.real("epsilon", "balance", "z", bound=checked_numbers.NOT_NEGATIVE)
         check.real("theta", bound=checked_numbers.POSITIVE)
@@ -140,7 +140,7 @@ class Config:
                 )
         if self.experts and self.chosen > self.experts:
             raise ValueError(
-                "llama.Config needs chosen, the experts of a token, to be at most "
+                "llama.Config: chosen, the number of experts for a token, must be at most "
                 f"experts={self.experts}; got chosen={self.chosen}. Use chosen={self.experts}."
             )
 

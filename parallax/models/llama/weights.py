@@ -66,9 +66,9 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     `transformers.AutoModelForCausalLM`, as `gpt2.save` does for a GPT-2.
 
     A model with biases is saved as a Qwen 2, a model with norms of queries and keys as a Qwen 3,
-    and a model with experts as a Mixtral. Any other model is saved as a Llama. The weights of the
-    auxiliary losses are not saved: they belong to the training, and the field of Mixtral's
-    `config.json` for such a weight belongs to a loss that is defined differently.
+    and a model with experts as a Mixtral. Any other model is saved as a Llama. The factors of the
+    auxiliary losses (`balance` and `z`) are not saved: only training uses them, and the field of
+    Mixtral's `config.json` for such a factor is meant for another definition of the loss.
 
     Returns a message that says what the folder now holds, as `gpt2.save` does.
 
