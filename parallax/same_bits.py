@@ -101,8 +101,8 @@ def spmd(
 
     Raises:
         ValueError: `cells` are no powers of two, or `mesh` has other axes or sizes that do not
-            divide them; there are several cells of pipeline stages; `f` prints, or calls something
-            that has no rule here, such as a `while` loop with a collective in it.
+            divide them; `f` prints, or calls something that has no rule here, such as a `while`
+            loop with a collective in it.
     """
     _check(cells, mesh)
     of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
@@ -134,11 +134,6 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
         raise ValueError(
             f"same_bits.spmd needs a power of two of cells along each axis, so that each device "
             f"has a whole branch of every sum's tree; got {', '.join(odd)}. Use 1, 2, 4, 8, ..."
-        )
-    if cells.get("stage", 1) > 1:  # data 2 x stage 2 x tensor 2 failed the test of equal bits
-        raise ValueError(
-            "same_bits.spmd needs one cell along the axis of pipeline stages, for which equal bits "
-            f"are not shown; got stage={cells['stage']}. Use data, tensor or context there."
         )
     if set(sizes) != set(cells) or any(cells[axis] % n for axis, n in sizes.items()):
         raise ValueError(
@@ -331,11 +326,30 @@ class Walk:
         counts: the cells along each axis with more than one.
         devices: the devices along each axis.
         opened: the programs of the library's collectives.
+        done: the calls of `once` so far.
     """
 
     counts: Mapping[str, int]
     devices: Mapping[str, int]
     opened: Mapping[int, tuple[JaxprEqn, Jaxpr]]
+    done: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def in_loop(self) -> "Walk":
+        """Returns the walk for the body of a loop or a branch, whose values end with it."""
+        return dataclasses.replace(self, done={})
+
+    def once(self, f: Callable[..., Any], *operands: Any, key: Any) -> Any:
+        """Returns `f(*operands)`, computed once for each `key` and operands.
+
+        For several devices the compiler joins equal instructions before it simplifies, for one
+        device after. With different instructions a constant is simplified in another way.
+        """
+        same = [x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in operands]
+        entry = (key, *same, *map(jax.typeof, operands))
+        if entry not in self.done:
+            # The operands are kept, so that no other object gets their `id`.
+            self.done[entry] = operands, f(*operands)
+        return self.done[entry][1]
 
     def here(self, axis: str) -> int:
         """Returns the number of cells of this device along an axis."""
@@ -420,10 +434,10 @@ class Walk:
         inside = {key for step in steps for key in step.writes} | flat.constants.keys()
         reads = {key: values[key] for step in steps for key in step.reads if key not in inside}
         axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
-        walk = Walk({}, {}, self.opened)
 
         def cell(*operands):
             """Returns the wanted values for one cell."""
+            walk = Walk({}, {}, self.opened)
             known = {**flat.constants, **dict(zip(reads, map(Stack, operands), strict=True))}
             for step in steps:
                 results = walk._results(step.eqn, [known[key] for key in step.reads])
@@ -488,7 +502,15 @@ class Walk:
         # A sharding in the parameters is that of the mesh of cells.
         params = params | {key: None for key in params if key in ("sharding", "out_sharding")}
         arrays = [stack.array for stack in operands]
-        results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
+        if not self.counts and name in jaxprs.CHEAP | jaxprs.DEAR:
+            # Each equation would broadcast its scalars for itself.
+            shape = eqn.outvars[0].aval.shape
+            wide = functools.partial(jnp.broadcast_to, shape=shape)
+            arrays = [
+                x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays
+            ]
+        bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(params))
+        results = self.once(bind, *arrays, key=(name, str(params)))
         return list(map(Stack, results if eqn.primitive.multiple_results else [results]))
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
@@ -505,7 +527,7 @@ class Walk:
 
         def trip(carry, slices):
             """Returns the carries and the stacked results of one trip."""
-            results = self.run(body, [*operands[:constants], *carry, *slices])
+            results = self.in_loop().run(body, [*operands[:constants], *carry, *slices])
             return carried(results[:carries]), results[carries:]
 
         def moved(stack, start, end):
@@ -529,11 +551,11 @@ class Walk:
 
         def goes_on(carry):
             """Returns whether there is another trip."""
-            return self.run(test, [*operands[:first], *carry])[0].array
+            return self.in_loop().run(test, [*operands[:first], *carry])[0].array
 
         def trip(carry):
             """Returns the carries of the next trip."""
-            return self.run(body, [*operands[first:split], *carry])
+            return self.in_loop().run(body, [*operands[first:split], *carry])
 
         return lax.while_loop(goes_on, trip, [self.over(stack, ()) for stack in operands[split:]])
 
@@ -548,7 +570,7 @@ class Walk:
 
         def branch(body):
             """Returns the results of one branch."""
-            results = self.run(body, operands)
+            results = self.in_loop().run(body, operands)
             return [self.over(*pair) for pair in zip(results, axes, strict=True)]
 
         branches = [functools.partial(branch, body) for body in eqn.params["branches"]]

@@ -2685,6 +2685,22 @@ SAME_BITS = (
         KERNELS,
         bits=True,
     ),
+    # A sum with more digits than its type
+    Mutant(
+        "Walk.tree",
+        "lax.reduce_precision(x, info.nexp, info.nmant)",
+        "x",
+        KERNELS,
+        bits=True,
+    ),
+    # Equal instructions, which the compiler joins for several devices only
+    Mutant(
+        "Walk.once",
+        "self.done[entry][1]",
+        "f(*operands)",
+        "test_same_bits.py::test_equal_instructions_are_simplified_alike_on_one_device_and_on_two",
+        bits=True,
+    ),
     Mutant(
         "Walk.tree",
         "x * self.counts[axis] if join is lax.add else x",
