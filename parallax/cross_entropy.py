@@ -161,9 +161,9 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"cross_entropy.mean needs an x that differs along {axis.names!r}, as the gradient of "
-            f"x does; x, of shape {x.shape}, is the same along {sorted(same)}. Pass "
-            f"tensor.copy_to(x, {axis!r})."
+            f"cross_entropy.mean needs an x that differs along {axis.names!r}, because the "
+            f"gradient of x differs there; this x, of shape {x.shape}, is the same along "
+            f"{sorted(same)}. Pass tensor.copy_to(x, {axis!r})."
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")

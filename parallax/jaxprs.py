@@ -375,7 +375,8 @@ class FollowingAlong(Following):
 
 
 class _Ways(FollowingAlong):
-    """Propagates the dependence on arguments, for `uses`. The fact about a value is its `Reach`.
+    """Finds, for `uses`, on which arguments of the program each value depends. The fact about a
+    value is its `Reach`.
 
     Attributes:
         data: a mask of the arguments that are data, and of the constants that differ between

@@ -159,7 +159,7 @@ class Layout:
         successive numbers, as in a mesh.
 
         Raises:
-            ValueError: there is no such device.
+            ValueError: the layout has no device with the number `device`.
         """
         places, number = {}, device
         for name in reversed(self.axes):

@@ -1,4 +1,4 @@
-"""A device's shard of a leaf: functions from the shard to the whole leaf, and back.
+"""Functions that make a device's shard from a whole leaf, and the whole leaf from the shards.
 
 A list of `Split`s says which dims of a leaf are split, and over which axes. A whole leaf has an
 empty list. `A[I_X]` is split over axis X, and `{U_X}` is a sum over X that was not taken yet.

@@ -289,8 +289,9 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
     """Adds a report of `x` to the recorder.
 
     `others` are the operands of `tap_p` after `x`. First comes the device's index along each axis,
-    then the numbers of the microbatch and the layer, then the positions for each dim in
-    `mark.placed`. Returns an empty tuple, since a callback without results must return one.
+    then the numbers of the microbatch and the layer. Then comes, for each dim in `mark.placed`, an
+    array with the positions of the elements of `x` in the whole array. Returns an empty tuple,
+    since a callback without results must return one.
     """
     count = len(mark.sizes)
     numbers = [int(number) for number in others[: count + 2]]

@@ -55,14 +55,15 @@ _NAMED_COLLECTIVES = frozenset(
 
 
 class ProgramSlice(NamedTuple):
-    """The part of a program that computes a value from the nearest values that taps reported.
+    """The part of a program between a value and the last reported values that it is computed from.
+    A *tap* is an equation that reports a value.
 
     Attributes:
         taps: the taps at which this part of the program begins, as `(path, way)`.
         collectives: a description of each collective in this part. The collective nearest to the
             computed value comes first.
-        functions: the Python functions that made the equations of this part, as
-            `file.py:function`, the nearest first.
+        functions: the Python functions that made the equations of this part, as `file.py:function`.
+            The function nearest to the computed value comes first.
         callers: the functions that called the `functions`, in no order.
     """
 

@@ -238,15 +238,15 @@ def _in_order(parts: list[Axis]) -> Axis:
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's slices of the sum, scattered over the axes in `axis_name`, from the
-        first to the last.
+        """Returns this device's part of the sum over devices. The sum is scattered over the first
+        axis in `axis_name`, then over the next axis, and so on.
 
-        `_groups` gives these axes in their order, in groups of neighbours with one algorithm.
+        `_groups` returns these axes in their order, in groups of neighbours with one algorithm.
         """
 
         def leaf(x):
-            """Returns this device's slice of one array: each group of axes in turn scatters the
-            slice that the groups before it left.
+            """Returns this device's part of the sum of one array: each group of axes in turn
+            scatters the part that the groups before it left.
             """
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:
@@ -261,8 +261,8 @@ def _in_order(parts: list[Axis]) -> Axis:
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False):
-        """Returns all devices' blocks, gathered over the axes in `axis_name`, from the last to the
-        first."""
+        """Returns all devices' blocks. They are gathered over the last axis in `axis_name`, then
+        over the axis before it, and so on."""
 
         def leaf(x):
             """Returns the joined blocks of one array: each group of axes gathers along `axis`."""

@@ -74,7 +74,8 @@ def priced(
     """
 
     def with_rounds(function: Function) -> Function:
-        """Returns the function itself, with its rounds and its name for errors and reports."""
+        """Sets the function's attribute `rounds`, and the name that errors and reports use. Returns
+        the same function."""
         function.rounds = rounds  # pyright: ignore[reportFunctionMemberAccess]
         function.__qualname__ = name or function.__qualname__
         function.__name__ = function.__qualname__.rpartition(".")[2]
@@ -87,8 +88,9 @@ class Cost(NamedTuple):
     """The cost of a collective for the busiest device.
 
     Attributes:
-        hops: the rounds of messages, one after another.
-        bytes: the bytes over the busiest link: the sum of the largest message of each round.
+        hops: the number of rounds of messages, one round after another.
+        bytes: the bytes over the busiest link in each round (the bytes of the round's largest
+            message), summed over all rounds.
         sent: the bytes that a device sends over all its links, in all permutes of the program.
         messages: the number of messages that a device sends, which is the number of permutes in the
             program. A permute in a loop counts once per iteration, here and in `sent`.

@@ -371,7 +371,8 @@ def _split(message, count: int, dim: int) -> list:
 
 
 def pieces_of(count: int, nbytes: int) -> int:
-    """Returns the number of permutes that send a message of `count` blocks of `nbytes` each."""
+    """Returns how many permutes are needed to send one message of `count` blocks of `nbytes` bytes
+    each."""
     return 1 if nbytes <= JOINED else count
 
 

@@ -212,7 +212,8 @@ def quantized_reduce_scatter(
 def quantized_all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
-    """Returns every device's rounded part, the same bits on every device: `A[I_X] -> A[I]`.
+    """Gathers the `x` of every device, sent as int8: `A[I_X] -> A[I]`. The result has the same bits
+    on all devices.
 
     `quantized_all_gather` works like `lax.all_gather`.
 

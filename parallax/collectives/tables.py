@@ -73,8 +73,9 @@ def halving(n: int, by: int = 2) -> Route:
     """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
 
     The device sends its other blocks, in at most `by` - 1 messages. Each of these blocks is added,
-    on the receiver, to a block that the receiver keeps. With by=2 no table of one message per round
-    has fewer rounds, for any n.
+    on the receiver, to a block that the receiver keeps. With by=2 a device sends one message in
+    each round. For every n, this takes the fewest rounds that are possible with one message per
+    device and round.
     """
     rounds, remaining = [], n
     while remaining > 1:

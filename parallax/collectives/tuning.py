@@ -259,12 +259,14 @@ def auto(
 ) -> tuple[Algorithm, str]:
     """Returns an algorithm whose all-reduce is the fastest at each size, and a report as text.
 
-    For each axis `auto` calls `fit`, then races some functions: those that the formulas rank first
-    or second at one of the sizes, and `lax.psum`, which has no formula. Then the functions race
-    again, at most twice, at new sizes: one new size between each two neighbouring sizes that have
-    different winners (`Choice.next_sizes`). The choice depends on the bytes of each leaf and is
-    made at trace time, so the choice costs nothing in the step. Along axes that were not raced, and
-    for the other collectives, the algorithm uses `jax.lax`.
+    For each axis, `auto` calls `fit`, and then races several all-reduces: it times each of them on
+    arrays of each of the `sizes`. It races `lax.psum`, which has no cost formula, and the functions
+    for which the cost formulas predict the shortest or the second shortest time at one of the
+    `sizes`. Then the same functions race again, at most twice, at new sizes: one new size between
+    each two neighbouring sizes that have different winners (`Choice.next_sizes`). The choice
+    depends on the bytes of each leaf and is made at trace time, so the choice costs nothing in the
+    step. Along axes that were not raced, and for the other collectives, the algorithm uses
+    `jax.lax`.
 
     Args:
         mesh: the mesh that the step will run on.

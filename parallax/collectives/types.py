@@ -213,7 +213,8 @@ def axis_index(axis_name: AxisName) -> jax.Array:
 
 
 def match_varying(x: Tree, reference: PyTree) -> Tree:
-    """Returns the tree `x`, typed as varying along the axes of `x` and those of `reference`.
+    """Returns the tree `x`, typed as varying also along the mesh axes along which `reference`
+    varies.
 
     A leaf of the result is typed as varying along each mesh axis along which this leaf of `x`, or
     the same leaf of `reference`, varies. A loop needs this for its first carry, whose type must be

@@ -130,10 +130,11 @@ def differences(
     Args:
         entries: the result of `read`.
         predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
-            tuple of names. The value of a key is the number of bytes of the results of all
-            collectives along this axis, or a `Cost`, whose `sent`, `messages` and `chain` are
-            compared with the bytes, the count and the hops. Fewer hops than predicted are no
-            difference, since several arrays may travel side by side.
+            tuple of names. The value of a key is a `Cost`, or only a number of bytes. The bytes, or
+            the `sent` of a `Cost`, are compared with the bytes of all entries along this axis. The
+            `messages` of a `Cost` are compared with the entries' count, and its `chain` with their
+            hops. Fewer hops than predicted are no difference, since several arrays may travel side
+            by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):

@@ -51,9 +51,9 @@ class Op(NamedTuple):
 
     Attributes:
         kind: XLA's name of the collective, such as "all-reduce".
-        dtype: XLA's name of the type, such as "f32".
-        shape: the shape on one device.
-        bytes: the size on one device.
+        dtype: XLA's name of the array's type, such as "f32".
+        shape: the shape of the array on one device.
+        bytes: the bytes of the array on one device.
     """
 
     kind: str

@@ -35,7 +35,7 @@ SLICES = {"dynamic-slice", "slice", "gather"}
 
 
 class Costs:
-    """The seconds of a program's instructions."""
+    """Estimates the run time, in seconds, of each instruction of a program."""
 
     def __init__(self, program: hlo.Module, hardware: Hardware, cores: int):
         """Takes the program, the chip, and the number of devices that share a chip (`cores`)."""
@@ -60,10 +60,10 @@ class Costs:
         if cycles := CYCLES.search(line.attributes):
             if not self.hardware.clock:
                 raise ValueError(
-                    f"The program states cycles, as programs for TPUs do ({line.name}), so the "
-                    f"estimate of its time needs a chip with a clock; {self.hardware.name} has "
-                    "none. Pass the chip that the program was compiled for, with its clock in "
-                    "cycles per second."
+                    f"The compiled program gives the time of {line.name} in clock cycles, as "
+                    "programs for TPUs do, so the estimate in seconds needs a chip with a clock; "
+                    f"{self.hardware.name} has none. Pass the chip that the program was compiled "
+                    "for, with its clock in cycles per second."
                 )
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):

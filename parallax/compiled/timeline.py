@@ -101,7 +101,7 @@ def of(
 
     Raises:
         ValueError: the program is for another backend or for another number of devices, or the
-            program states cycles and the machine's chip has no clock.
+            program gives times in clock cycles and the machine's chip has no clock.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None

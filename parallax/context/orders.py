@@ -6,9 +6,10 @@ move to the next device. `block_pairs` lists the pairs that each device computes
 equally many for all devices. The attention computes the pairs of this table, and the functions that
 count the attention's operations read the same table.
 
-A *pair* is (query chunk, key chunk, 1 if its scores are needed, or 0 if it only fills up the
-table). The chunks of a pair are numbered 0 to c - 1 within each device, where c is the number of
-chunks of a device.
+A *pair* is a query chunk and a key chunk with a flag, as (query chunk, key chunk, flag). The flag
+is 1 if the scores of the two chunks are needed. It is 0 if the pair is only padding, so that all
+devices have equally many pairs in a hop. The chunks of a pair are numbered 0 to c - 1 within each
+device, where c is the number of chunks of a device.
 
 Legend: n devices, c chunks of a device, T tokens of a sequence.
 """

@@ -124,9 +124,9 @@ def need(condition: object, place: object, what: str, value: object) -> None:
 
 
 def files(path: Path, value: Any) -> dict[str, list]:
-    """Returns `value`, the entry `files` of the manifest at `path`, after a check.
+    """Checks that `value`, the entry `files` of the manifest at `path`, is valid, and returns it.
 
-    The value must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
+    `value` must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
     file. Each name must be printable, and the name of a file inside the manifest's folder. Raises
     `Damaged` for anything else.
     """

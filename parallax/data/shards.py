@@ -34,8 +34,9 @@ class Shards:
     array of all tokens.
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. A
-    file is opened only when its tokens are read. Indexing raises `IndexError` for an index outside
-    the text, and the errors of `token_file.File`.
+    file is opened only when its tokens are read. Indexing raises `IndexError` for an index below 0
+    or after the last token. It can also raise the errors of `token_file.File`, which reads the
+    tokens.
 
     Attributes:
         parts: the tokens of each file, in order.

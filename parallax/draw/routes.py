@@ -25,11 +25,12 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     words "in a row", is the length of the longest chain of messages in which each message waits for
     the one before it. The *owner* of a block is the device that gets the block's sum in the end. A
     block is named by its offset: how far the block's owner is from the device that holds the block.
-    Offsets are numbered in row-major order of the box, which is the grid of the devices. The
-    numbers after a block stand for the devices whose parts are summed in the block. The number of a
-    device is the number of the offset from this device to the owner: 0 is the owner itself, and on
-    a ring, 2 is the device two places before the owner. The table is of a reduce-scatter; for a
-    gather, read the rounds from the last to the first.
+    An offset has one distance for each dim of the box (the grid of the devices), and is shown as
+    one number: its index in row-major order. The numbers after a block stand for the devices whose
+    parts are summed in the block. The number of a device is the number of the offset from this
+    device to the owner: 0 is the owner itself, and on a ring, 2 is the device two places before the
+    owner. The table is of a reduce-scatter; for a gather, read the rounds from the last to the
+    first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -75,9 +76,11 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns a triple for each block that is sent in round r: the index, in the round, of the
-    message with this block, and the block's offset (how far the block's owner is from the device
-    that holds the block) before and after the message. Offsets are numbered in row-major order.
+    """Returns a triple for each block that is sent in round r. First comes the index, in the round,
+    of the message with this block. Then comes the block's offset (how far the block's owner is from
+    the device that holds the block) before the message, and then its offset after the message. An
+    offset has one distance for each dim of the grid of devices, and is returned as one number: its
+    index in row-major order.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))

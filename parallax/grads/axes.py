@@ -1,5 +1,6 @@
 """The axes along which a parameter or a gradient differs between devices, and a record of the
-gradient functions inside which JAX traces now. These functions change the types of the parameters.
+gradient functions that JAX is tracing at the moment. These functions change the types of the
+parameters.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
@@ -19,7 +20,7 @@ from parallax.collectives.types import varying_axes
 
 
 class Enclosing(NamedTuple):
-    """What the gradient functions around the code being traced did to the types of the parameters.
+    """The changes that gradient functions around the code being traced made to parameters' types.
 
     Attributes:
         declared: the axes of the gradient functions that enclose the code being traced. Each

@@ -48,13 +48,14 @@ class State(eqx.Module):
     Attributes:
         inner: the training states of all islands. Arrays are [islands, ...], except `step`, which
             is one number for all islands.
-        model: the outer weights, which are the trained leaves after the last round. All other
-            leaves are None.
+        model: the outer weights: the trained leaves after the last round, with None in place of all
+            other leaves.
         optimizer: for each fragment, the state of the outer optimizer.
-        error: for each fragment, the rounding errors of an int8 exchange, [islands, ...], which the
-            next exchange adds to the changes; None unless the exchange rounds to int8.
-        sent: for each fragment, an exchange's result that no island has used yet; None if results
-            are used at once.
+        error: for each fragment, the rounding errors of an int8 exchange, [islands, ...]. The next
+            exchange adds them to the changes of the weights that it sends. None unless the exchange
+            rounds to int8.
+        sent: for each fragment, the result of an exchange that no island has used yet; None if the
+            islands use each result at once.
     """
 
     inner: step.State

@@ -42,9 +42,9 @@ def under_a_predicate(
 
 
 def lost_mark(axes: frozenset[str], size: int, inputs: int, outputs: int, where: str) -> Finding:
-    """Returns the finding for a `cond` whose predicate varies, although the types of some operands
-    and results do not vary. `inputs` and `outputs` are the numbers of these operands and
-    results."""
+    """Returns the finding for a `cond` whose predicate differs between devices, although some of
+    its operands and results are typed as the same on all devices. `inputs` and `outputs` are the
+    numbers of these operands and results."""
     return Finding(
         "lost-varying-mark",
         where,
@@ -107,8 +107,9 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
 def update_mixes_a_shard(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction of one device's shard that goes into the update of that
-    shard. `operation` is the name of the reduction's primitive, such as "reduce_sum"."""
+    """Returns the finding for a reduction over one device's shard, if the result of the reduction
+    goes into the update of that shard. `operation` is the name of the reduction's primitive, such
+    as "reduce_sum"."""
     return Finding(
         "update-mixes-a-shard",
         where,

@@ -76,7 +76,7 @@ def program(
       an array along its split dim, as in dropout with the same mask for the units of every device.
     * `counted-on-a-device`: numbers that each device computes from its own indices 0, 1, 2, ... are
       combined with an array along its split dim. Examples are positions of split tokens, and slopes
-      of split heads. Masks, which compare two counts, are accepted.
+      of split heads. Masks are accepted: they only compare two arrays of such indices.
     * `added-before-the-sum`: a bias or a residual that each device adds to its term of a sum over
       devices, so that the sum counts it several times.
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects

@@ -37,7 +37,8 @@ Note = Callable[..., None]  # (mistake, node, *details), as `ShardMap.note`
 
 @dataclass
 class ShardMap:
-    """A `shard_map` whose body is being read, and the mistakes with split arguments in it.
+    """A `shard_map` whose body the lint reads, and the mistakes with split arguments that the lint
+    has found in the body.
 
     Attributes:
         mesh: the mesh.

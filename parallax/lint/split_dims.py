@@ -245,8 +245,8 @@ class _Operation:
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of a `gather`, a lookup of rows in a table. The result
-        has the dims of the array of indices, except its last dim, which holds the place of one
-        lookup, and the dims of a row.
+        has the dims of a row, and the dims of the array of indices without its last dim, which
+        holds the place of one lookup.
         """
         table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
@@ -503,10 +503,11 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the dims and terms of a collective's result, given the facts about its operand,
-    `value`.
+    """Returns the facts about a collective's result, given the facts about its operand, `value`.
+    These are the facts about each dim, and the axes along which the result is still one device's
+    term of a reduction over a split dim.
 
-    `before` is the shape of the operand, and `after` that of the result.
+    `before` is the shape of the operand, and `after` is the shape of the result.
     """
     # Nothing is known after a collective that adds or drops a dim.
     if value.dims is None or len(value.dims) != len(after):

@@ -211,7 +211,7 @@ def origins(program: Flat, result: int) -> set[int]:
     """Returns `result`, and the values that it is computed from by elementwise operations.
 
     Reshapes, transposes, loops, slices, concatenations and sums over devices count as elementwise
-    here. So, unlike the values that `elements` returns, these values may have the elements of
+    here. So the values that `origins` returns, unlike those of `elements`, may have the elements of
     `result` in another order, or have fewer or more elements. Values of one element, and values
     whose elements are repeated by a broadcast, are left out.
     """

@@ -381,7 +381,8 @@ def loss_step(
         return evaluate(eqx.combine(arrays, static), Batch(windows, None, weights))
 
     def run_model(model, windows, weights=None):
-        """Returns the loss of a model with its static leaves, which `jax.jit` cannot take."""
+        """Returns the loss of `model`. Only the model's arrays go to `run`: `jax.jit` cannot take
+        the static leaves, and `run` has them already."""
         return run(eqx.filter(model, meshes.is_array), windows, weights)
 
     return run_model if jax.tree.leaves(static) else run

@@ -521,7 +521,7 @@ def weighted(batch: Batch, setup: Setup) -> Batch:
 
 
 def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexact) -> Grad:
-    """Returns the gradient function of `loss`, which returns a scalar or `(scalar, aux)`. A leaf
+    """Returns the gradient function of `loss`. `loss` returns a scalar or `(scalar, aux)`. A leaf
     that is not trained has the gradient None.
     """
 

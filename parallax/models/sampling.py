@@ -95,7 +95,8 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
 
         def pad(old, new):
             """Returns the new keys or values [B, P, G, K], padded with zeros to S = `places`
-            tokens, [B, S, G, K]; `old` is None.
+            tokens, [B, S, G, K]. `old` is not used: before the prompt there are no keys or values,
+            so it is None.
             """
             return jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
 

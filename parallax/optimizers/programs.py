@@ -6,13 +6,14 @@ a fact about the program is true for shards and for whole leaves. A result is *r
 each device computes, from its shards, its own part of the result for whole leaves. A value that
 *mixes* is computed from several elements at a time, as a sum is, and would be wrong on shards.
 
-Leaves are parameters, named by numbers from 0 on. Two more numbers are used in the same way:
-`WHOLE`, for any array that no axis splits, and `RIGHT`, for a result that a wrapper marked as
-correct when each device updates only its shards, although its computation may mix elements. The
-*sources* of a value are a `Value`: the leaves that it is computed from, and whether it mixes. `met`
-joins the sources of several values into one `Value`, and `run` follows a program inside an
-equation, such as a branch. A call of `linear(x, forward=..., backward=..., name=...)` is one
-equation of the program, and the argument `name` can *mark* the result of the equation.
+Leaves are parameters, named by numbers from 0 on. Two more numbers are used in the same way.
+`WHOLE` stands for any array that no axis splits. `RIGHT` stands for a result that a wrapper of an
+optimizer has marked: the mark says that the result is right on shards, even if the computation of
+the result mixes elements. The *sources* of a value are a `Value`: the leaves that it is computed
+from, and whether it mixes. `met` joins the sources of several values into one `Value`, and `run`
+follows a program inside an equation, such as a branch. A call of
+`linear(x, forward=..., backward=..., name=...)` is one equation of the program, and the argument
+`name` can *mark* the result of the equation.
 """
 
 import dataclasses

@@ -61,8 +61,9 @@ def split_over(axis: AxisLike) -> Exchange:
         return lax.dynamic_slice_in_dim(leaf, axis.index() * length, length, dim)
 
     def gathered(leaf, wanted):
-        """Returns the whole array from a received part, `leaf`; `wanted` has the whole array's
-        shape and type."""
+        """Returns the whole array: gathers the parts that the devices of `axis` received, of which
+        `leaf` is this device's part. An array that was not cut is returned as it is. `wanted` has
+        the whole array's shape and type."""
         dim = _cut_dim(wanted, axis)
         if dim is None:
             return leaf

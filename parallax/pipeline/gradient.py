@@ -9,12 +9,12 @@ time; in 1F1B it does not grow with M.
 
 `jobs` (a `Jobs`, in jobs.py) runs single jobs by the user's functions, each of which is traced
 once. `lockstep` and `per_stage` are two ways to run the jobs of a schedule, tick by tick. Both
-return a `Sums` over all microbatches: `loss` is the head's loss, and `terms` are the stages' own
-terms of the loss, or None; `blocks` are the gradients of the blocks, which are split over the
-stages, and `ends` those of all other parameters; `of_head` and `of_stages` are the auxiliary values
-to log. An array varies along an axis if its type says that the array may differ between the
-devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
-computed.
+return a `Sums` over all microbatches. Its `loss` is the head's loss. Its `terms` are the stages'
+own terms of the loss, or None. Its `blocks` are the gradients of the blocks, the layers that are
+split over the stages. Its `ends` are the gradients of all other parameters. Its `of_head` and
+`of_stages` are the auxiliary values to log. An array varies along an axis if its type says that the
+array may differ between the devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses
+the result waits until `y` is computed.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline

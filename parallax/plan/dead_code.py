@@ -103,10 +103,11 @@ class Needed:
             results = more
 
     def _scan(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Returns whether a scan needs each of its operands: constants, carries, stacked arrays.
+        """Returns, for each operand of a scan (constants, carries, stacked arrays), whether the
+        scan needs it.
 
         A carry's start is needed if the body reads the carry. It is also needed if the carry's last
-        value is: the loop takes a start for each carry that it returns.
+        value is needed: the loop takes a start for each carry that it returns.
         """
         constants, carries = jaxprs.scan_parts(eqn)  # their numbers
         if eqn.params["length"] == 1:  # no loop: the body runs once, on these operands

@@ -40,9 +40,10 @@ class Value:
     ):
         """Makes a value of type `aval`, the result of `eqn`.
 
-        `reads` maps each buffer that an operation must read to get the value to the number of bytes
-        that it reads. If the value is stored in memory, this is the value's own `buffer`. If not,
-        these are the buffers from which the value is computed.
+        `reads` lists the buffers that an operation must read to get this value, each with the
+        number of bytes that the operation reads. If the value is stored in memory, the only such
+        buffer is the value's own `buffer`. If not, these are the buffers from which the value is
+        computed.
         """
         self.aval, self.reads, self.buffer, self.eqn = aval, reads, buffer, eqn
         self.bytes = nbytes(aval)

@@ -82,7 +82,8 @@ class Nested(NamedTuple):
     devices in one group.
 
     Attributes:
-        levels: the levels, from the smallest group to all devices.
+        levels: one `Level` for each size of a group, from the smallest groups to the group of all
+            devices.
     """
 
     levels: tuple[Level, ...]
@@ -98,8 +99,9 @@ class Nested(NamedTuple):
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
         message, and the bytes of one message. A message uses the links inside the smallest group
         that has both its sender and its receiver. It also uses the links by which it leaves each
-        smaller group. The devices of a group share the links out of it, whose rates add up to those
-        of the devices' own links divided by `Level.shared`.
+        smaller group. The devices of a group share the links by which messages leave the group. The
+        total rate of these links is the total rate of the devices' links (`Level.link` of the level
+        above), divided by `shared` of the level above.
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0

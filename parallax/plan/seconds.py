@@ -120,8 +120,9 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
 
     The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, bytes that
     are received and then added to the device's own array (one field), and `chain`, the longest
-    chain of messages that wait for each other. A device sends the n - 1 messages of an all-to-all
-    one after another (`hops`). None of them needs the result of another, so its `chain` is 1.
+    chain of messages that wait for each other. In an all-to-all, a device sends its n - 1 messages
+    one after another (`hops`), but no message needs the result of another message: the `chain` of
+    an all-to-all is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":

@@ -63,10 +63,10 @@ def stage_work(
 ) -> Callable[..., StageWork]:
     """Returns a function `(params, batch, *, mesh, in_specs) -> StageWork` for a pipeline.
 
-    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. Its
-    `in_specs` are those that you give the `mesh.spmd` around the pipeline. The two halves of the
-    backward pass, I (the input's cotangent) and W (the weights' gradients), together have the
-    operations of the whole backward pass: no matmul is counted twice.
+    The function only traces the pipeline's parts, so arrays may be `jax.ShapeDtypeStruct`s. Give it
+    the same `in_specs` as the `mesh.spmd` around the pipeline. The two halves of the backward pass,
+    I (the input's cotangent) and W (the weights' gradients), together have the operations of the
+    whole backward pass: no matmul is counted twice.
 
     `pipeline.value_and_grad` takes the following arguments too.
 

@@ -140,8 +140,8 @@ def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
     `batch` sequences. The class `Sizes` explains the fields.
 
     `jobs` counts the calls. If all stages run the same kinds of job in a tick (lockstep), idle
-    stages run these jobs too, on garbage. A kind of job then counts in each tick in which at least
-    one stage has such a job.
+    stages run these jobs too, on garbage. Each kind of job is then counted once for each tick in
+    which at least one stage has a job of this kind.
     """
     b, counts = layout.sequences(batch), jobs(layout)
     return Sizes(
@@ -506,9 +506,10 @@ class _Step:
         return scatters + (leaf.path == alike[0])
 
     def over_all(self) -> Iterator[Term]:
-        """Yields an all-reduce for each set of axes that splits any gradient; it sums the squared
-        norms of the gradients that these axes split. Then yields an all-reduce over the axes of all
-        sets, which tells all devices whether the update is finite.
+        """Yields one all-reduce for each set of axes over which some gradient is split. The
+        all-reduce sums the squared norms of the gradients that are split over exactly these axes.
+        Then yields an all-reduce over the axes of all sets, which tells all devices whether the
+        update is finite.
 
         The all-reduces take their axes in alphabetical order, the order in which an array's type
         lists them.

@@ -268,7 +268,8 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
-    """Returns whether `rule` is a `match("**", P())` that may give no leaf a spec.
+    """Returns whether `rule` is a `match("**", P())` for which it is no mistake if every leaf gets
+    its spec from an earlier rule.
 
     A last rule that matches every leaf serves as a default, and earlier rules may leave no leaf for
     it. `taken` maps the index of a leaf to the `Placement` (the spec) that an earlier rule gave it.

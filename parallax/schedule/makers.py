@@ -35,7 +35,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     order (arXiv 1811.06965).
 
     Raises:
-        ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
+        ValueError: a size is below 1 or is not a whole number, or the schedule's table would have
+            more than about 2^26 cells.
     """
     P, M, _ = _checked(stages=stages, microbatches=microbatches)
     m, s = np.ogrid[:M, :P]
@@ -57,7 +58,8 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     last group is not full, which adds (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
-        ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
+        ValueError: a size is below 1 or is not a whole number, or the schedule's table would have
+            more than about 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
     return _schedule(P, v, _forwards(P, M, v), _backwards(P, M, v))
@@ -74,7 +76,8 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
 
     Raises:
-        ValueError: a size is below 1 or is not a whole number, or a table has more than 2^26 cells.
+        ValueError: a size is below 1 or is not a whole number, or the schedule's table would have
+            more than about 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
     # Stage s runs I s ticks before stage 0 does, so with a delay of s all stages run W together.

@@ -53,8 +53,8 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
 
 
 def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None:
-    """Moves the files of `folder` whose names are in `new` or `gone` to `old`, and then the files
-    in `new` to `folder`.
+    """Moves to the folder `old` each file of `folder` that has the name of a file in the folder
+    `new`, or a name in `gone`. Then moves the files in `new` to `folder`.
 
     The file `last` is moved out first and moved in last, so a half-changed folder does not have
     this file, and is never read. If a move fails, all moves are undone.

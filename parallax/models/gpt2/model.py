@@ -1,5 +1,6 @@
-"""GPT-2 as Equinox modules, which hold the whole model or one device's shard. The modules read the
-sizes from the arrays.
+"""GPT-2 as Equinox modules, which hold the whole model or one device's shard. The modules read
+sizes, such as the number of heads, from the shapes of their own arrays, so the same code computes
+with the whole model and with a shard.
 
 Legend: B batch, T tokens, D width, F feed-forward, H heads, K head width, V rows of the vocabulary,
 L layers. The L blocks are one `Block` whose leaves have a leading dim of layers; `lax.scan` runs

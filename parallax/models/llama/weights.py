@@ -87,6 +87,7 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
             "llama.save can write at most one of bias (Qwen 2), head_norms (Qwen 3) and experts "
             "(Mixtral), and needs shared=0; got "
             f"bias={config.bias}, head_norms={config.head_norms}, experts={config.experts}, "
-            f"shared={config.shared}. Train a model that fits."
+            f"shared={config.shared}. Train a model with at most one of the three, and with "
+            "shared=0."
         )
     return files.save(FORMATS[kinds[0] if kinds else "llama"], model, path)
