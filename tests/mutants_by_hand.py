@@ -2685,14 +2685,6 @@ SAME_BITS = (
         KERNELS,
         bits=True,
     ),
-    # A sum with more digits than its type
-    Mutant(
-        "Walk.tree",
-        "lax.reduce_precision(x, info.nexp, info.nmant)",
-        "x",
-        KERNELS,
-        bits=True,
-    ),
     # Equal instructions, which the compiler joins for several devices only
     Mutant(
         "Walk.once",
