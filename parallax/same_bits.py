@@ -341,8 +341,8 @@ class Walk:
     def once(self, f: Callable[..., Any], *operands: Any, key: Any) -> Any:
         """Returns `f(*operands)`, computed once for each `key` and operands.
 
-        For several devices the compiler joins equal instructions before it simplifies, for one
-        device after. With different instructions a constant is simplified in another way.
+        For several devices the compiler joins equal instructions before it simplifies them, and
+        for one device only after that. Then `x / 0.1` becomes another product on one device.
         """
         same = [x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in operands]
         entry = (key, *same, *map(jax.typeof, operands))
@@ -499,18 +499,22 @@ class Walk:
             if params.get("prevent_cse") and params.get("differentiated"):
                 operands = lax.optimization_barrier(list(operands))  # values are computed again
             return self.run(jaxprs.closed(params)[0], operands)
+        return self._local(eqn, operands)
+
+    def _local(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of an equation that does not communicate and has no program in it."""
+        name, params = eqn.primitive.name, eqn.params
         # A sharding in the parameters is that of the mesh of cells.
-        params = params | {key: None for key in params if key in ("sharding", "out_sharding")}
+        no_sharding = {key: None for key in params if key in ("sharding", "out_sharding")}
+        params = eqn.primitive.get_bind_params(params | no_sharding)
         arrays = [stack.array for stack in operands]
         if not self.counts and name in jaxprs.CHEAP | jaxprs.DEAR:
             # Each equation would broadcast its scalars for itself.
             shape = eqn.outvars[0].aval.shape
             wide = functools.partial(jnp.broadcast_to, shape=shape)
-            arrays = [
-                x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays
-            ]
-        bind = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(params))
-        results = self.once(bind, *arrays, key=(name, str(params)))
+            arrays = [x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays]
+        bind = functools.partial(eqn.primitive.bind, **params)
+        results = self.once(bind, *arrays, key=(name, str(eqn.params)))
         return list(map(Stack, results if eqn.primitive.multiple_results else [results]))
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
