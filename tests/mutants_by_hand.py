@@ -2657,8 +2657,53 @@ BISECT = (
     ),
 )
 
+KERNELS = "test_same_bits.py::test_a_few_kernels_have_the_same_bits_on_every_mesh"
+SAME_BITS = (
+    # A kernel for all cells at once
+    Mutant(
+        "Walk._for_each_cell",
+        "lax.map(along_others, sliced)",
+        "jax.vmap(along_others)(sliced)",
+        KERNELS,
+        bits=True,
+    ),
+    # A cell whose kernels the compiler joins with those around it
+    Mutant("Walk._for_each_cell", "_apart(cell)", "cell", KERNELS, bits=True),
+    # The devices' sum in an order of its own
+    Mutant(
+        "Walk.tree",
+        "x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))",
+        "x = lax.psum(x, axis) if bit == 0 else x",
+        KERNELS,
+        bits=True,
+    ),
+    # Cells that are no branch of the tree
+    Mutant(
+        "Walk.tree",
+        "lax.slice_in_dim(x, k, None, 2, at)",
+        "jnp.split(x, 2, at)[k]",
+        KERNELS,
+        bits=True,
+    ),
+    # Equal instructions, which the compiler joins for several devices only
+    Mutant(
+        "Walk.once",
+        "self.done[entry][1]",
+        "f(*operands)",
+        "test_same_bits.py::test_equal_instructions_are_simplified_alike_on_one_device_and_on_two",
+        bits=True,
+    ),
+    Mutant(
+        "Walk.tree",
+        "x * self.counts[axis] if join is lax.add else x",
+        "x",
+        "test_same_bits.py::test_by_cells_as_by_devices -k shared",
+    ),
+)
+
 BY_HAND = (
     *ISLANDS,
+    *SAME_BITS,
     *COLLECTIVES,
     *LAYERS,
     *EXPERTS,

@@ -116,6 +116,7 @@ RUNS = {
         ["--quick", "--rounds=1", "--every=2"],
         ["over two processes, 100 Mb/s by", "data parallelism", "islands, int8", "s measured"],
     ),
+    "same_bits": (["--quick", "--layers=1"], ["By cells to ordinary", "data 8", "compile"]),
     "loss": (
         ["--quick", "--rounds=2", "--blocks", "16", "64"],
         ["plain", "blocks of 16", "predicted MB", "gradients differ by"],
@@ -129,6 +130,7 @@ LONG = (
     "collectives",
     "fingerprint",
     "islands",
+    "same_bits",
     "scaling",
     "train_step",
     "pipeline",

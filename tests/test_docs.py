@@ -19,6 +19,7 @@ LONGER = {
     "many-processes.md",
     "pipeline.md",
     "precision-and-memory.md",
+    "same-bits.md",
     "sequence.md",
     "tensor.md",
     "zero.md",

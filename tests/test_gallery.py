@@ -86,6 +86,16 @@ def test_the_regression_recovers_its_line_and_keeps_replicas_in_step(printed):
 @pytest.mark.programs
 @pytest.mark.sweep(3, "gallery")
 @pytest.mark.long
+def test_cells_have_one_hash_on_two_meshes_and_ordinary_steps_have_two(printed):
+    found = [line.split() for line in printed("same_bits").splitlines()]
+    hashes = {kind: {words[-1] for words in found if words[0] == kind} for kind, *_ in found}
+    assert len(hashes["same"]) == 1
+    assert len(hashes["ordinary"]) == 2
+
+
+@pytest.mark.programs
+@pytest.mark.sweep(3, "gallery")
+@pytest.mark.long
 def test_three_ways_agree_to_rounding_and_send_what_the_formulas_say(printed):
     text = printed("three_ways_to_split")
     (alone,) = numbers(text, "One device: loss #")

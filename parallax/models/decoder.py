@@ -202,7 +202,10 @@ def train_step(
             return None
         return sequence_keys(dropout_key, number, sequences)
 
-    train = compiled(local, state.shapes, state.specs, mesh, keys, batch_spec=P(layout.batch_axes))
+    on_mesh = functools.partial(meshes.spmd, mesh=mesh)
+    train = compiled(
+        local, state.shapes, state.specs, on_mesh, keys, batch_spec=P(layout.batch_axes)
+    )
     return TrainStep(
         init=state.init,
         shapes=state.shapes,
@@ -261,7 +264,7 @@ def compiled(
     local: Callable[..., Any],
     shapes: PyTree,
     specs: PyTree,
-    mesh: meshes.AnyMesh,
+    spmd: Callable[..., Any],
     keys: Callable[[Array], Any],
     *,
     batch_spec: P,
@@ -275,7 +278,8 @@ def compiled(
             `batch` is a `Batch`.
         shapes: the shapes of the state; its leaves that are not arrays become part of the program.
         specs: the specs of the state's arrays.
-        mesh: the mesh.
+        spmd: the function that maps the step over the mesh: `mesh.spmd` with its `mesh`, or
+            `same_bits.spmd` with its `cells` too.
         keys: a function from the step's number to the random keys of the global batch; it returns
             None without dropout.
         batch_spec: the spec of the batch.
@@ -285,7 +289,7 @@ def compiled(
             None.
     """
     in_specs = (specs, batch_spec, *(P(),) * options)
-    step = meshes.spmd(local, mesh=mesh, in_specs=in_specs, out_specs=(specs, info_spec))
+    step = spmd(local, in_specs=in_specs, out_specs=(specs, info_spec))
     static = eqx.filter(shapes, meshes.is_array, inverse=True)
 
     @functools.partial(jax.jit, donate_argnums=0)

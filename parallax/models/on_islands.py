@@ -12,6 +12,7 @@ by the training code of `decoder`, `models.recipe`. Every H steps the islands co
 over the mesh.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from parallax import islands
+from parallax import mesh as meshes
 from parallax.collectives import AxisLike
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.islands import ALL_AT_ONCE, Stream
@@ -97,7 +99,7 @@ def train_step(
         islands.local(one_island.local, outer, every=every, **options),
         state.shapes,
         state.specs,
-        setup.mesh,
+        functools.partial(meshes.spmd, mesh=setup.mesh),
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),

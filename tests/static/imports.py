@@ -40,7 +40,7 @@ ORDER = (
         "zero",
         "cross_entropy",
     ),
-    *("split_backward", "pipeline", "step", "islands", "validate", "layout", "models"),
+    *("split_backward", "pipeline", "step", "islands", "same_bits", "validate", "layout", "models"),
     *("compiled", "plan", "data", "run", "lint", "bisect", "draw", "commands", "__main__"),
 )
 

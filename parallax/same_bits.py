@@ -1,0 +1,707 @@
+"""Runs a step so that its results have the same bits on every mesh.
+
+Sums of floating-point numbers depend on their order, and a kernel for 8 rows rounds differently
+from one for 64 rows. So one step on two meshes gives two results. `spmd` removes both causes. The
+step is written for a fixed number of *cells* along each axis, as if each cell were a device. A
+device of the real mesh has one cell or several. Every kernel has the shapes of one cell, and every
+sum is a binary tree over the cells, whatever the mesh is.
+
+The step is traced once, as the program of one cell. The program is then run in two kinds of parts.
+A *segment* has equations that do not communicate; it is compiled apart from the rest, and runs for
+one cell after another. A collective works on all cells of the device together. A `Stack` is a value
+of the program with its numbers for all cells of the device. Inside, an equation is a `StepOfCell`,
+and a *key* numbers a value.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.scheduling_groups import xla_metadata_call
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from parallax import jaxprs
+from parallax import mesh as meshes
+from parallax._typing import PyTree
+from parallax.collectives import types
+from parallax.trees import AnyMesh, entry_axes, is_array
+
+# Equations that change only the type of a value
+CASTS = {"pvary", "pcast", "terms", "vary_unreduced_cast"}
+# Collectives that join two values to one; the others move values
+TREES: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("psum", "psum_invariant", "unreduced_psum"), lax.add
+)
+TREES |= {"pmax": lax.max, "pmin": lax.min}
+LOOPS = {"scan", "while", "cond"}
+
+
+class Stack(eqx.Module):
+    """A value of one cell's program, for all cells of this device.
+
+    Attributes:
+        array: the numbers. Its first dims count the cells of this device along each of `axes`; the
+            others are the dims in one cell.
+        axes: the axes along which the value may differ from cell to cell, in the order of the
+            cells' axes. Along all other axes the cells share it.
+    """
+
+    array: Any
+    axes: tuple[str, ...] = eqx.field(static=True, default=())
+
+
+class StepOfCell(NamedTuple):
+    """An equation.
+
+    Attributes:
+        eqn: the equation.
+        alone: whether it, or an equation inside it, depends on other cells or the cell's index.
+        reads: the keys of its operands.
+        writes: the keys of its results.
+    """
+
+    eqn: JaxprEqn
+    alone: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+def spmd(
+    f: Callable[..., Any],
+    *,
+    cells: Mapping[str, int],
+    mesh: AnyMesh,
+    in_specs: PyTree,
+    out_specs: PyTree,
+) -> Callable[..., Any]:
+    """Returns a function as `mesh.spmd` does, whose results have the same bits on every `mesh`.
+
+    `f` runs as on a mesh with these `cells`, each of which has its own block of each argument. Call
+    the returned function under `jax.jit`. Results are equal for two meshes if `f`, `cells`, the
+    processor's model and the version of JAX are the same.
+
+    Args:
+        f: a function of local blocks, for example a train step. The number of its microbatches is
+            part of it.
+        cells: the number of cells along each axis, a power of two. It is the largest size that an
+            axis of a mesh may have.
+        mesh: the mesh to run on. The size of each of its axes divides the number of cells.
+        in_specs: as in `mesh.spmd`.
+        out_specs: as in `mesh.spmd`.
+
+    Raises:
+        ValueError: `cells` are no powers of two, or `mesh` has other axes or sizes that do not
+            divide them; `f` prints, or calls something that has no rule here, such as a `while`
+            loop with a collective in it.
+    """
+    _check(cells, mesh)
+    of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
+
+    def mapped(*arguments):
+        """Returns the result of `f`, as global arrays on the mesh."""
+        arrays, static = eqx.partition(arguments, is_array)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        program, result, static_result = eqx.filter_make_jaxpr(of_cells)(
+            *eqx.combine(shapes, static)
+        )
+        (eqn,) = program.jaxpr.eqns  # a `shard_map`; its operands are the arguments and constants
+        known = dict(zip(program.jaxpr.invars, jax.tree.leaves(arrays), strict=True))
+        known |= zip(program.jaxpr.constvars, program.consts, strict=True)
+        results = _mapped(eqn, [known[var] for var in eqn.invars], mesh, cells)
+        known = dict(zip(eqn.outvars, results, strict=True))
+        leaves = [known[var] for var in program.jaxpr.outvars]
+        arrays = jax.tree.unflatten(jax.tree.structure(result), leaves)
+        return eqx.combine(arrays, static_result)
+
+    return mapped
+
+
+def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
+    """Raises `ValueError` unless the cells are powers of two that the mesh divides."""
+    sizes = dict(mesh.shape)
+    odd = [f"{axis}={n}" for axis, n in cells.items() if n < 1 or n & (n - 1)]
+    if odd:
+        raise ValueError(
+            f"same_bits.spmd needs a power of two of cells along each axis, so that each device "
+            f"has a whole branch of every sum's tree; got {', '.join(odd)}. Use 1, 2, 4, 8, ..."
+        )
+    if set(sizes) != set(cells) or any(cells[axis] % n for axis, n in sizes.items()):
+        raise ValueError(
+            f"same_bits.spmd needs a mesh with the axes of the cells, whose sizes divide those of "
+            f"the cells; got the mesh {sizes} for the cells {dict(cells)}. Give the mesh each axis "
+            "(of size 1 where it is not split), and at least as many cells as devices."
+        )
+
+
+def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> list[Any]:
+    """Returns the results of a `shard_map` over cells, run on `mesh`."""
+    (body,) = jaxprs.closed(eqn.params)
+    # Along an axis with one cell there is nothing to sum and nothing to split.
+    counts = {axis: n for axis, n in cells.items() if n > 1}
+    opened = _opened(jaxprs.opened(body), eqn.params["mesh"])
+
+    def layouts(specs, avals) -> list["TwoForms"]:
+        """Returns the layout of each array as a stack."""
+        return [TwoForms.of(*pair, counts) for pair in zip(specs, avals, strict=True)]
+
+    ins = layouts(eqn.params["in_specs"], jaxprs.types(eqn.invars))
+    outs = layouts(eqn.params["out_specs"], jaxprs.types(eqn.outvars))
+
+    def on_device(*blocks):
+        """Returns the stacks of the results on this device."""
+        walk = Walk(counts, dict(mesh.shape), opened)
+        stacks = [Stack(x, layout.axes) for x, layout in zip(blocks, ins, strict=True)]
+        results = walk.run(body, stacks)
+        return [walk.over(x, layout.axes).array for x, layout in zip(results, outs, strict=True)]
+
+    # The first dims of a stack are split over the mesh.
+    in_specs = tuple(PartitionSpec(*layout.axes) for layout in ins)
+    out_specs = [PartitionSpec(*layout.axes) for layout in outs]
+    stacks = [layout.stacked(x) for layout, x in zip(ins, operands, strict=True)]
+    results = jax.shard_map(
+        on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )(*stacks)
+    return [layout.whole(x) for layout, x in zip(outs, results, strict=True)]
+
+
+class TwoForms(NamedTuple):
+    """The two forms of a global array: as the caller has it, and as a stack of all cells' blocks.
+
+    Attributes:
+        axes: the axes that split the array, in the order of the cells' axes.
+        shape: the shape that the caller sees.
+        wide: this shape, with a dim for each axis in front of the dim that it splits.
+        order: the dims of `wide` in the order of the stack's dims.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    wide: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: PartitionSpec, aval: Any, counts: Mapping[str, int]) -> "TwoForms":
+        """Returns the layout of an array of this type, which `spec` splits."""
+        wide, names = [], []
+        for size, entry in itertools.zip_longest(aval.shape, spec):
+            split = [axis for axis in entry_axes(entry) if axis in counts]
+            sizes = [counts[axis] for axis in split]
+            wide += [*sizes, size // math.prod(sizes)]
+            names += [*split, None]
+        axes = tuple(axis for axis in counts if axis in names)
+        rest = (k for k, name in enumerate(names) if name is None)
+        return cls(axes, aval.shape, tuple(wide), (*map(names.index, axes), *rest))
+
+    def stacked(self, x: Any) -> Any:
+        """Returns the array as a stack."""
+        return x.reshape(self.wide).transpose(self.order)
+
+    def whole(self, stack: Any) -> Any:
+        """Returns the array of a stack."""
+        return stack.transpose(np.argsort(self.order)).reshape(self.shape)
+
+
+def _apart(cell: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, compiled as a computation of its own.
+
+    The compiler joins none of its kernels with those around it, which differ from mesh to mesh. A
+    kernel that is joined with others rounds differently.
+    """
+    return xla_metadata_call(cell, inlineable="false")
+
+
+def _opened(jaxpr: Jaxpr, mesh: AnyMesh) -> dict[int, tuple[JaxprEqn, Jaxpr]]:
+    """Returns the programs of this library's collectives in a jaxpr, by the `id` of the equation.
+
+    The equation itself is kept beside its program, so that its `id` is not used again.
+    """
+    found = {}
+    for eqn in jaxprs.every(jaxpr):
+        if eqn.primitive is types.linear_p:
+            program = types.linear_jaxpr(eqn, mesh, check_vma=True)
+            found |= {id(eqn): (eqn, program)} | _opened(program, mesh)
+    return found
+
+
+def _names(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Returns the axes of the mesh that an equation names."""
+    names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return tuple(name for name in names if isinstance(name, str))
+
+
+class Flat(NamedTuple):
+    """A program as a list of steps.
+
+    Attributes:
+        steps: the steps that the results depend on.
+        constants: the constants, by their keys.
+        inputs: the keys of the arguments.
+        outputs: the keys of the results.
+    """
+
+    steps: Sequence[StepOfCell]
+    constants: Mapping[int, Stack]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
+def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
+    """Returns the steps of a program.
+
+    A call in which something communicates is opened. A cast leaves no step.
+    """
+    numbers = itertools.count()
+    constants: dict[int, Stack] = {}
+    steps: list[StepOfCell] = []
+
+    def new(value) -> int:
+        """Returns the key of a constant."""
+        key = next(numbers)
+        constants[key] = Stack(value)
+        return key
+
+    def add(program, inputs) -> list[int]:
+        """Appends the steps of a program, and returns the keys of its results."""
+        jaxpr, closed_over = jaxprs.opened(program), map(new, getattr(program, "consts", ()))
+        keys = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed_over, *inputs), strict=True))
+
+        def key(atom) -> int:
+            """Returns the key of an operand."""
+            if jaxprs.is_literal(atom):
+                return new(np.asarray(atom.val, atom.aval.dtype))
+            return keys[atom]
+
+        for eqn in jaxpr.eqns:
+            reads, alone = tuple(map(key, eqn.invars)), walk._alone(eqn)
+            if jaxprs.has_effects(eqn):
+                raise ValueError(
+                    f"same_bits.spmd cannot run `{eqn.primitive.name}` ({jaxprs.origin(eqn)}), "
+                    "which prints or has another effect. Take it out of the step."
+                )
+            if eqn.primitive is types.linear_p:
+                writes = add(walk.opened[id(eqn)][1], reads)
+            elif eqn.primitive.name in CASTS:
+                writes = reads
+            elif alone and eqn.primitive.name not in LOOPS and jaxprs.inner(eqn):
+                writes = add(jaxprs.closed(eqn.params)[0], reads)
+            else:
+                writes = tuple(next(numbers) for _ in eqn.outvars)
+                steps.append(StepOfCell(eqn, alone, reads, writes))
+            keys |= zip(eqn.outvars, writes, strict=True)
+        return [key(atom) for atom in jaxpr.outvars]
+
+    inputs = [next(numbers) for _ in jaxprs.opened(program).invars]
+    outputs = add(program, inputs)
+    return Flat(_needed(steps, outputs), constants, inputs, outputs)
+
+
+def _needed(steps: Sequence[StepOfCell], results: Sequence[int]) -> list[StepOfCell]:
+    """Returns the steps on which a result depends."""
+    wanted, needed = set(results), []
+    for step in reversed(steps):
+        if not wanted.isdisjoint(step.writes):
+            wanted |= {*step.reads}
+            needed.append(step)
+    return needed[::-1]
+
+
+@dataclasses.dataclass
+class Walk:
+    """Runs the program of a cell for all cells of this device, inside a `shard_map`.
+
+    A walk with no `counts` is inside a cell: it runs each equation where it stands.
+
+    Attributes:
+        counts: the cells along each axis with more than one.
+        devices: the devices along each axis.
+        opened: the programs of the library's collectives.
+        done: the calls of `once` so far.
+    """
+
+    counts: Mapping[str, int]
+    devices: Mapping[str, int]
+    opened: Mapping[int, tuple[JaxprEqn, Jaxpr]]
+    done: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def in_loop(self) -> "Walk":
+        """Returns the walk for the body of a loop or a branch, whose values end with it."""
+        return dataclasses.replace(self, done={})
+
+    def once(self, f: Callable[..., Any], *operands: Any, key: Any) -> Any:
+        """Returns `f(*operands)`, computed once for each `key` and operands.
+
+        For several devices the compiler joins equal instructions before it simplifies them, and
+        for one device only after that. Then `x / 0.1` becomes another product on one device.
+        """
+        same = [x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in operands]
+        entry = (key, *same, *map(jax.typeof, operands))
+        if entry not in self.done:
+            # The operands are kept, so that no other object gets their `id`.
+            self.done[entry] = operands, f(*operands)
+        return self.done[entry][1]
+
+    def here(self, axis: str) -> int:
+        """Returns the number of cells of this device along an axis."""
+        return self.counts[axis] // self.devices[axis]
+
+    def ordered(self, axes) -> tuple[str, ...]:
+        """Returns axes in the order of the cells' axes, each once."""
+        named = set(axes)
+        return tuple(axis for axis in self.counts if axis in named)
+
+    def over(self, stack: Stack, axes: Sequence[str]) -> Stack:
+        """Returns the value with a dim of cells for each of `axes` too, which holds copies."""
+        wanted = self.ordered((*axes, *stack.axes))
+        inside = jnp.shape(stack.array)[len(stack.axes) :]
+        thin = [self.here(axis) if axis in stack.axes else 1 for axis in wanted]
+        full = [self.here(axis) for axis in wanted]
+        array = jnp.reshape(stack.array, (*thin, *inside))
+        return Stack(jnp.broadcast_to(array, (*full, *inside)), wanted)
+
+    def run(self, program: Jaxpr | ClosedJaxpr, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a program."""
+        flat = _flat(program, self)
+        values = {**flat.constants, **dict(zip(flat.inputs, operands, strict=True))}
+        free, left = _free(flat) if self.counts else ([], flat.steps)
+        while left:
+            step = left[0]
+            if step.alone or not self.counts:
+                left = left[1:]
+                self._run_cells(free, [k for k in step.reads if k not in values], flat, values)
+                results = self._results(step.eqn, [values[key] for key in step.reads])
+                values |= zip(step.writes, results, strict=True)
+            else:
+                segment, left = self._segment(left, values)
+                later = {key for step in left for key in step.reads} | {*flat.outputs}
+                writes = [key for step in segment for key in step.writes if key in later]
+                self._run_cells([*free, *segment], writes, flat, values)
+        self._run_cells(free, [k for k in flat.outputs if k not in values], flat, values)
+        return [values[key] for key in flat.outputs]
+
+    def _alone(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation, or one inside it, depends on other cells or the cell's
+        index."""
+        if eqn.primitive.name not in CASTS and not self.counts.keys().isdisjoint(_names(eqn)):
+            return True
+        linear = eqn.primitive is types.linear_p
+        bodies = [self.opened[id(eqn)][1]] if linear else jaxprs.inner(eqn)
+        return any(map(self._alone, itertools.chain(*(body.eqns for body in bodies))))
+
+    # Segments
+
+    def _segment(
+        self, left: Sequence[StepOfCell], values
+    ) -> tuple[list[StepOfCell], list[StepOfCell]]:
+        """Returns the steps of the next segment, and the others.
+
+        A segment takes all steps that can run now and whose operands differ along the same axes.
+        Which they are depends on the program and the cells alone, so each kernel is the same on
+        every mesh.
+        """
+        axes_of = {key: stack.axes for key, stack in values.items()}
+        segment, others, waiting = [], [], set()
+        wanted = None
+        for step in left:
+            axes = self.ordered(axis for key in step.reads for axis in axes_of.get(key, ()))
+            ready = waiting.isdisjoint(step.reads) and not step.alone
+            if ready and wanted in (None, axes):
+                wanted = axes
+                segment.append(step)
+                axes_of |= dict.fromkeys(step.writes, axes)
+            else:
+                others.append(step)
+                waiting |= {*step.writes}
+        return segment, others
+
+    def _run_cells(
+        self, steps: Sequence[StepOfCell], wanted: Sequence[int], flat: Flat, values
+    ) -> None:
+        """Computes the values of the `wanted` keys for each cell, and puts them into `values`."""
+        if not wanted:
+            return
+        steps = _needed(steps, wanted)
+        inside = {key for step in steps for key in step.writes} | flat.constants.keys()
+        reads = {key: values[key] for step in steps for key in step.reads if key not in inside}
+        axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
+
+        def cell(*operands):
+            """Returns the wanted values for one cell."""
+            walk = Walk({}, {}, self.opened)
+            known = {**flat.constants, **dict(zip(reads, map(Stack, operands), strict=True))}
+            for step in steps:
+                results = walk._results(step.eqn, [known[key] for key in step.reads])
+                known |= zip(step.writes, results, strict=True)
+            return [known[key].array for key in wanted]
+
+        results = self._for_each_cell(cell, list(reads.values()), axes)
+        values |= {key: Stack(x, axes) for key, x in zip(wanted, results, strict=True)}
+
+    def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Array]:
+        """Returns the results of `cell` for each cell of this device, one after the other."""
+        if not axes:
+            return _apart(cell)(*(stack.array for stack in stacks))
+        sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
+
+        def along_others(slices):
+            """Returns the results for the cells with one index along the first axis."""
+            inside = list(stacks)
+            for k, x in slices.items():
+                inside[k] = Stack(x, stacks[k].axes[1:])
+            return self._for_each_cell(cell, inside, axes[1:])
+
+        return lax.map(along_others, sliced)
+
+    # Equations
+
+    def _results(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of an equation."""
+        name, params = eqn.primitive.name, eqn.params
+        if params.get("axis_index_groups") is not None:
+            raise ValueError(
+                f"same_bits.spmd has no rule for `{name}` with axis_index_groups "
+                f"({jaxprs.origin(eqn)}). Give the groups an axis of their own."
+            )
+        rules = {"scan": self._scan, "cond": self._cond}
+        if not self.counts:
+            rules["while"] = self._while
+        if name in rules:
+            return rules[name](eqn, operands)
+        names = tuple(axis for axis in _names(eqn) if axis in self.counts)
+        if name in TREES:
+            return [self.tree(TREES[name], names, stack) for stack in operands]
+        moves = {"replicated": self._shared, "ppermute": self._ppermute}
+        moves |= dict.fromkeys(
+            ("all_gather", "all_gather_invariant", "all_gather_reduced"), self._all_gather
+        )
+        moves |= dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), self._reduce_scatter)
+        moves["all_to_all"] = self._all_to_all
+        if name in moves:
+            return [moves[name](names, params, stack) for stack in operands]
+        if name == "axis_index":
+            return [self._own(names, self._indices(names), ())]
+        if _names(eqn) or self._alone(eqn):
+            raise ValueError(
+                f"same_bits.spmd has no rule for `{name}` ({jaxprs.origin(eqn)}). Use psum, "
+                "all_gather, psum_scatter, ppermute, all_to_all, scan or cond there."
+            )
+        if jaxprs.called(eqn) is not None:
+            if params.get("prevent_cse") and params.get("differentiated"):
+                operands = lax.optimization_barrier(list(operands))  # values are computed again
+            return self.run(jaxprs.closed(params)[0], operands)
+        return self._local(eqn, operands)
+
+    def _local(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of an equation that does not communicate and has no program in it."""
+        name, params = eqn.primitive.name, eqn.params
+        # A sharding in the parameters is that of the mesh of cells.
+        no_sharding = {key: None for key in params if key in ("sharding", "out_sharding")}
+        params = eqn.primitive.get_bind_params(params | no_sharding)
+        arrays = [stack.array for stack in operands]
+        if not self.counts and name in jaxprs.CHEAP | jaxprs.DEAR:
+            # Each equation would broadcast its scalars for itself.
+            shape = eqn.outvars[0].aval.shape
+            wide = functools.partial(jnp.broadcast_to, shape=shape)
+            arrays = [x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays]
+        bind = functools.partial(eqn.primitive.bind, **params)
+        results = self.once(bind, *arrays, key=(name, str(eqn.params)))
+        return list(map(Stack, results if eqn.primitive.multiple_results else [results]))
+
+    def _scan(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a loop."""
+        (body,) = jaxprs.closed(eqn.params)
+        constants, carries = jaxprs.scan_parts(eqn)
+        split = constants + carries
+        avals = jaxprs.types(jaxprs.opened(body).invars[constants:split])
+        axes = [self.ordered(types.axes_of_type(aval)) for aval in avals]
+
+        def carried(stacks):
+            """Returns the carries, with the axes that they have in all trips."""
+            return [self.over(*pair) for pair in zip(stacks, axes, strict=True)]
+
+        def trip(carry, slices):
+            """Returns the carries and the stacked results of one trip."""
+            results = self.in_loop().run(body, [*operands[:constants], *carry, *slices])
+            return carried(results[:carries]), results[carries:]
+
+        def moved(stack, start, end):
+            """Returns a stack with the dim of the trips at another place."""
+            return Stack(jnp.moveaxis(stack.array, start, end), stack.axes)
+
+        carry, stacked = lax.scan(
+            trip,
+            carried(operands[constants:split]),
+            [moved(stack, len(stack.axes), 0) for stack in operands[split:]],
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+        )
+        return carry + [moved(stack, 0, len(stack.axes)) for stack in stacked]
+
+    def _while(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a loop without a fixed number of trips."""
+        test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        first = eqn.params["cond_nconsts"]
+        split = first + eqn.params["body_nconsts"]
+
+        def goes_on(carry):
+            """Returns whether there is another trip."""
+            return self.in_loop().run(test, [*operands[:first], *carry])[0].array
+
+        def trip(carry):
+            """Returns the carries of the next trip."""
+            return self.in_loop().run(body, [*operands[first:split], *carry])
+
+        return lax.while_loop(goes_on, trip, [self.over(stack, ()) for stack in operands[split:]])
+
+    def _cond(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
+        """Returns the results of a conditional.
+
+        If the cells take different branches, all branches run, and each cell keeps its own.
+        """
+        index, *operands = operands
+        # What the branches compute differs along the axes of the index too.
+        axes = [(*types.axes_of_type(aval), *index.axes) for aval in jaxprs.types(eqn.outvars)]
+
+        def branch(body):
+            """Returns the results of one branch."""
+            results = self.in_loop().run(body, operands)
+            return [self.over(*pair) for pair in zip(results, axes, strict=True)]
+
+        branches = [functools.partial(branch, body) for body in eqn.params["branches"]]
+        if not index.axes:
+            return lax.switch(index.array, branches)
+        chosen, *others = [branch() for branch in branches]
+        for k, options in enumerate(others, 1):
+            chosen = [self._chosen(index, k, *pair) for pair in zip(options, chosen, strict=True)]
+        return chosen
+
+    def _chosen(self, index: Stack, k: int, option: Stack, other: Stack) -> Stack:
+        """Returns `option` for the cells whose index is `k`, and `other` for the others."""
+        here = self.over(index, option.axes).array == k
+        here = here.reshape(*here.shape, *[1] * (option.array.ndim - here.ndim))
+        return Stack(jnp.where(here, option.array, other.array), option.axes)
+
+    # Collectives
+
+    def tree(self, join, names: Sequence[str], stack: Stack) -> Stack:
+        """Returns the cells' values along `names`, joined by a binary tree over their indices.
+
+        Along each axis, the branches of this device come first. The other levels double the branch:
+        each device joins its value with that of the device whose index differs in one bit.
+        """
+        x, dtype = stack.array, stack.array.dtype
+        if jnp.issubdtype(dtype, jnp.floating):
+            x = x.astype(types.accumulation_dtype(dtype))
+        axes = list(stack.axes)
+        for axis in names:
+            if axis not in axes:  # all cells share it; their number is a power of two
+                x = x * self.counts[axis] if join is lax.add else x
+                continue
+            at, n = axes.index(axis), self.devices[axis]
+            while x.shape[at] > 1:
+                x = join(*(lax.slice_in_dim(x, k, None, 2, at) for k in range(2)))
+            x = lax.squeeze(x, (at,))
+            axes.remove(axis)
+            for bit in range(n.bit_length() - 1):
+                x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))
+        if jnp.issubdtype(dtype, jnp.floating):  # a compiler may remove a cast with its inverse
+            info = jnp.finfo(dtype)
+            x = lax.reduce_precision(x, info.nexp, info.nmant)
+        return Stack(x.astype(dtype), tuple(axes))
+
+    def _indices(self, names: Sequence[str]) -> Int[Array, " cells"]:
+        """Returns the indices of this device's cells along axes that count as one."""
+        index = jnp.zeros((1,), jnp.int32)
+        for axis in names:
+            first = lax.axis_index(axis) * self.here(axis)
+            own = first + jnp.arange(self.here(axis), dtype=jnp.int32)
+            index = (index[:, None] * self.counts[axis] + own[None]).reshape(-1)
+        return index
+
+    def _of_all(self, names: Sequence[str], stack: Stack) -> tuple[Array, tuple[str, ...]]:
+        """Returns the values of all cells along `names`: [cells of `rest`..., all cells, dims of a
+        cell...], and `rest`, the other axes of the stack."""
+        stack = self.over(stack, names)
+        x, rest = stack.array, tuple(axis for axis in stack.axes if axis not in names)
+        for axis in names:
+            x = lax.all_gather(x, axis, axis=stack.axes.index(axis), tiled=True)
+        x = x.transpose(*map(stack.axes.index, (*rest, *names)), *range(len(stack.axes), x.ndim))
+        inside = x.shape[len(stack.axes) :]
+        return x.reshape(*x.shape[: len(rest)], -1, *inside), rest
+
+    def _own(self, names, x: Array, rest) -> Stack:
+        """Returns the stack of [cells of `rest`..., own cells along `names`, dims of a cell...]."""
+        given = (*rest, *names)
+        counts, inside = map(self.here, given), x.shape[len(rest) + 1 :]
+        x, axes = x.reshape(*counts, *inside), self.ordered(given)
+        return Stack(x.transpose(*map(given.index, axes), *range(len(given), x.ndim)), axes)
+
+    def _shared(self, names, params, stack: Stack) -> Stack:
+        """Returns a value that the program declares equal along `names`, once for all cells."""
+        first = tuple(0 if axis in names else slice(None) for axis in stack.axes)
+        return Stack(stack.array[first], tuple(axis for axis in stack.axes if axis not in names))
+
+    def _all_gather(self, names, params, stack: Stack) -> Stack:
+        """Returns the values of all cells, along a dim of each cell."""
+        x, rest = self._of_all(names, stack)
+        dim = len(rest) + params["all_gather_dimension"]
+        x = jnp.moveaxis(x, len(rest), dim)
+        if params["tiled"]:
+            x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+        return Stack(x, rest)
+
+    def _reduce_scatter(self, names, params, stack: Stack) -> Stack:
+        """Returns each cell's part of the sum."""
+        stack = self.tree(lax.add, names, stack)
+        x, rest = stack.array, stack.axes
+        dim, n = len(rest) + params["scatter_dimension"], math.prod(self.counts[a] for a in names)
+        if params["tiled"]:
+            x = x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])
+        x = jnp.moveaxis(x, dim, len(rest))
+        return self._own(names, jnp.take(x, self._indices(names), axis=len(rest)), rest)
+
+    def _ppermute(self, names, params, stack: Stack) -> Stack:
+        """Returns for each cell the value of the cell that sends to it, or zeros."""
+        x, rest = self._of_all(names, stack)
+        sources = np.full(x.shape[len(rest)], -1, np.int32)
+        for start, end in params["perm"]:
+            sources[end] = start
+        sources = jnp.asarray(sources)[self._indices(names)]
+        x = jnp.take(x, jnp.maximum(sources, 0), axis=len(rest))
+        sends = sources.reshape(-1, *[1] * (x.ndim - len(rest) - 1)) >= 0
+        return self._own(names, jnp.where(sends, x, jnp.zeros_like(x)), rest)
+
+    def _all_to_all(self, names, params, stack: Stack) -> Stack:
+        """Returns for each cell its part of every cell's value."""
+        x, rest = self._of_all(names, stack)
+        at, n = len(rest), x.shape[len(rest)]
+        split, joined = (1 + at + params[key] for key in ("split_axis", "concat_axis"))
+        x = x.reshape(*x.shape[:split], n, -1, *x.shape[split + 1 :])
+        x = jnp.moveaxis(x, split, at)  # [..., to, from, dims of a cell]
+        x = jnp.moveaxis(jnp.take(x, self._indices(names), axis=at), at + 1, joined)
+        return self._own(names, x.reshape(*x.shape[:joined], -1, *x.shape[joined + 2 :]), rest)
+
+
+def _free(flat: Flat) -> tuple[list[StepOfCell], list[StepOfCell]]:
+    """Returns the steps that read only numbers of the program, and the others.
+
+    Each segment that needs the result of a free step runs it again.
+    """
+    free, others, known = [], [], set(flat.constants)
+    for step in flat.steps:
+        if step.alone or not known.issuperset(step.reads):
+            others.append(step)
+        else:
+            free.append(step)
+            known |= {*step.writes}
+    return free, others
