@@ -510,7 +510,7 @@ class Walk:
         arrays = [stack.array for stack in operands]
         if not self.counts and name in jaxprs.CHEAP | jaxprs.DEAR:
             # Each equation would broadcast its scalars for itself.
-            shape = eqn.outvars[0].aval.shape
+            shape = jaxprs.types(eqn.outvars)[0].shape
             wide = functools.partial(jnp.broadcast_to, shape=shape)
             arrays = [x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays]
         bind = functools.partial(eqn.primitive.bind, **params)
