@@ -1,4 +1,4 @@
-"""Runs a step so that its results have the same bits on every mesh.
+"""Runs a step so that its results have the same bits on every mesh of CPUs.
 
 Sums of floating-point numbers depend on their order, and a kernel for 8 rows rounds differently
 from one for 64 rows. So one step on two meshes gives two results. `spmd` removes both causes. The
@@ -100,9 +100,9 @@ def spmd(
         out_specs: as in `mesh.spmd`.
 
     Raises:
-        ValueError: `cells` are no powers of two, or `mesh` has other axes or sizes that do not
-            divide them; `f` prints, or calls something that has no rule here, such as a `while`
-            loop with a collective in it.
+        ValueError: `mesh` is not of CPUs; `cells` are no powers of two, or `mesh` has other axes or
+            sizes that do not divide them; `f` prints, or calls something that has no rule here,
+            such as a `while` loop with a collective in it.
     """
     _check(cells, mesh)
     of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
@@ -127,8 +127,15 @@ def spmd(
 
 
 def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
-    """Raises `ValueError` unless the cells are powers of two that the mesh divides."""
+    """Raises `ValueError` unless the cells are powers of two that the mesh divides, on CPUs."""
     sizes = dict(mesh.shape)
+    if (platform := meshes.platform_of(mesh)) != "cpu":
+        # Read in programs for v5e: none of the functions of the cells was left.
+        raise ValueError(
+            "same_bits.spmd needs a mesh of CPUs. The compilers of other devices join what cells "
+            f"compute, so the bits may differ from mesh to mesh; got a mesh of {platform} devices. "
+            "Use mesh.spmd there."
+        )
     odd = [f"{axis}={n}" for axis, n in cells.items() if n < 1 or n & (n - 1)]
     if odd:
         raise ValueError(
@@ -510,7 +517,7 @@ class Walk:
         arrays = [stack.array for stack in operands]
         if not self.counts and name in jaxprs.CHEAP | jaxprs.DEAR:
             # Each equation would broadcast its scalars for itself.
-            shape = eqn.outvars[0].aval.shape
+            shape = jaxprs.types(eqn.outvars)[0].shape
             wide = functools.partial(jnp.broadcast_to, shape=shape)
             arrays = [x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays]
         bind = functools.partial(eqn.primitive.bind, **params)

@@ -406,6 +406,12 @@ def test_refusals(make, words):
         make()
 
 
+def test_other_devices_than_cpus_are_refused(monkeypatch):
+    monkeypatch.setattr(mesh, "platform_of", lambda mesh_: "tpu")
+    with pytest.raises(ValueError, match=r"needs a mesh of CPUs.*got a mesh of tpu devices"):
+        mapped(lambda x: x)
+
+
 def _prints(x):
     jax.debug.print("{}", x[0])
     return x
