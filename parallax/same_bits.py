@@ -30,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from parallax import jaxprs
+from parallax import argument_checks, jaxprs
 from parallax import mesh as meshes
 from parallax._typing import PyTree
 from parallax.collectives import types
@@ -101,8 +101,8 @@ def spmd(
 
     Raises:
         ValueError: `mesh` is not of CPUs; `cells` are no powers of two, or `mesh` has other axes or
-            sizes that do not divide them; `f` prints, or calls something that has no rule here,
-            such as a `while` loop with a collective in it.
+            sizes that do not divide them; `f` prints or calls back to Python, or it calls something
+            that has no rule here, such as a `while` loop with a collective in it.
     """
     _check(cells, mesh)
     of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
@@ -136,6 +136,7 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
             f"compute, so the bits may differ from mesh to mesh; got a mesh of {platform} devices. "
             "Use mesh.spmd there."
         )
+    argument_checks.whole_numbers("same_bits.spmd", **cells)
     odd = [f"{axis}={n}" for axis, n in cells.items() if n < 1 or n & (n - 1)]
     if odd:
         raise ValueError(
@@ -247,6 +248,17 @@ def _names(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str))
 
 
+def _operation(eqn: JaxprEqn) -> Any:
+    """Returns a key that is equal for equations with one primitive and equal parameters. If the
+    parameters have no hash, no other key is equal."""
+    key = (eqn.primitive, *eqn.params.items())
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
+
+
 class Flat(NamedTuple):
     """A program as a list of steps.
 
@@ -291,10 +303,11 @@ def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
 
         for eqn in jaxpr.eqns:
             reads, alone = tuple(map(key, eqn.invars)), walk._alone(eqn)
-            if jaxprs.has_effects(eqn):
+            # XLA aborts the process if it compiles a `pure_callback` in the function of a cell.
+            if jaxprs.has_effects(eqn) or eqn.primitive.name == "pure_callback":
                 raise ValueError(
                     f"same_bits.spmd cannot run `{eqn.primitive.name}` ({jaxprs.origin(eqn)}), "
-                    "which prints or has another effect. Take it out of the step."
+                    "which prints, calls Python or has another effect. Take it out of the step."
                 )
             if eqn.primitive is types.linear_p:
                 writes = add(walk.opened[id(eqn)][1], reads)
@@ -521,7 +534,7 @@ class Walk:
             wide = functools.partial(jnp.broadcast_to, shape=shape)
             arrays = [x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays]
         bind = functools.partial(eqn.primitive.bind, **params)
-        results = self.once(bind, *arrays, key=(name, str(eqn.params)))
+        results = self.once(bind, *arrays, key=_operation(eqn))
         return list(map(Stack, results if eqn.primitive.multiple_results else [results]))
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
