@@ -65,6 +65,9 @@ ROWS = """
     rings_unrolled  64 data=8                                      rings kernel,unrolled
     jit             64 data=8                                      jit  scores
     zero3_kernel    64 data=8,zero=3                               lax  kernel
+    zero3_rings     64 data=8,zero=3                               rings kernel
+    zero3_unrolled  64 data=8,zero=3                               lax  kernel,unrolled
+    zero3_both      64 data=8,zero=3                               rings kernel,unrolled
     zero3_block     64 data=8,zero=3,remat=block                   lax  scores
     stage           64 data=2,stage=4,microbatches=8               lax  scores
     stage_block     64 data=2,stage=4,microbatches=8,remat=block   lax  scores
@@ -77,9 +80,15 @@ ROWS = """
     sequence        32 data=4,tensor=2,sequence=True               lax  kernel
     sequence_ring   32 data=4,tensor=2,sequence=True               ring kernel
     sequence_matmul 32 data=4,tensor=2,sequence=True               ring kernel,matmul
+    ring_unrolled   32 data=4,tensor=2,sequence=True               ring kernel,unrolled
+    matmul_unrolled 32 data=4,tensor=2,sequence=True               ring kernel,matmul,unrolled
     small           64 data=8                                      lax  kernel            small
     small_unrolled  64 data=8                                      lax  kernel,unrolled   small
+    small_zero3     64 data=8,zero=3                               rings kernel           small
+    small_both      64 data=8,zero=3                               lax  kernel,unrolled   small
     wide            64 data=8                                      lax  kernel            wide
+    wide_zero3      64 data=8,zero=3                               rings kernel           wide
+    wide_both       64 data=8,zero=3                               lax  kernel,unrolled   wide
 """
 
 

@@ -88,6 +88,17 @@ def abstract(**sizes: int) -> AbstractMesh:
     )
 
 
+def platform_of(mesh: AnyMesh) -> str:
+    """Returns the kind of a mesh's devices: "cpu", "gpu" or "tpu".
+
+    An abstract mesh, which serves only to trace, counts as CPUs, unless it has a
+    `jax.sharding.AbstractDevice`.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return mesh.abstract_device.platform if mesh.abstract_device is not None else "cpu"
+
+
 def _check_not_cached(devices: Sequence[Device]) -> None:
     """Raises `ValueError` for CPU devices whose programs may come from JAX's compilation cache.
 

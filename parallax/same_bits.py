@@ -1,4 +1,4 @@
-"""Runs a step so that its results have the same bits on every mesh.
+"""Runs a step so that its results have the same bits on every mesh of CPUs.
 
 Sums of floating-point numbers depend on their order, and a kernel for 8 rows rounds differently
 from one for 64 rows. So one step on two meshes gives two results. `spmd` removes both causes. The
@@ -30,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from parallax import jaxprs
+from parallax import argument_checks, jaxprs
 from parallax import mesh as meshes
 from parallax._typing import PyTree
 from parallax.collectives import types
@@ -100,9 +100,9 @@ def spmd(
         out_specs: as in `mesh.spmd`.
 
     Raises:
-        ValueError: `cells` are no powers of two, or `mesh` has other axes or sizes that do not
-            divide them; `f` prints, or calls something that has no rule here, such as a `while`
-            loop with a collective in it.
+        ValueError: `mesh` is not of CPUs; `cells` are no powers of two, or `mesh` has other axes or
+            sizes that do not divide them; `f` prints or calls back to Python, or it calls something
+            that has no rule here, such as a `while` loop with a collective in it.
     """
     _check(cells, mesh)
     of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
@@ -127,8 +127,16 @@ def spmd(
 
 
 def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
-    """Raises `ValueError` unless the cells are powers of two that the mesh divides."""
+    """Raises `ValueError` unless the cells are powers of two that the mesh divides, on CPUs."""
     sizes = dict(mesh.shape)
+    if (platform := meshes.platform_of(mesh)) != "cpu":
+        # Read in programs for v5e: none of the functions of the cells was left.
+        raise ValueError(
+            "same_bits.spmd needs a mesh of CPUs. The compilers of other devices join what cells "
+            f"compute, so the bits may differ from mesh to mesh; got a mesh of {platform} devices. "
+            "Use mesh.spmd there."
+        )
+    argument_checks.whole_numbers("same_bits.spmd", **cells)
     odd = [f"{axis}={n}" for axis, n in cells.items() if n < 1 or n & (n - 1)]
     if odd:
         raise ValueError(
@@ -240,6 +248,17 @@ def _names(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str))
 
 
+def _operation(eqn: JaxprEqn) -> Any:
+    """Returns a key that is equal for equations with one primitive and equal parameters. If the
+    parameters have no hash, no other key is equal."""
+    key = (eqn.primitive, *eqn.params.items())
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
+
+
 class Flat(NamedTuple):
     """A program as a list of steps.
 
@@ -284,10 +303,11 @@ def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
 
         for eqn in jaxpr.eqns:
             reads, alone = tuple(map(key, eqn.invars)), walk._alone(eqn)
-            if jaxprs.has_effects(eqn):
+            # XLA aborts the process if it compiles a `pure_callback` in the function of a cell.
+            if jaxprs.has_effects(eqn) or eqn.primitive.name == "pure_callback":
                 raise ValueError(
                     f"same_bits.spmd cannot run `{eqn.primitive.name}` ({jaxprs.origin(eqn)}), "
-                    "which prints or has another effect. Take it out of the step."
+                    "which prints, calls Python or has another effect. Take it out of the step."
                 )
             if eqn.primitive is types.linear_p:
                 writes = add(walk.opened[id(eqn)][1], reads)
@@ -510,11 +530,11 @@ class Walk:
         arrays = [stack.array for stack in operands]
         if not self.counts and name in jaxprs.CHEAP | jaxprs.DEAR:
             # Each equation would broadcast its scalars for itself.
-            shape = eqn.outvars[0].aval.shape
+            shape = jaxprs.types(eqn.outvars)[0].shape
             wide = functools.partial(jnp.broadcast_to, shape=shape)
             arrays = [x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays]
         bind = functools.partial(eqn.primitive.bind, **params)
-        results = self.once(bind, *arrays, key=(name, str(eqn.params)))
+        results = self.once(bind, *arrays, key=_operation(eqn))
         return list(map(Stack, results if eqn.primitive.multiple_results else [results]))
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:

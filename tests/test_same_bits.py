@@ -396,7 +396,8 @@ def mapped(f, cells=CELLS, sizes=None):
         (lambda: mapped(lambda x: x, {"data": 3}), "a power of two of cells.*got data=3"),
         (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "sizes divide.*'data': 4"),
         (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "axes of the cells"),
-        (lambda: mapped(_prints)(jnp.ones(8)), "prints or has another effect"),
+        (lambda: mapped(_prints)(jnp.ones(8)), "prints, calls Python or has another effect"),
+        (lambda: mapped(_calls_python)(jnp.ones(8)), "cannot run `pure_callback`"),
         (lambda: mapped(_grouped)(jnp.ones(8)), "axis_index_groups"),
         (lambda: mapped(_summed_without_end)(jnp.ones(8)), "no rule for `while`"),
     ],
@@ -406,9 +407,19 @@ def test_refusals(make, words):
         make()
 
 
+def test_other_devices_than_cpus_are_refused(monkeypatch):
+    monkeypatch.setattr(mesh, "platform_of", lambda mesh_: "tpu")
+    with pytest.raises(ValueError, match=r"needs a mesh of CPUs.*got a mesh of tpu devices"):
+        mapped(lambda x: x)
+
+
 def _prints(x):
     jax.debug.print("{}", x[0])
     return x
+
+
+def _calls_python(x):
+    return jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
 def _grouped(x):

@@ -485,3 +485,28 @@ def test_zero_3_takes_a_model_that_holds_random_keys(axis):
         out_specs=P(),
     )
     assert_close(jax.jit(run)(model, batch), loss(model, batch), EXACT)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("mine: another shape is needed"), TypeError("mine: a number is needed")]
+)
+def test_an_optimizers_own_error_is_raised_as_it_is(error):
+    """Only JAX's errors about shapes lead to the advice for gradients that are shares."""
+
+    def update(gradients, state, params=None):
+        raise error
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    world, make = mesh.make(data=8), lambda: {"w": jnp.ones((16, 8))}
+    shares = rules.specs(make(), rules.fsdp("data", size=8, min_size=0))
+    loss = lambda model, batch: jnp.mean((batch @ model["w"]) ** 2)
+    grad = zero.reduce_scattered(jax.value_and_grad(loss), "data", shares)
+    state, specs = step.init(make, optimizer, rules.match("**", P()), world)
+    train = mesh.spmd(
+        step.make(grad, optimizer),
+        mesh=world,
+        in_specs=(specs, P("data")),
+        out_specs=(specs, P()),
+    )
+    with pytest.raises(type(error), match=r"^mine"):
+        jax.jit(train)(state, jnp.ones((16, 16)))

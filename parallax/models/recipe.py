@@ -26,7 +26,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -47,6 +46,7 @@ from parallax.collectives.types import accumulation_dtype, varying
 from parallax.grads import Grad
 from parallax.grads.results import loss_part, map_loss_and_aux
 from parallax.layout import Layout
+from parallax.mesh import platform_of
 from parallax.models import decoder_taps
 from parallax.models.family import Batch, Configuration, Family
 from parallax.pipeline import Aux, Output
@@ -378,17 +378,6 @@ def along(axes: Mapping[str, Axis], names: Sequence[str]) -> Axis:
     """
     present = [axes[name] for name in names if name in axes]
     return present[0] if len(present) == 1 else combined_axis(*present)
-
-
-def platform_of(mesh: AnyMesh) -> str:
-    """Returns the kind of a mesh's devices: "cpu", "gpu" or "tpu".
-
-    An abstract mesh, which serves only to trace, counts as CPUs, unless it has a
-    `jax.sharding.AbstractDevice`.
-    """
-    if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].platform
-    return mesh.abstract_device.platform if mesh.abstract_device is not None else "cpu"
 
 
 def schedule_of(layout: Layout, compute: Compute = PLAIN) -> Schedule:
