@@ -92,7 +92,9 @@ def _add_positions(model, x, keys, *, first, comms):
     # `first` is an int, the program needs no slice with a computed index.
     static = isinstance(first, int)
     rows = table[first : first + T] if static else lax.dynamic_slice_in_dim(table, first, T)
-    x = x + comms.local_tokens(rows, dim=0)[None]
+    # On GPUs, XLA would lay out the whole residual stream for a plain sum over 32 or more sequences
+    # in the backward pass, with the sequences innermost, and transpose it for each matmul.
+    x = tensor.add_bias(x, comms.local_tokens(rows, dim=0), sum_as_product=True)
     # Site 0 is in no layer. For the keys of dropout it is in layer L, a number that no layer has.
     return _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)
 
