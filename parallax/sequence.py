@@ -96,7 +96,7 @@ def column(
     if all_gather_matmul is None:
         return tensor.affine(gather_from(x, axis), weight, bias, on_tpu=on_tpu)
     y = all_gather_matmul(x, weight, Axis.of(axis).names, axis=1)
-    return y if bias is None else tensor.add_bias(y, bias, sum_as_product=on_tpu)
+    return y if bias is None else tensor.add_bias(y, bias, on_tpu=on_tpu)
 
 
 def row(
@@ -128,7 +128,7 @@ def row(
         y = reduce_scatter_to(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
     else:
         y = matmul_reduce_scatter(x, weight, axis.names, scatter_dimension=1)
-    return y if bias is None else tensor.add_bias(y, bias, sum_as_product=on_tpu)
+    return y if bias is None else tensor.add_bias(y, bias, on_tpu=on_tpu)
 
 
 def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:

@@ -223,7 +223,7 @@ def row(
     # All dims of the weight but the last are inputs. The bias is added after the sum, or each
     # device would add it.
     y = reduce_from(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis)
-    return y if bias is None else add_bias(y, bias, sum_as_product=on_tpu)
+    return y if bias is None else add_bias(y, bias, on_tpu=on_tpu)
 
 
 class ColumnLinear(eqx.Module):
@@ -635,7 +635,7 @@ def affine(
     """
     if not on_tpu or weight.ndim < 4:
         y = jnp.tensordot(x, weight, axes=1)  # over the inputs: x's last dim, weight's first
-        return y if bias is None else add_bias(y, bias, sum_as_product=on_tpu)
+        return y if bias is None else add_bias(y, bias, on_tpu=on_tpu)
     biases = [None] * weight.shape[1] if bias is None else unstacked(bias, 0)
     parts = zip(unstacked(weight, 1), biases, strict=True)
     return jnp.stack([affine(x, *part, on_tpu=True) for part in parts], x.ndim - 1)
@@ -650,14 +650,14 @@ def unstacked(x: Shaped[Array, "..."], dim: int) -> list[Shaped[Array, "..."]]:
 
 
 def add_bias(
-    y: Float[Array, "..."], bias: Float[Array, "..."], *, sum_as_product: bool = False
+    y: Float[Array, "..."], bias: Float[Array, "..."], *, on_tpu: bool = False
 ) -> Float[Array, "..."]:
     """Returns `y + bias`. The dims of `bias` are aligned with the last dims of `y`.
 
-    The gradient of the bias is the sum of all rows of the cotangent. With `sum_as_product` the sum
-    is a product with ones: the matrix units of a TPU add up numbers faster than its vector units.
+    The gradient of the bias is the sum of all rows of the cotangent. With `on_tpu` the sum is a
+    product with ones, since the matrix units of a TPU add up numbers faster than its vector units.
     """
-    if not sum_as_product:
+    if not on_tpu:
         return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
     rows = y.shape[: y.ndim - bias.ndim]
 

@@ -37,7 +37,7 @@ from parallax.models import flash, recipe
 from parallax.plan import algorithms, decoders, residuals, traffic
 from parallax.plan.algorithms import Chosen
 from parallax.plan.decoders import ADAMW
-from parallax.plan.families import Config, ends_of, family_of, known, layer_of
+from parallax.plan.families import Config, family_of, known, layer_of
 from parallax.plan.jobs import in_lockstep, jobs, timed_ticks
 from parallax.plan.liveness import Held
 from parallax.plan.recomputed import recomputed
@@ -472,12 +472,7 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     # The whole backward pass costs 2 forward passes. The gradients of the weights are a part of it,
     # with as many operations as `weights`. They have calls of their own (`size.weights`).
     backward = size.backward * (2 * forward - weights + again) + size.weights * weights
-    layers = size.layers * (size.forward * forward + backward)
-    # The gradient of the embeddings of positions, summed over the sequences by a product with 8
-    # rows of ones (`tensor.add_bias`). A device adds up the tokens that it has.
-    has_positions = "wpe" in ends_of(config).embedding
-    positions = 16 * D * size.tokens / (t if layout.sequence else 1) if has_positions else 0
-    return layers + size.heads * head + size.leaves * positions
+    return size.layers * (size.forward * forward + backward) + size.heads * head
 
 
 def _rate(hardware: Hardware, layout: Layout) -> Number:
