@@ -21,8 +21,8 @@ from parallax import precision, tensor
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, match_varying, varying, varying_axes
 
-# A block's products are 6 t V_X D operations, and the block reads and writes the table's gradient, 8
-# V_X D bytes in float32. At the rates of GPUs and TPUs, these bytes take less than a fifth of the
+# A block's products are 6 t V_X D operations, and the block reads and writes the table's gradient,
+# 8 V_X D bytes in float32. At the rates of GPUs and TPUs, these bytes take less than a fifth of the
 # products' time for blocks of 2,048 tokens, and more than half of it for blocks of 512.
 LEAST_BLOCK_TOKENS = 2048
 BLOCK_TOKENS_PER_DEVICE = 512
