@@ -27,7 +27,7 @@ KERNEL = re.compile(
 )
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)')
 CALL = re.compile(r'custom_call_target="([^"]*)"')  # the library's function that is called
-# Two attributes of a call of cuDNN's attention: the shape of the scores, [B, H, T, T], and the mask.
+# In a call of cuDNN's attention: the shape of the scores, [B, H, T, T], and the mask.
 SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\]]*"dimensions":\s*\[([^\]]*)\]')
 CAUSAL = re.compile(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"')
 # The products of scores that cuDNN's attention computes. The backward pass computes the scores
