@@ -20,11 +20,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from parallax import remat, tensor
+from parallax.collectives.types import match_varying
 from parallax.models import block as blocks
 from parallax.models import decoder_parts, decoder_taps
 from parallax.models.block import Block
 from parallax.models.gpt2.model import Config, attention
 
+SUMMED_AT_ONCE = 16  # sequences, for the gradient of the positions' embeddings
 _gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; its backward pass keeps only its input
 
 
@@ -92,9 +94,21 @@ def _add_positions(model, x, keys, *, first, comms):
     # `first` is an int, the program needs no slice with a computed index.
     static = isinstance(first, int)
     rows = table[first : first + T] if static else lax.dynamic_slice_in_dim(table, first, T)
-    x = x + comms.local_tokens(rows, dim=0)[None]
+    x = x + _repeated(match_varying(comms.local_tokens(rows, dim=0), x), len(x))
     # Site 0 is in no layer. For the keys of dropout it is in layer L, a number that no layer has.
     return _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)
+
+
+def _repeated(rows, sequences: int):
+    """Returns `rows`, [T, D], once for each sequence, [sequences, T, D].
+
+    The gradient of `rows` is a sum over sequences. XLA for GPUs computes a sum over 32 or more
+    fastest if they are innermost in memory, so it stores the whole residual stream like that, and
+    transposes it for each matmul. The copies are made and joined in parts of 16 sequences, so that
+    the gradient is a sum of sums over 16.
+    """
+    parts = [min(SUMMED_AT_ONCE, sequences - i) for i in range(0, sequences, SUMMED_AT_ONCE)]
+    return jnp.concatenate([jnp.broadcast_to(rows, (part, *rows.shape)) for part in parts])
 
 
 PARTS = decoder_parts.DecoderParts("gpt2", layer=_layer, add_positions=_add_positions)
