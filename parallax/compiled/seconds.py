@@ -26,12 +26,13 @@ KERNEL = re.compile(
     r'"bytes_accessed":"?(\d+)"?'
 )
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)')
-CALL = re.compile(r'custom_call_target="([^"]*)"')  # the library's function that is called
+CALL = re.compile(r'custom_call_target="([^"]*)"')  # the name of the external function
 # In a call of cuDNN's attention: the shape of the scores, [B, H, T, T], and the mask.
 SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\]]*"dimensions":\s*\[([^\]]*)\]')
 CAUSAL = re.compile(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"')
-# The products of scores that cuDNN's attention computes. The backward pass computes the scores
-# again, and four gradients: of the weights, and of queries, keys and values.
+# The number of matmuls in cuDNN's attention. Forward: the scores, and the weighted sum of the
+# values. Backward: the scores again, and the gradients of the attention weights, queries, keys and
+# values.
 CUDNN_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 FREE = {  # operations that take no time
     *("parameter", "constant", "tuple", "get-tuple-element"),
@@ -75,7 +76,7 @@ class Costs:
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
             return self._over_rates(int(kernel[1]), int(kernel[2]))
-        # The work of an asynchronous instruction counts at its start.
+        # An asynchronous instruction counts once, at its `-start`; its `-done` takes no time.
         if line.opcode in FREE or line.opcode.endswith("-done"):
             return 0.0
         if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
@@ -109,8 +110,8 @@ class Costs:
 
     def _attention(self, line: hlo.Instruction) -> float:
         """Returns the operations of a call of cuDNN's attention, and 0 for any other instruction.
-        For each score, a product takes 2 operations per number of a head. Under a causal mask half
-        of the scores are computed."""
+        For each score, a matmul takes 2 operations per element of the head's width. Under a causal
+        mask half of the scores are computed."""
         called = CALL.search(line.attributes)
         products = CUDNN_PRODUCTS.get(called[1], 0) if called else 0
         scores = SCORES.search(line.attributes)

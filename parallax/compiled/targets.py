@@ -164,15 +164,16 @@ def target(name: str) -> Target:
 
 
 def choose_platform(name: str) -> None:
-    """Chooses the devices of this machine that JAX uses while it compiles for the target `name`.
-    Call it before JAX first uses a device.
+    """Chooses the platform on which JAX runs while it compiles for the target `name`. Call this
+    function before JAX first uses a device.
 
-    For TPUs these are CPUs: JAX does not look for TPUs here. For GPUs it is a GPU of this machine,
-    or CPUs if there is none. Only with a GPU can XLA compile cuDNN's attention.
+    For a TPU target, JAX uses this machine's CPU, and does not look for TPUs. For a GPU target, JAX
+    uses this machine's GPU if there is one, and else its CPU. XLA can compile cuDNN's attention
+    only on a machine with a GPU.
     """
     parsed = NAME.match(name.strip().lower())
     if parsed and parsed[2] in GPUS:
-        with quiet():  # without a GPU, JAX prints that it takes CPUs
+        with quiet():  # without a GPU, JAX warns that it uses the CPU
             jax.devices()
     else:
         jax.config.update("jax_platforms", "cpu")
@@ -312,16 +313,16 @@ def _topologies() -> Any:
 
 
 def _installed(extra: str, *modules: str) -> None:
-    """Raises an `ImportError` that says what to install, if a compiler is missing. `modules` are
-    versions of the compiler's module, of which one is enough, and `extra` is the extra of this
-    package that installs the last of them."""
+    """Raises an `ImportError` if none of `modules` can be imported. Each of them has the compiler.
+    The message names the last module, and `extra`, the optional dependencies of this package that
+    install it."""
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
             return
     raise ImportError(
-        f'This target needs its compiler, {modules[-1]}: pip install -e ".[{extra}]", in an '
-        "environment of its own."
+        f"This target needs a compiler that is not installed, {modules[-1]}. In a separate "
+        f'environment, run: pip install -e ".[{extra}]"'
     )
 
 

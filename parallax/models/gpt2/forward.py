@@ -26,7 +26,8 @@ from parallax.models import decoder_parts, decoder_taps
 from parallax.models.block import Block
 from parallax.models.gpt2.model import Config, attention
 
-SUMMED_AT_ONCE = 16  # sequences, for the gradient of the positions' embeddings
+# The gradient of the position embeddings is summed over at most so many sequences at once.
+SUMMED_AT_ONCE = 16
 _gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; its backward pass keeps only its input
 
 
@@ -100,12 +101,13 @@ def _add_positions(model, x, keys, *, first, comms):
 
 
 def _repeated(rows, sequences: int):
-    """Returns `rows`, [T, D], once for each sequence, [sequences, T, D].
+    """Returns [sequences, T, D]: `rows`, [T, D], repeated for each sequence.
 
-    The gradient of `rows` is a sum over sequences. XLA for GPUs computes a sum over 32 or more
-    fastest if they are innermost in memory, so it stores the whole residual stream like that, and
-    transposes it for each matmul. The copies are made and joined in parts of 16 sequences, so that
-    the gradient is a sum of sums over 16.
+    The gradient of `rows` is a sum over sequences. For a sum over 32 or more sequences, XLA for
+    GPUs puts the sequences innermost in memory. It then uses this layout for the whole residual
+    stream, and transposes the stream before each matmul. To avoid this, `rows` is broadcast to at
+    most 16 sequences at a time, and these parts are concatenated. The gradient is first summed over
+    each part, and then over the parts.
     """
     parts = [min(SUMMED_AT_ONCE, sequences - i) for i in range(0, sequences, SUMMED_AT_ONCE)]
     return jnp.concatenate([jnp.broadcast_to(rows, (part, *rows.shape)) for part in parts])
