@@ -98,7 +98,7 @@ Row = Mapping[str, Any]
 def main():
     arguments = parse()
     if arguments.target:
-        jax.config.update("jax_platforms", "cpu")
+        targets.choose_platform(arguments.target)
         for text in ROWS.strip().splitlines():
             if not arguments.row or text.split()[0] in arguments.row:
                 program = compiled(arguments.target, text)

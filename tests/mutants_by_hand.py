@@ -1968,9 +1968,27 @@ COMPILED = (
     ),
     Mutant(
         "Costs.operations",
-        "self._product(line) + float(sum(map(self.operations, inner)))",
-        "float(sum(map(self.operations, inner)))",
+        "own = self._product(line) + self._attention(line)",
+        "own = self._attention(line)",
         "test_targets.py::test_operations_and_bytes_of_a_gpu_program",
+    ),
+    Mutant(
+        "Costs._attention",
+        "0.5 if CAUSAL.search(line.attributes) else 1.0",
+        "1.0",
+        "test_costly.py::test_operations_of_cudnns_attention",
+    ),
+    Mutant(
+        "_repeated",
+        "sequences - i",
+        "sequences",
+        "test_recipe.py::test_the_positions_gradient_adds_up_parts_of_sixteen_sequences",
+    ),
+    Mutant(
+        "default_block_tokens",
+        "max(LEAST_BLOCK_TOKENS, BLOCK_TOKENS_PER_DEVICE * devices)",
+        "LEAST_BLOCK_TOKENS",
+        "test_cross_entropy.py::test_blocks_have_2048_tokens_or_512_for_each_device",
     ),
     Mutant(
         "_sum",

@@ -6,7 +6,7 @@ import pytest
 from test_targets import KINDS, machine, text
 
 from parallax import hardware
-from parallax.compiled import costly, hlo, links, timeline
+from parallax.compiled import costly, hlo, links, seconds, timeline
 from parallax.layout import Layout
 
 
@@ -34,6 +34,35 @@ def test_a_broadcast_goes_from_the_first_device_of_each_group():
     broadcast = hlo.Instruction("b", "f32[8]{0}", "collective-broadcast", ["x"], groups)
     expected = {(0, 1): 32.0, (0, 2): 32.0, (3, 4): 32.0, (3, 5): 32.0}
     assert links.flows(broadcast, 6) == (expected, 1)
+
+
+CUDNN = """HloModule m, is_scheduled=true
+ENTRY %e (q: bf16[2,8,3,4]) -> bf16[2,3,8,4] {
+  %q = bf16[2,8,3,4]{3,2,1,0} parameter(0)
+  %a = (bf16[2,3,8,4]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="TARGET", \
+backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 0.5, "intermediate_tensor_shape": \
+{"element_type": "BF16", "dimensions": ["2", "3", "8", "8"]}, "mask_type": "MASK", \
+"bmm1_dot_dimension_numbers": {"lhs_contracting_dimensions": ["3"]}}}
+  ROOT %o = bf16[2,3,8,4]{3,1,2,0} get-tuple-element(%a), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "products"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 2),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 1),
+        ("__cudnn$fmhaSoftmaxBackward", "PADDING_CAUSAL", 2.5),
+        ("another", "CAUSAL", 0),
+    ],
+)
+def test_operations_of_cudnns_attention(target, mask, products):
+    """Of 2 sequences, 3 heads of width 4 and 8 tokens: a product of all scores takes 2 x 4
+    operations for each, and under a causal mask half of the scores count."""
+    program = hlo.module(CUDNN.replace("TARGET", target).replace("MASK", mask))
+    call = next(line for line in program[program.entry] if line.opcode == "custom-call")
+    assert seconds.Costs(program, hardware.H100, 1).operations(call) == products * 8 * 2 * 3 * 8 * 8
 
 
 def test_cycles_need_a_clock():

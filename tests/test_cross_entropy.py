@@ -249,6 +249,21 @@ def test_holds_a_block_of_logits_and_two_tables(block_tokens):
     assert held(jax.value_and_grad(plain_loss_of_all, argnums=(0, 1))) > 4 * TOKENS * WORDS
 
 
+@pytest.mark.parametrize(("devices", "most"), [(1, 2048), (4, 2048), (8, 4096)])
+def test_blocks_have_2048_tokens_or_512_for_each_device(devices, most):
+    """One token more than fits in two blocks makes three."""
+    world = mesh.abstract(tensor=devices)
+
+    def loss(x, table, targets):
+        return cross_entropy.mean(tensor.copy_to(x, "tensor"), table, targets, "tensor")
+
+    spread = mesh.spmd(loss, mesh=world, in_specs=(P(), P("tensor"), P()), out_specs=P())
+    tokens = 2 * most + 1
+    sizes = [((tokens, 2), jnp.float32), ((8, 2), jnp.float32), ((tokens,), jnp.int32)]
+    text = str(jax.make_jaxpr(spread)(*(jax.ShapeDtypeStruct(*size) for size in sizes)))
+    assert f"f32[3,{-(-tokens // 3)},2]" in text
+
+
 def test_makes_what_is_asked_for_alone():
     loss = functools.partial(cross_entropy.mean, axis=(), block_tokens=128)
     products = lambda f: len(operands(jax.jit(f).lower(*shapes()).as_text())) // 2

@@ -522,6 +522,13 @@ def test_token_numbers_may_be_gathered_in_any_order():
     )
 
 
+def test_copies_may_be_gathered():
+    """Along an axis that does not split the rows: the result has each row several times, and no row
+    is out of order."""
+    f = lambda w: lax.all_gather(lax.pcast(w, "tensor", to="varying"), "tensor", tiled=True)
+    assert Program(f, (P("data"),), P(("data", "tensor")), (shape(16, 6),)).lint() == []
+
+
 def a_pipeline_by_hand(layers, x):
     """Stages along "data" that pass their activations on; the rows lie there too."""
 

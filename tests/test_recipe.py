@@ -1,6 +1,7 @@
 """The recipe is read in one function, which a user can copy, change in one line and train with."""
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,3 +109,26 @@ def test_the_composition_is_short():
     body = text.partition('"""')[2].partition('"""')[2]
     assert len(body.strip().splitlines()) <= 60
     assert "lambda" not in body
+
+
+def test_the_positions_gradient_adds_up_parts_of_sixteen_sequences():
+    """Of 35 sequences: it is the mean of the sequences' gradients, and no sum is over more than 16,
+    for which XLA would lay out the residual stream of a GPU's program for that sum."""
+    with jax.numpy_dtype_promotion("standard"):
+        model = gpt2.GPT2(CONFIG, key=jax.random.key(0), dtype=FLOAT64)
+        batch = jnp.asarray(windows(CONFIG, 0, 0, 35))
+
+        def of_positions(batch):
+            return jax.grad(gpt2.loss)(model, (batch, None)).wpe
+
+        one_by_one = jax.jit(jax.vmap(of_positions))(batch[:, None])
+        np.testing.assert_allclose(
+            jax.jit(of_positions)(batch), jnp.mean(one_by_one, axis=0), rtol=0, atol=EXACT
+        )
+        text = jax.jit(of_positions).lower(batch).as_text()
+    T, D = CONFIG.context, CONFIG.width
+    sums = re.findall(
+        rf"reduce.* applies stablehlo.add across dimensions = \[0\] : \(tensor<(\d+)x{T}x{D}xf64>",
+        text,
+    )
+    assert sorted(map(int, sums)) == [3, 16, 16]

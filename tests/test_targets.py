@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -457,12 +458,44 @@ def test_refusals(capsys):
     with pytest.raises(ValueError, match="needs axes that multiply to the machine's 8 devices"):
         timeline.of(text("tpu"), machine("tpu"), {"data": 4})
     if not importlib.util.find_spec("libtpu"):
-        with pytest.raises(ImportError, match=r'its compiler, libtpu: pip install -e "\.\[tpu\]"'):
+        with pytest.raises(
+            ImportError, match=r'installed, libtpu\. .* run: pip install -e "\.\[tpu\]"'
+        ):
             targets.target("v5e:2x4")
         assert (
             main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=8"]) == 2
         )
         assert 'pip install -e ".[tpu]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "platforms"), [("v5e:2x4", ["cpu"]), ("8 x h100", []), ("no chip", ["cpu"])]
+)
+def test_only_for_gpus_jax_looks_for_a_gpu(monkeypatch, name, platforms):
+    chosen = []
+    monkeypatch.setattr(jax.config, "update", lambda option, value: chosen.append(value))
+    targets.choose_platform(name)
+    assert chosen == platforms
+
+
+@pytest.mark.parametrize("installed", ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", ""])
+def test_either_version_of_cuda_has_the_gpus_compiler(monkeypatch, installed):
+    """Without both, the error says what to install."""
+
+    def import_module(name):
+        if name.startswith("jax_plugins") and name != installed:
+            raise ImportError(name)
+
+    monkeypatch.setattr(targets.importlib, "import_module", import_module)
+    topology = SimpleNamespace(get_topology_desc=lambda **_: SimpleNamespace(devices=range(8)))
+    monkeypatch.setattr(targets, "_topologies", lambda: topology)
+    if installed:
+        assert targets.target("8 x h100").devices == tuple(range(8))
+    else:
+        with pytest.raises(
+            ImportError, match=r'xla_cuda12\. .* run: pip install -e "\.\[gpu-compile\]"'
+        ):
+            targets.target("8 x h100")
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,6 @@ def compile_for(options: argparse.Namespace) -> str:
             the memory.
         ImportError: the compiler of the machine is not installed.
     """
-    import jax
-
     from parallax import draw
     from parallax import plan as plans
     from parallax.compiled import report, targets
@@ -55,7 +53,7 @@ def compile_for(options: argparse.Namespace) -> str:
 
     for name in ("trace", "picture", "text"):
         check_folder(options, name)
-    jax.config.update("jax_platforms", "cpu")
+    targets.choose_platform(options.target)
     if options.picture:
         canvas.figure(1, 1)  # if matplotlib is missing, this raises before the long compilation
     chosen, target = model(options), targets.target(options.target)

@@ -26,6 +26,14 @@ KERNEL = re.compile(
     r'"bytes_accessed":"?(\d+)"?'
 )
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]"?([\d,"]*)')
+CALL = re.compile(r'custom_call_target="([^"]*)"')  # the name of the external function
+# In a call of cuDNN's attention: the shape of the scores, [B, H, T, T], and the mask.
+SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\]]*"dimensions":\s*\[([^\]]*)\]')
+CAUSAL = re.compile(r'"mask_type":\s*"(?:PADDING_)?CAUSAL"')
+# The number of matmuls in cuDNN's attention. Forward: the scores, and the weighted sum of the
+# values. Backward: the scores again, and the gradients of the attention weights, queries, keys and
+# values.
+CUDNN_PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 FREE = {  # operations that take no time
     *("parameter", "constant", "tuple", "get-tuple-element"),
     *("bitcast", "after-all", "partition-id", "replica-id"),
@@ -68,7 +76,8 @@ class Costs:
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
             return self._over_rates(int(kernel[1]), int(kernel[2]))
-        if line.opcode in FREE:
+        # An asynchronous instruction counts once, at its `-start`; its `-done` takes no time.
+        if line.opcode in FREE or line.opcode.endswith("-done"):
             return 0.0
         if line.opcode == "custom-call" and "AllocateBuffer" in line.attributes:
             return 0.0
@@ -96,7 +105,22 @@ class Costs:
         """Returns the floating-point operations of the matrix products in an instruction, and in
         the computations that it runs."""
         inner = [instruction for name, _ in line.called for instruction in self.program[name]]
-        return self._product(line) + float(sum(map(self.operations, inner)))
+        own = self._product(line) + self._attention(line)
+        return own + float(sum(map(self.operations, inner)))
+
+    def _attention(self, line: hlo.Instruction) -> float:
+        """Returns the operations of a call of cuDNN's attention, and 0 for any other instruction.
+        For each score, a matmul takes 2 operations per element of the head's width. Under a causal
+        mask half of the scores are computed."""
+        called = CALL.search(line.attributes)
+        products = CUDNN_PRODUCTS.get(called[1], 0) if called else 0
+        scores = SCORES.search(line.attributes)
+        if not products or not scores:
+            return 0.0
+        *_, head_width = _shapes(self.lines[line.operands[0]].result)[0]  # of the queries
+        count = math.prod(int(dim) for dim in re.findall(r"\d+", scores[1]))
+        share = 0.5 if CAUSAL.search(line.attributes) else 1.0
+        return 2.0 * products * share * count * head_width
 
     def _product(self, line: hlo.Instruction) -> float:
         """Returns the operations of a matrix product: a multiplication and an addition for each

@@ -163,6 +163,22 @@ def target(name: str) -> Target:
     return Target(name, chip, hardware, devices, len(devices) // chips)
 
 
+def choose_platform(name: str) -> None:
+    """Chooses the platform on which JAX runs while it compiles for the target `name`. Call this
+    function before JAX first uses a device.
+
+    For a TPU target, JAX uses this machine's CPU, and does not look for TPUs. For a GPU target, JAX
+    uses this machine's GPU if there is one, and else its CPU. XLA can compile cuDNN's attention
+    only on a machine with a GPU.
+    """
+    parsed = NAME.match(name.strip().lower())
+    if parsed and parsed[2] in GPUS:
+        with quiet():  # without a GPU, JAX warns that it uses the CPU
+            jax.devices()
+    else:
+        jax.config.update("jax_platforms", "cpu")
+
+
 def compile(train: Any, *shapes: Any, target: Target) -> Program:
     """Returns the function `train` compiled for the devices of `target`. It is not run.
 
@@ -266,7 +282,7 @@ def _tpus(chip: str, sizes: str, slices: int) -> Any:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Without this, libtpu's lock file lets only one process compile at a time: a second one fails.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    _installed("libtpu", "tpu")
+    _installed("tpu", "libtpu")
     slice_option = {"num_slices": slices} if slices > 1 else {}
     return _topologies().get_topology_desc(
         platform="tpu", topology_name=f"{chip}:{sizes}", **slice_option
@@ -277,7 +293,7 @@ def _gpus(chip: str, count: int) -> Any:
     """Returns JAX's description of `count` GPUs that are not on this machine, with their devices.
     Each machine has the same number of GPUs, at most `MACHINE` (8).
     """
-    _installed("jax_plugins.xla_cuda12", "gpu-compile")
+    _installed("gpu-compile", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     machines = math.ceil(count / MACHINE)
     # `target` writes the target's name, such as "9 x h100", before this message, and examples of
     # targets after it.
@@ -296,16 +312,18 @@ def _topologies() -> Any:
     return importlib.import_module("jax.experimental.topologies")
 
 
-def _installed(module: str, extra: str) -> None:
-    """Raises an `ImportError` that says what to install, if a compiler is missing. `module` is the
-    compiler's module, and `extra` the extra of this package that installs the compiler."""
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f'This target needs its compiler, {module}: pip install -e ".[{extra}]", in an '
-            "environment of its own."
-        ) from error
+def _installed(extra: str, *modules: str) -> None:
+    """Raises an `ImportError` if none of `modules` can be imported. Each of them has the compiler.
+    The message names the last module, and `extra`, the optional dependencies of this package that
+    install it."""
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+            return
+    raise ImportError(
+        f"This target needs a compiler that is not installed, {modules[-1]}. In a separate "
+        f'environment, run: pip install -e ".[{extra}]"'
+    )
 
 
 def _examples() -> str:

@@ -35,6 +35,7 @@ from jax import lax
 from parallax.collectives import AxisLike, cost, halving, ring, send_next
 from parallax.collectives.cost import Cost
 from parallax.collectives.types import axes as axes_of
+from parallax.cross_entropy import default_block_tokens
 from parallax.layout import Layout
 from parallax.models import recipe
 from parallax.plan import state_bytes
@@ -42,7 +43,6 @@ from parallax.plan.families import Config, ends_of, layer_of
 from parallax.plan.jobs import jobs
 from parallax.plan.recomputed import layers_in_body, recomputed
 
-BLOCK_TOKENS = 512  # of a block of `cross_entropy.mean`, for each device that splits the logits
 NORMS, LINEARS = ("attention_norm", "mlp_norm"), ("attention.qkv", "attention.out", "mlp.up")
 # For each collective of `jax.lax`: the collective of this library whose time is counted for it, and
 # a function that returns the bytes of the result, from the bytes of the operand and the number of
@@ -359,7 +359,7 @@ class _Step:
         # the logits of a block, so with more devices a block has more tokens. For each token the
         # loss needs the largest logit and two sums (hence `2 * maxima`): the sum of exponentials,
         # and the target's logit, which only one device has.
-        most = BLOCK_TOKENS * self.layout.stage * self.layout.tensor
+        most = default_block_tokens(self.layout.stage * self.layout.tensor)
         blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)
         calls = size.heads * blocks

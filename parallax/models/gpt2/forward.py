@@ -20,11 +20,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from parallax import remat, tensor
+from parallax.collectives.types import match_varying
 from parallax.models import block as blocks
 from parallax.models import decoder_parts, decoder_taps
 from parallax.models.block import Block
 from parallax.models.gpt2.model import Config, attention
 
+# The gradient of the position embeddings is summed over at most so many sequences at once.
+SUMMED_AT_ONCE = 16
 _gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; its backward pass keeps only its input
 
 
@@ -92,9 +95,22 @@ def _add_positions(model, x, keys, *, first, comms):
     # `first` is an int, the program needs no slice with a computed index.
     static = isinstance(first, int)
     rows = table[first : first + T] if static else lax.dynamic_slice_in_dim(table, first, T)
-    x = x + comms.local_tokens(rows, dim=0)[None]
+    x = x + _repeated(match_varying(comms.local_tokens(rows, dim=0), x), len(x))
     # Site 0 is in no layer. For the keys of dropout it is in layer L, a number that no layer has.
     return _dropped(x, keys, model.config.dropout, comms, layer=model.config.layers, site=0)
+
+
+def _repeated(rows, sequences: int):
+    """Returns [sequences, T, D]: `rows`, [T, D], repeated for each sequence.
+
+    The gradient of `rows` is a sum over sequences. For a sum over 32 or more sequences, XLA for
+    GPUs puts the sequences innermost in memory. It then uses this layout for the whole residual
+    stream, and transposes the stream before each matmul. To avoid this, `rows` is broadcast to at
+    most 16 sequences at a time, and these parts are concatenated. The gradient is first summed over
+    each part, and then over the parts.
+    """
+    parts = [min(SUMMED_AT_ONCE, sequences - i) for i in range(0, sequences, SUMMED_AT_ONCE)]
+    return jnp.concatenate([jnp.broadcast_to(rows, (part, *rows.shape)) for part in parts])
 
 
 PARTS = decoder_parts.DecoderParts("gpt2", layer=_layer, add_positions=_add_positions)
