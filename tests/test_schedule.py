@@ -702,8 +702,13 @@ FILES = {
     ),
     "torch's form, which has no line for a tick": (
         "0F0,0B0,0F90,0B90\n1F0,1B0,1F90,1B90\n",
-        "{path}: tick 5, stage 0: forward of job 90: jobs are numbered from 0 and 10 ticks hold at "
-        "most 10. Use -1 where the stage rests, else microbatch * chunks + chunk.",
+        "{path}: row 1, cell 3: 0F90 is of microbatch 90, and the jobs of the file are of 2 "
+        "microbatches. Number the microbatches from 0 without a gap.",
+    ),
+    "a microbatch that is too large": (
+        "tick,stage 0\n0,0F90\n1,0B90\n",
+        "{path}: line 2, stage 0: 0F90 is of microbatch 90, and the jobs of the file are of 1 "
+        "microbatch. Number the microbatches from 0 without a gap.",
     ),
     "B beside W": (
         "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",

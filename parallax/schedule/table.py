@@ -114,6 +114,13 @@ class CannotRun(ValueError):
         self.tick = tick
 
 
+class NoSuchJob(CannotRun):
+    """The error for a table with a number below -1, or too large for the number of ticks.
+
+    Its message has the words of tables. `from_csv` replaces it by one about the cell of the file.
+    """
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """A pipeline schedule: every job occurs once, in a tick after the jobs that it needs.
@@ -544,7 +551,7 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
             f"hold at most {len(table)}. Use -1 where the stage rests, else microbatch * chunks + "
             "chunk."
         )
-        raise CannotRun(tick, stage, problem)
+        raise NoSuchJob(tick, stage, problem)
 
 
 def _check(schedule: Schedule) -> None:
