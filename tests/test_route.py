@@ -447,3 +447,12 @@ def test_pictures_show_which_block_is_where(of):
         text = draw.route(table)
         assert len(re.findall(r"^round", text, re.MULTILINE)) == len(table.rounds)
         assert text.splitlines()[-1].endswith("0: 0 1 2 3")
+
+
+def test_a_route_without_a_message_has_a_text_and_no_picture(tmp_path):
+    alone = ring.table(1)
+    assert draw.route(alone).splitlines()[-1] == "  holds  0: 0"
+    with pytest.raises(ValueError, match=r"needs a route with a message for its picture; a route"):
+        draw.route(alone, tmp_path / "route.svg")
+    with pytest.raises(ValueError, match="needs a route with a message"):
+        draw.route([], tmp_path / "route.svg")

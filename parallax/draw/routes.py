@@ -41,6 +41,7 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
+        ValueError: with a `path`, if no route has a message, such as a route of one device.
     """
     tables = [table] if isinstance(table, Route) else table
     if path is not None:
@@ -118,9 +119,14 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
     """Draws a circle of devices for each group of rounds with equal arrows, in the order of the
-    routes `tables`, and writes the picture to `path`. At least one route must have a message.
+    routes `tables`, and writes the picture to `path`. Raises `ValueError` if there is no message.
     """
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
+    if not circles:
+        raise ValueError(
+            "draw.route needs a route with a message for its picture; a route of one device has "
+            "none. Pass a route of two devices or more, or no path."
+        )
     columns = min(len(circles), 4)
     rows = math.ceil(len(circles) / columns)
     # Routes that run side by side have the same devices, so the first route's `n` fits all circles.
