@@ -313,6 +313,12 @@ def test_refusals():
         fingerprint.differing(placed | {"a": mesh.place(np.ones(4), P(), over(data=8))})
     with pytest.raises(ValueError, match=r"w is being traced\. .* call fingerprint\.compared"):
         jax.jit(fingerprint.differing)(placed)
+    with pytest.raises(
+        ValueError, match=r"needs arrays with values, and w is a jax\.ShapeDtypeStruct\. Pass the"
+    ):
+        fingerprint.check(
+            1, {"w": jax.ShapeDtypeStruct((4,), float, sharding=placed["w"].sharding)}
+        )
     with pytest.raises(ValueError, match="a PartitionSpec for each; got 1 arrays and 2 specs"):
         mesh.spmd(
             lambda tree: fingerprint.compared(tree, (P(), P()), "data")[0],

@@ -119,9 +119,16 @@ def differing(tree: PyTree) -> list[Differs]:
 
     Raises:
         ValueError: there are no arrays; an array is not on a mesh, or is on another mesh than the
-            first array; or `tree` is being traced (inside a program, call `compared`).
+            first array; a leaf is a `jax.ShapeDtypeStruct`, which has no bits; or `tree` is being
+            traced (inside a program, call `compared`).
     """
     placed = _placed(tree)
+    for path, leaf in zip(placed.paths, placed.leaves, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"fingerprint needs arrays with values, and {path or 'the array'} is a "
+                "jax.ShapeDtypeStruct. Pass the state itself. `uncompared` and `lower` take shapes."
+            )
     same, words = jax.block_until_ready(
         _program(tuple(placed.leaves), specs=placed.specs, over=placed.mesh)
     )
