@@ -378,6 +378,12 @@ def test_batch_refuses(wrong, message):
         data.batch(np.arange(20), **{"seed": 0, "step": 0, "size": 4, "length": 5} | wrong)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_text_without_a_window_is_refused_without_a_length_to_choose(count):
+    with pytest.raises(ValueError, match=rf"the text has {count}\. Use a longer text\.$"):
+        data.batch(np.arange(count), seed=0, step=0, size=4, length=5)
+
+
 def test_numbers_and_sources_may_be_numpys_or_lists():
     options = {"seed": 5, "step": 7, "size": 4, "length": 5}
     expected = data.batch(np.arange(20), **options)

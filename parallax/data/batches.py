@@ -64,10 +64,11 @@ def batch(
             f"Give each process a slice within 0..{size}."
         )
     if len(tokens) < length + 1:
+        # A text of one token has no window of any length.
+        shorter = f", or choose a length up to {len(tokens) - 1}" if len(tokens) > 1 else ""
         raise ValueError(
             f"one window needs {length + 1} tokens (length {length} and the next one); "
-            f"the text has {len(tokens)}. "
-            f"Use a longer text, or choose a length up to {len(tokens) - 1}."
+            f"the text has {len(tokens)}. Use a longer text{shorter}."
         )
     # The number of windows is the same for all offsets. `spare` is the largest offset. If there are
     # two windows or more, it is at least `length` - 1, so that a window may begin at any token.
