@@ -727,11 +727,12 @@ def test_search_of_a_llama():
 
 
 @pytest.mark.sweep(3, "wholes")
-def test_an_attention_kernel_keeps_no_scores():
+@pytest.mark.parametrize("chip", [hardware.A100, hardware.TPU_V5E], ids=lambda chip: chip.name)
+def test_an_attention_kernel_keeps_no_scores(chip):
     """Less memory and fewer passes, and the same messages and products."""
     layout = Layout(data=8, zero=1, precision="bfloat16")
     plans = [
-        plan.plan(gpt2.SMALL, layout, hardware.A100, batch=8, attention_kernel=kernel)
+        plan.plan(gpt2.SMALL, layout, chip, batch=8, attention_kernel=kernel)
         for kernel in (False, True)
     ]
     scores = 12 * 12 * 1024**2 * 6  # of a layer and head, in float32 and in bfloat16

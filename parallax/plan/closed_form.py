@@ -397,11 +397,13 @@ def memory(
     known(config)
     compute = recipe.Compute(axes=axes or {})
     # The kernel for GPUs needs a GPU. `context.blockwise` stands for it here: it keeps no scores
-    # either, so it needs the same memory. If there is no such kernel, `traced` chooses as the train
-    # step does: on TPUs the family's kernel, elsewhere the family's own attention.
+    # either, so it needs the same memory.
     if has_kernel(config, layout, hardware, attention_kernel):
         attention = flash.attention if hardware.platform == "tpu" else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
+    # The caller wants no kernel, and `traced` would choose one, as the train step does.
+    elif has_kernel(config, layout, hardware):
+        compute = dataclasses.replace(compute, attention=family_of(config).attention)
     # The plan has float32 parameters, also if the caller has set other promotion rules or 64 bits
     # in JAX.
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
