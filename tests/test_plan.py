@@ -743,3 +743,15 @@ def test_an_attention_kernel_keeps_no_scores(chip):
     assert plans[0].sent == plans[1].sent
     seconds = plans[0].seconds
     assert plans[0].overlapped == pytest.approx(seconds.total - plans[0].along["data",])
+
+
+@pytest.mark.sweep(3, "wholes")
+def test_a_kernel_of_the_caller_keeps_no_scores_where_the_familys_would_not_run():
+    """The family's kernel for TPUs takes a multiple of 128 tokens."""
+    config = dataclasses.replace(gpt2.SMALL, context=1000, layers=2)
+    layout = Layout(data=8, zero=1, precision="bfloat16")
+    temporaries = [
+        plan.memory(config, layout, hardware.TPU_V5E, 8, attention_kernel=kernel).temporaries
+        for kernel in (None, False, True)
+    ]
+    assert temporaries[0] == temporaries[1] > 1.1 * temporaries[2]

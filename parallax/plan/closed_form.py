@@ -396,13 +396,16 @@ def memory(
     bytes from closed forms. The arguments mean the same as in `plan`."""
     known(config)
     compute = recipe.Compute(axes=axes or {})
-    # The kernel for GPUs needs a GPU. `context.blockwise` stands for it here: it keeps no scores
-    # either, so it needs the same memory.
+    by_default = has_kernel(config, layout, hardware)
+    # The kernel for GPUs needs a GPU, and the family's kernel for TPUs needs a fitting number of
+    # tokens. `context.blockwise` stands for other kernels here: it keeps no scores either, so it
+    # needs the same memory.
     if has_kernel(config, layout, hardware, attention_kernel):
-        attention = flash.attention if hardware.platform == "tpu" else context.blockwise
+        is_flash = hardware.platform == "tpu" and by_default
+        attention = flash.attention if is_flash else context.blockwise
         compute = dataclasses.replace(compute, attention=attention)
     # The caller wants no kernel, and `traced` would choose one, as the train step does.
-    elif has_kernel(config, layout, hardware):
+    elif by_default:
         compute = dataclasses.replace(compute, attention=family_of(config).attention)
     # The plan has float32 parameters, also if the caller has set other promotion rules or 64 bits
     # in JAX.
