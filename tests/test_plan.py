@@ -755,3 +755,21 @@ def test_a_kernel_of_the_caller_keeps_no_scores_where_the_familys_would_not_run(
         for kernel in (None, False, True)
     ]
     assert temporaries[0] == temporaries[1] > 1.1 * temporaries[2]
+
+
+@pytest.mark.sweep(3, "wholes")
+def test_a_trace_for_gpus_counts_the_kernel_where_the_step_takes_one():
+    """As the plan does; in 32 bits, and on a V100, the scores are stored."""
+    config = dataclasses.replace(gpt2.SMALL, layers=2)
+
+    def ratio(chip, precision):
+        """Returns the temporaries of the trace, as a share of those of the plan with scores."""
+        layout = Layout(data=1, precision=precision)
+        stored = plan.memory(config, layout, chip, 8, attention_kernel=False).temporaries
+        with jax.numpy_dtype_promotion("standard"), jax.enable_x64(False):
+            found = plan.traced(gpt2.FAMILY, config, layout, chip, batch=8)
+        return found.temporaries / stored
+
+    assert ratio(hardware.H100, "bfloat16") < 0.7
+    assert ratio(hardware.H100, "full") == 1
+    assert ratio(hardware.V100, "bfloat16") == 1

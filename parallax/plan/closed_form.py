@@ -53,7 +53,6 @@ PASSES = 4
 # How often an update goes over a parameter's float32 numbers: AdamW reads 4 and writes 3, and the
 # choice between new and old values, which skips a step, has 3 more.
 UPDATE_PASSES = 10
-BEFORE_AMPERE = ("V100",)  # GPUs of `hardware` for which cuDNN has no attention kernel
 
 
 class Memory(NamedTuple):
@@ -321,7 +320,7 @@ def has_kernel(
         # The kernel takes whole blocks of tokens. The last of `BLOCKS` is the smallest.
         return config.context % flash.BLOCKS[-1] == 0
     # cuDNN's kernel, which needs 16 bits.
-    is_recent = hardware.platform == "cuda" and hardware.name not in BEFORE_AMPERE
+    is_recent = hardware.platform == "cuda" and hardware.name not in decoders.BEFORE_AMPERE
     head_width = layer_of(config).queries // config.heads
     fits = flash.fits_cudnn(config.context, head_width)
     return is_recent and layout.precision != "full" and fits

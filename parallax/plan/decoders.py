@@ -1,5 +1,7 @@
 """Traces the train step of a decoder of any family under a layout."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,11 +12,12 @@ from jax.sharding import AbstractDevice
 from parallax import mesh
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.models import decoder
+from parallax.models import decoder, flash, recipe
 from parallax.models.family import Family
 from parallax.plan.tracing import Trace, trace
 
 ADAMW = optax.adamw(3e-4)
+BEFORE_AMPERE = ("V100",)  # GPUs of `hardware` for which cuDNN has no attention kernel
 
 
 def traced(
@@ -28,6 +31,9 @@ def traced(
     **options: Any,
 ) -> Trace:
     """Returns the trace of `decoder.train_step` on each device. The devices need not exist.
+
+    On GPUs the trace counts cuDNN's attention, which keeps no scores, for the shapes and the
+    precision that it supports. It has a loop over the layers, which the step on GPUs has not.
 
     Args:
         family: the kind of decoder, such as `llama.FAMILY`.
@@ -44,12 +50,15 @@ def traced(
     """
     world = mesh.abstract(**layout.axes)
     # With a device on the mesh, the recipe chooses its TPU kernel for attention. The kernel for
-    # GPUs runs only in a process that has a GPU. So for other hardware the mesh names no device,
-    # and the recipe chooses as for a CPU.
+    # GPUs is traced only in a process that has a GPU. So for other hardware the mesh names no
+    # device, and the recipe chooses as for a CPU, but for the attention below.
     if hardware.platform == "tpu":
         world = world.update(
             abstract_device=AbstractDevice(hardware.name, num_cores=1, platform=hardware.platform)
         )
+    compute = options.get("compute", recipe.PLAIN)
+    if compute.attention is None and _has_cudnn(family, layout, hardware):
+        options["compute"] = dataclasses.replace(compute, attention=_like_cudnn(family))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
     found: list[Trace] = []
 
@@ -64,3 +73,24 @@ def traced(
     # The key is abstract too, so that a plan works even if JAX has no backend.
     jax.eval_shape(of_key, jax.eval_shape(jax.random.key, 0))
     return found[0]
+
+
+def _has_cudnn(family: Family, layout: Layout, hardware: Hardware) -> bool:
+    """Returns whether the step's attention is cuDNN's kernel, for shapes that the kernel supports.
+    Over a context axis it is the family's context attention."""
+    is_recent = hardware.platform == "cuda" and hardware.name not in BEFORE_AMPERE
+    return is_recent and family.gpu_attention is flash.cudnn_attention and layout.context == 1
+
+
+def _like_cudnn(family: Family) -> Callable[..., Any]:
+    """Returns an attention function that needs about as much memory, and about as many passes over
+    memory, as cuDNN's kernel: JAX's kernel for TPUs. Where cuDNN has no kernel, it is the family's
+    own attention."""
+
+    def attention(q, k, v, *, segments=None):
+        """Returns causal attention of arrays [batch, tokens, heads, head width]."""
+        fits = q.dtype.itemsize == 2 and flash.fits_cudnn(q.shape[1], q.shape[3])
+        attend = flash.attention if fits else family.attention
+        return attend(q, k, v, segments=segments)
+
+    return attention
