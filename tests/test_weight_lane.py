@@ -20,7 +20,7 @@ from reference import products as of_computation
 from parallax import mesh, pipeline, plan, tensor
 from parallax.compiled import hlo
 from parallax.jaxprs import inner, opened
-from parallax.models import gpt2
+from parallax.models import flash, gpt2
 from parallax.schedule import one_f_one_b_lockstep, zero_bubble_lockstep
 from parallax.split_backward import split
 
@@ -268,3 +268,26 @@ def test_the_work_of_a_stage_is_counted_in_its_jaxpr(keep):
     )
     assert work.head == 0
     assert work.costs(2) == (2 * work.forward, 2 * work.backward, 2 * work.weight)
+
+
+def test_the_work_of_a_kernel_is_what_it_states_or_its_body_at_each_point_of_its_grid():
+    """JAX's kernel for TPUs states its operations forward only. Backward it has 7 matmuls of all
+    pairs, some of which compute the scores again."""
+    world = mesh.make(stage=2, devices=jax.devices()[:2])
+    params = {"scale": jax.ShapeDtypeStruct((2, 16), jnp.float32)}  # a layer for each stage
+    batch = jax.ShapeDtypeStruct((2, 256, 4, 16), jnp.float32)
+
+    def stage(params, x, microbatch, position):
+        q = x * params["scale"][0]
+        return flash.attention(q, q, q)
+
+    found = plan.stage_work(
+        *(lambda params, x: x, stage, lambda params, x, microbatch: jnp.sum(x)),
+        one_f_one_b_lockstep(2, 2),
+        "stage",
+        blocks=lambda params: params,
+    )
+    work = found(params, batch, mesh=world, in_specs=({"scale": P("stage")}, P()))
+    pairs = 2 * 4 * 256**2 * 16  # of a microbatch of one sequence
+    assert work.forward == pytest.approx(2 * pairs, rel=0.1)  # with the softmax's
+    assert work.backward + work.weight == 7 * pairs

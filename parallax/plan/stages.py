@@ -5,6 +5,7 @@ Legend: F a chunk's forward pass, I the cotangent of its input, W the gradients 
 stage has one or more chunks; each chunk is a group of the model's layers.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,12 +118,21 @@ def stage_work(
 
 def _products(jaxpr: Jaxpr) -> int:
     """Returns the number of floating-point operations of a program's matmuls, in all trips of its
-    loops. A loop of unknown length counts as one trip, a conditional counts all its branches, and a
-    Pallas kernel counts the matmuls of its body once, whatever its grid and its stated cost."""
+    loops. A loop of unknown length counts as one trip, and a conditional counts all its branches.
+    A Pallas kernel counts the operations that it states; if it states none, the matmuls of its body
+    count once for each point of its grid."""
     total = 0
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in primitives.PRODUCTS:
+        kernel = eqn.primitive.name == "pallas_call"
+        if eqn.primitive.name in primitives.PRODUCTS or (kernel and primitives.is_product(eqn)):
             total += primitives.operations(eqn)
-        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            continue
+        trips = 1
+        if kernel:
+            # A dim of the grid whose size is known only at run time counts once.
+            grid = eqn.params["grid_mapping"].grid
+            trips = math.prod(size for size in grid if isinstance(size, int))
+        elif eqn.primitive.name == "scan":
+            trips = eqn.params["length"]
         total += trips * sum(map(_products, inner(eqn)))
     return total
