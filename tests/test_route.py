@@ -380,14 +380,16 @@ def test_more_numbers_than_int32_counts_are_rows():
     )
     assert [each.shape for each in shapes] == [(2**31 + 5,), (2**31,)]
     odd = lambda x: ring.all_gather(x, "x", tiled=True)
-    with pytest.raises(
-        ValueError,
-        match=r"^An array of 2147483656 numbers needs a dim whose size is a multiple of 128\. Pad",
-    ):
-        jax.eval_shape(
-            mesh.spmd(odd, mesh=world, in_specs=(P("x"),), out_specs=P("x")),
-            jax.ShapeDtypeStruct((2**31 + 8,), jnp.int8),
-        )
+    gathered = mesh.spmd(odd, mesh=world, in_specs=(P("x"),), out_specs=P("x"))
+    for more in (8, 128):  # a multiple of 128 is too few: each device has an eighth
+        with pytest.raises(
+            ValueError,
+            match=rf"^An array of {2**31 + more} numbers needs a dim whose size is a multiple of "
+            r"1024\. Pad",
+        ):
+            jax.eval_shape(gathered, jax.ShapeDtypeStruct((2**31 + more,), jnp.int8))
+    # What the message asks for is enough.
+    jax.eval_shape(gathered, jax.ShapeDtypeStruct((2**31 + 1024,), jnp.int8))
 
 
 UNEQUAL = {

@@ -150,10 +150,12 @@ def _in_rows(flat, size: int, blocks: int):
     if size < 2**31:
         return flat
     # A row cannot be cut between two blocks. One dim of the size that the message asks for is
-    # enough, since `flat.size` is the product of the array's dims.
+    # enough, since `size` is the product of the whole array's dims, and `flat.size` is `size`, or
+    # `size` divided by the number of devices.
     if flat.size % (128 * blocks):
+        multiple = 128 * blocks * (size // flat.size)
         raise ValueError(
-            f"An array of {size} numbers needs a dim whose size is a multiple of {128 * blocks}. "
+            f"An array of {size} numbers needs a dim whose size is a multiple of {multiple}. "
             "Pad it, or cut it in two."
         )
     return flat.reshape(-1, 128)
