@@ -66,6 +66,7 @@ class Hardware:
             numbers.
         torus: the chips along each dim of the slice that the mesh uses, such as (2, 4). With () a
             hop is always one link.
+        cores: the number of devices that share a chip and its links (`for_devices`).
     """
 
     name: str
@@ -83,6 +84,28 @@ class Hardware:
     fresh: float = 0.0
     short: int = 2
     torus: tuple[int, ...] = ()
+    cores: int = 1
+
+    def for_devices(self, devices: int) -> "Hardware":
+        """Returns the figures of one device of a mesh. If the mesh has two devices for each chip of
+        the torus, each device has half of the chip's memory and rates. Otherwise a chip is one
+        device, and the record is returned unchanged."""
+        if self.cores > 1 or not self.torus or devices != 2 * math.prod(self.torus):
+            return self
+        # A device adds received bytes at half of the chip's bandwidth (gamma). The two devices
+        # share the chip's links: `link` and `networks` count this for fast links.
+        fast, slow = (link._replace(gamma=2 * link.gamma) for link in (self.fast, self.slow))
+        return dataclasses.replace(
+            self,
+            memory=self.memory / 2,
+            rate=self.rate / 2,
+            full_rate=self.full_rate / 2,
+            bandwidth=self.bandwidth / 2,
+            domain=2 * self.domain,
+            fast=fast,
+            slow=slow._replace(beta=2 * slow.beta),
+            cores=2,
+        )
 
     def link(self, span: int, links: float = 1.0) -> Link:
         """Returns the times of a hop in a group of devices: the seconds per hop (`alpha`), per byte
@@ -96,10 +119,13 @@ class Hardware:
             links: the number of fast links that the hop crosses. It multiplies `alpha` and `beta`
                 of fast links, since the bytes cross each link, but not `gamma`: each byte is added
                 once.
+
+        All devices of a chip send at once over the chip's links, so `cores` multiplies `beta`.
         """
         if span > self.domain:
             return self.slow
-        return self.fast._replace(alpha=links * self.fast.alpha, beta=links * self.fast.beta)
+        beta = links * self.cores * self.fast.beta
+        return self.fast._replace(alpha=links * self.fast.alpha, beta=beta)
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
         """Returns the mean number of links that a hop along each axis crosses, if `mesh.make` lays
@@ -109,10 +135,12 @@ class Hardware:
             ValueError: the product of the axes is neither the number of the torus's chips nor the
                 number of its cores.
         """
-        # A chip has one device, or two if each of its two cores is a device.
+        # A chip has one device, or two if each of its two cores is a device. The chips in
+        # `torus.FLAT` have one core.
         # Without a torus, the product of the dims in `()` is 1, and nothing is refused.
         cores, remainder = divmod(math.prod(axes.values()), math.prod(self.torus))
-        if remainder or (self.torus and cores not in (1, 2)):
+        possible = (1,) if self.name in torus.FLAT else (1, 2)
+        if remainder or (self.torus and cores not in possible):
             raise ValueError(
                 f"plan: the torus {'x'.join(map(str, self.torus))} has {math.prod(self.torus)} "
                 f"chips, and the layout has {math.prod(axes.values())} devices. Use a layout "

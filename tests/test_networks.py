@@ -120,6 +120,34 @@ def test_devices_are_on_the_chips_where_the_mesh_lays_them(chip, axes):
     assert set(alone.values()) == {0.0}
 
 
+def test_two_devices_of_a_chip_have_its_figures_together():
+    """They are on the slice's torus, not on the network between slices."""
+    chip = hardware.named("tpu7x:2x2x1")
+    one, two = (
+        planned(gpt2.SMALL, Layout(data=n, precision="bfloat16"), chip, batch=32) for n in (4, 8)
+    )
+    assert two.seconds.products == pytest.approx(one.seconds.products)
+    assert two.hardware.memory == one.hardware.memory / 2
+    # The half of the hops is inside a chip, and a link carries the bytes of 7 hops, not of 3, of
+    # blocks half as large.
+    assert two.seconds.messages == pytest.approx(one.seconds.messages * 7 / 6, rel=0.03)
+    device = chip.for_devices(8)
+    assert device.for_devices(8) is device
+    assert chip.for_devices(4) is chip
+    assert networks.of(device, 8).devices == 8
+    assert device.link(8).beta == 2 * chip.link(4).beta  # both devices send over the chip's links
+    # A message to the other device of a chip crosses no link.
+    assert networks.of(device, 8).round([(np.arange(8) ^ 1, 1000)]) == 0.0
+    assert networks.of(device, 8).round([(np.arange(8) ^ 2, 1000)]) == pytest.approx(
+        chip.fast.alpha + 2000 * chip.fast.beta
+    )
+
+
+def test_a_chip_of_one_core_is_one_device():
+    with pytest.raises(ValueError, match=r"torus 2x4 has 8 chips, and the layout has 16 devices"):
+        hardware.named("v5e:2x4").hops({"data": 16})
+
+
 def test_a_torus_by_its_own_table():
     square = Torus((8, 8), Link(0.0, 1e-9))
     own = networks.seconds(torus.table(8, 8), SIZE, square, Group(64))

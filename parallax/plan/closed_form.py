@@ -257,6 +257,7 @@ def plan(
             layout that does.
     """
     check(config, layout, batch)
+    hardware = hardware.for_devices(layout.devices)
     kernel = has_kernel(config, layout, hardware, attention_kernel)
     # The bytes count all calls of a device (`terms`). The time counts only the calls for which all
     # stages wait (`timed`): a tick lasts as long as its most expensive job. In lockstep the stages

@@ -93,6 +93,7 @@ def search(
             f"search needs at least 1 device and a batch of 1 or more; got devices={devices} and "
             f"batch={batch}."
         )
+    hardware = hardware.for_devices(devices)
     candidates = list(_layouts(config, devices, batch, choices))
     if not candidates:
         raise ValueError(

@@ -137,25 +137,28 @@ class Nested(NamedTuple):
 
 
 class Torus(NamedTuple):
-    """A box of chips, one for each device. Each chip is linked to its two neighbours along every
-    dim. Along a dim that closes in a ring, the last chip of a row is also linked to the first.
+    """A box of chips, with one device or more on each. Each chip is linked to its two neighbours
+    along every dim. Along a dim that closes in a ring, the last chip of a row is also linked to the
+    first.
 
     Attributes:
         shape: chips along each dim; the last dim runs fastest.
         link: the link between neighbours, in one direction.
         rings: whether each dim closes in a ring; () if all do.
-        chips: for each device, the index of its chip; () if device k is chip k.
+        chips: for each device, the index of its chip; () if device k is on chip k // cores.
+        cores: devices on a chip. Messages between them use no link.
     """
 
     shape: tuple[int, ...]
     link: Link
     rings: tuple[bool, ...] = ()
     chips: tuple[int, ...] = ()
+    cores: int = 1
 
     @property
     def devices(self) -> int:
         """The number of all devices."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.cores
 
     def round(self, sent: Sequence[tuple[np.ndarray, int]]) -> float:
         """Returns the seconds until all messages of a round have arrived.
@@ -164,7 +167,7 @@ class Torus(NamedTuple):
         message, and the bytes of one message. A message goes along one dim of the torus after
         another. Along a dim that closes in a ring it goes the shorter way round.
         """
-        chips = np.array(self.chips) if self.chips else np.arange(self.devices)
+        chips = np.array(self.chips) if self.chips else np.arange(self.devices) // self.cores
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
         rings = self.rings or (True,) * len(self.shape)
         # Bytes on the link that leaves each chip along each dim, forward (0) and back (1).
@@ -207,10 +210,12 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
         # The torus of the hardware, if it has this number of chips; else one that is near to a
         # cube, or to a square for the chips in `torus.FLAT`. Without a torus of the hardware, the
         # product of its dims is 1. `closed_dims` says whether each dim closes in a ring.
-        is_slice = math.prod(hardware.torus) == devices > 1
+        chips = devices // hardware.cores
+        is_slice = math.prod(hardware.torus) == chips > 1
         is_flat = hardware.name in torus.FLAT
-        box = hardware.torus if is_slice else _box(devices, 2 if is_flat else 3)
-        return Torus(box, hardware.fast, torus.closed_dims(is_flat, box))
+        box = hardware.torus if is_slice else _box(chips, 2 if is_flat else 3)
+        rings = torus.closed_dims(is_flat, box)
+        return Torus(box, hardware.fast, rings, cores=hardware.cores)
     levels = [Level(domain, hardware.fast)] + (
         [Level(devices, hardware.slow)] if devices > domain else []
     )
@@ -221,8 +226,8 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
     """Returns the torus with its `chips` set: each device of a mesh whose axes have these `sizes`
     is on the chip on which `mesh.make` puts it."""
-    # Each chip is one device. The last coordinate is the core, which is dropped.
-    places = torus.coordinates(network.shape, network.rings, 1, sizes)  # [*sizes, dims + core]
+    # [*sizes, dims + core]. The last coordinate is the core, which is dropped.
+    places = torus.coordinates(network.shape, network.rings, network.cores, sizes)
     of_devices = places[..., :-1].reshape(-1, len(network.shape))  # [devices, dims]
     chips = np.ravel_multi_index(tuple(of_devices.T), network.shape)
     return network._replace(chips=tuple(chips.tolist()))

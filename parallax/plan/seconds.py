@@ -61,6 +61,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
     Collectives of `jax.lax` along one axis take the time of the fastest algorithm on the simulated
     network. The time of the other collectives comes from an alpha-beta formula (`_cost`).
     """
+    hardware = hardware.for_devices(math.prod(trace.mesh.values()))
     # The seconds of products at the peak rate; large products reach `efficiency` of that rate.
     ideal = math.fsum(count / _rate(dtype, hardware) for dtype, count in trace.operations.items())
     products, passes = (
