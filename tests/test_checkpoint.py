@@ -639,6 +639,10 @@ def test_another_state_is_refused_by_its_leaves(tmp_path):
         ({"keep": Retention(0)}, r"`keep` must be 1 or more; got Retention\(newest=0"),
         ({"keep": Retention(every=0)}, r"got Retention\(newest=3, every=0\)"),
         ({"tries": 0}, "tries of 1 or more; got 0"),
+        (
+            {"run": {"rate": np.ones(2)}},
+            r"JSON values in `settings`: .*; got a ndarray as 'rate' \(.*\)\. Convert an array by",
+        ),
     ],
 )
 def test_options_are_checked(tmp_path, options, message):
@@ -654,6 +658,26 @@ def test_states_that_cannot_be_stored_are_refused(tmp_path):
             ValueError, match="scale: a plain number to store must be finite; got inf"
         ):
             store.save(1, {"scale": float("inf")})
+        for step in (-1, np.int64(2**31)):
+            with pytest.raises(
+                ValueError, match=rf"^Checkpoints\.save needs a step from 0 to .*; got {step}\."
+            ):
+                store.save(step, {"a": jnp.zeros(1)})
+        for state in ({}, {"a": jnp.zeros((0, 2))}, {"scale": 1.0}):
+            with pytest.raises(ValueError, match=r"needs a state with an array that is not empty"):
+                store.save(1, state)
+        with pytest.raises(ValueError, match=r"JSON values in `note`: .*got a ArrayImpl as 'seen'"):
+            store.save(1, {"a": jnp.zeros(1)}, {"seen": jnp.zeros(1)})
+        assert store.steps() == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(
+            OSError, match=rf"^{folder}: needed a folder for checkpoints; .* Choose"
+        ):
+            checkpoints(folder)
 
 
 @pytest.mark.parametrize("name", ["orbax.checkpoint", "xxhash"])

@@ -23,13 +23,14 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import equinox as eqx
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from parallax import argument_checks
 from parallax._typing import PyTree
 from parallax.data import manifest
 from parallax.run import lock, retention, stored
@@ -106,7 +107,9 @@ class Checkpoints:
         say: prints a line on the first process, or on a process with an error.
 
     Raises:
-        ValueError: a number in `keep`, or `tries`, is below 1, or `lose_at_most` is below 2.
+        ValueError: a number in `keep`, or `tries`, is below 1, or `lose_at_most` is below 2; or a
+            setting is no JSON value.
+        OSError: the folder cannot be made.
         ImportError: Orbax is not installed.
     """
 
@@ -133,8 +136,7 @@ class Checkpoints:
                 f"lose at most 1 step, call save and wait after each step."
             )
         self.folder = Path(folder).absolute()
-        # As they are read back from a record: for example, tuples become lists.
-        self.settings = json.loads(json.dumps(settings))
+        self.settings = _as_read_back("settings", settings)
         self.lose_at_most, self.keep = lose_at_most, keep
         self.form, self.finite = form, finite
         self.refused: dict[int, ValueError] = {}  # why a step was refused, by step
@@ -156,7 +158,13 @@ class Checkpoints:
             self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say
         )
         self._lock: lock.Lock | None = None
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"{self.folder}: needed a folder for checkpoints; {error.strerror}. "
+                "Choose another one."
+            ) from error
 
     def __enter__(self):
         """Takes the lock on the folder, on the first process."""
@@ -188,7 +196,7 @@ class Checkpoints:
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: PyTree,
         note: Mapping[str, Any] | None = None,
         *,
@@ -210,11 +218,19 @@ class Checkpoints:
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
         Raises:
-            ValueError: an array is not finite; or the folder holds a finished checkpoint of this
-                step or of a later one, and that checkpoint was not refused.
+            ValueError: an array is not finite, or all arrays are empty; or `step` is no whole
+                number from 0 on, or `note` has a value that is no JSON value; or the folder holds a
+                finished checkpoint of this step or of a later one, and that checkpoint was not
+                refused.
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """
+        (step,) = argument_checks.whole_numbers("Checkpoints.save", step=step)
+        if not records.is_step(step):
+            raise ValueError(
+                f"Checkpoints.save needs a step from 0 to {records.STEPS - 1}; got {step}. Pass "
+                "the number of steps that the state has made."
+            )
         self.wait()
         # The stored form is the same for all layouts: for example, a pipeline's chunks are joined.
         # `stored.stored` returns its arrays and its plain numbers, as two dicts by path.
@@ -225,13 +241,18 @@ class Checkpoints:
         not_finite = self._lost(arrays)
         # A copy of the note: the writer's thread reads it later, when the caller may have changed
         # it.
-        noted = json.loads(json.dumps(dict(note or {})))
+        noted = _as_read_back("note", note or {})
         described = {name: stored.described(leaf) for name, leaf in arrays.items()}
         loss = None if evaluated is None or not math.isfinite(evaluated) else float(evaluated)
         record = Record(step, self.settings, noted, numbers, described, loss)
         # As Orbax stores the arrays: random keys as integers.
         plain = {name: stored.plain(leaf) for name, leaf in arrays.items()}
         empty = stored.empty(plain)  # arrays of size zero, which Orbax does not store
+        if len(empty) == len(plain):
+            raise ValueError(
+                f"Checkpoints.save needs a state with an array that is not empty; got {len(plain)} "
+                "arrays, all of size 0. Pass the state of the run."
+            )
         self._writer.write(
             record, {name: leaf for name, leaf in plain.items() if name not in empty}, not_finite
         )
@@ -465,6 +486,20 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`."""
         return retention.path_of(self.folder, step)
+
+
+def _as_read_back(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of JSON values, as they are read back from a record: for example, tuples
+    become lists. Raises `ValueError` for other values. `what` is the name of the argument."""
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Checkpoints needs JSON values in `{what}`: numbers, texts, lists and dicts; got "
+                f"a {type(value).__name__} as {name!r} ({error}). Convert an array by .tolist()."
+            ) from error
+    return json.loads(json.dumps(dict(values)))
 
 
 def _unreadable(error: OSError, path: Path) -> str:
