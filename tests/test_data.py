@@ -182,9 +182,11 @@ def test_split_holds_out_the_end(n, held_out):
     ("n", "held_out"), [(100, 0.0), (100, 1.0), (100, -0.1), (100, math.nan), (9, 0.1), (0, 0.5)]
 )
 def test_split_refuses_an_empty_side(n, held_out):
+    better = "a larger fraction, or a longer text" if 0 < held_out < 1 else "a number such as 0.1"
     with pytest.raises(
         ValueError,
-        match=f"leaves tokens for training and for the held-out part, got {held_out} of {n} tokens",
+        match=f"leaves tokens for training and for the held-out part, got {held_out} of {n} "
+        rf"tokens\. Use {better}\.$",
     ):
         data.split(np.arange(n), held_out)
 

@@ -189,9 +189,11 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
     """
     last = int(len(tokens) * held_out) if 0 < held_out < 1 else 0
     if not 0 < last < len(tokens):
+        is_fraction = 0 < held_out < 1
+        better = "a larger fraction, or a longer text" if is_fraction else "a number such as 0.1"
         raise ValueError(
             "held_out must be a fraction that leaves tokens for training and for the held-out "
-            f"part, got {held_out} of {len(tokens)} tokens. Use 0.1, or a longer text."
+            f"part, got {held_out} of {len(tokens)} tokens. Use {better}."
         )
     return tokens[: len(tokens) - last], tokens[len(tokens) - last :]
 
