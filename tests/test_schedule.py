@@ -555,12 +555,14 @@ MESSAGES = {
     "too large": (
         broken(put("forward", 0, 0, 40)),
         "tick 0, stage 0: forward of job 40: jobs are numbered from 0 and 10 ticks hold at most "
-        "10. Use -1 where the stage rests, else microbatch * chunks + chunk.",
+        "10. Number the microbatches from 0 without a gap. In a table a job is microbatch * chunks "
+        "+ chunk, or -1 where the stage rests.",
     ),
     "negative": (
         broken(put("backward", 9, 3, -2)),
         "tick 9, stage 3: backward of job -2: jobs are numbered from 0 and 10 ticks hold at most "
-        "10. Use -1 where the stage rests, else microbatch * chunks + chunk.",
+        "10. Number the microbatches from 0 without a gap. In a table a job is microbatch * chunks "
+        "+ chunk, or -1 where the stage rests.",
     ),
     "shape": (
         lambda: Schedule(gpipe(2, 2).forward, one_f_one_b_lockstep(2, 2).backward),
@@ -702,13 +704,9 @@ FILES = {
     ),
     "torch's form, which has no line for a tick": (
         "0F0,0B0,0F90,0B90\n1F0,1B0,1F90,1B90\n",
-        "{path}: row 1, cell 3: 0F90 is of microbatch 90, and the jobs of the file are of 2 "
-        "microbatches. Number the microbatches from 0 without a gap.",
-    ),
-    "a microbatch that is too large": (
-        "tick,stage 0\n0,0F90\n1,0B90\n",
-        "{path}: line 2, stage 0: 0F90 is of microbatch 90, and the jobs of the file are of 1 "
-        "microbatch. Number the microbatches from 0 without a gap.",
+        "{path}: tick 5, stage 0: forward of job 90: jobs are numbered from 0 and 10 ticks hold at "
+        "most 10. Number the microbatches from 0 without a gap. In a table a job is microbatch * "
+        "chunks + chunk, or -1 where the stage rests.",
     ),
     "B beside W": (
         "tick,stage 0\n0,0F0 0B0\n1,0F1 0I1 0W1\n",

@@ -15,7 +15,6 @@ and "weight" for W. B stands for two jobs, one in the lane "backward" and one in
 
 import csv
 import io
-import operator
 import os
 import re
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from jaxtyping import Int
 from parallax import _files
 from parallax.schedule.jobs import Job
 from parallax.schedule.orders import from_orders, tables_of
-from parallax.schedule.table import CannotRun, NoSuchJob, Schedule
+from parallax.schedule.table import CannotRun, Schedule
 
 LANES_OF = {"F": ("forward",), "I": ("backward",), "W": ("weight",), "B": ("backward", "weight")}
 JOB = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
@@ -67,7 +66,7 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     Raises:
         ValueError: the file is not a table, or its table cannot run. If one line is at fault, the
             message names this line. If a cell of a file of torch's form has a text that is no job,
-            or a microbatch that is too large, the message names the row and the cell.
+            the message names the row and the cell.
     """
     try:
         # Spreadsheets write a byte-order mark first, which "utf-8-sig" leaves out. An empty file is
@@ -81,9 +80,6 @@ def from_csv(path: str | os.PathLike[str]) -> Schedule:
     of_torch = _is_of_torch(header)
     try:
         return _by_rank([header, *rows]) if of_torch else _by_tick(header, rows)
-    except NoSuchJob:
-        problem = _too_large([header, *rows], of_torch)
-        raise ValueError(f"{path}: {problem}") from None
     except CannotRun as error:
         # Tick 0 is on line 2, below the header. A file of torch's form has no line for a tick.
         line = "" if of_torch else f"line {error.tick + 2}: "
@@ -221,27 +217,6 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
             )
     # `places` is [stages, chunks].
     return np.array(places).T
-
-
-def _too_large(rows: Sequence[Sequence[str]], of_torch: bool) -> str:
-    """Returns the text of an error about the first job with the largest microbatch in the file.
-    `rows` has all rows, also the header of a file that is not of torch's form."""
-    jobs = [
-        (int(match[3]), row, column, match[0])
-        for row, cells in enumerate(rows)
-        for column, cell in enumerate(cells)
-        for match in JOB.finditer(cell)
-    ]
-    count = len({microbatch for microbatch, *_ in jobs})
-    microbatch, row, column, job = max(jobs, key=operator.itemgetter(0))
-    # The first column of a file that is not of torch's form has the ticks.
-    where = (
-        f"row {row + 1}, cell {column + 1}" if of_torch else f"line {row + 1}, stage {column - 1}"
-    )
-    return (
-        f"{where}: {job} is of microbatch {microbatch}, and the jobs of the file are of {count} "
-        f"microbatch{'' if count == 1 else 'es'}. Number the microbatches from 0 without a gap."
-    )
 
 
 def _short(cells: list[str]) -> str:

@@ -114,13 +114,6 @@ class CannotRun(ValueError):
         self.tick = tick
 
 
-class NoSuchJob(CannotRun):
-    """The error for a table with a number below -1, or too large for the number of ticks.
-
-    Its message has the words of tables. `from_csv` replaces it by one about the cell of the file.
-    """
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """A pipeline schedule: every job occurs once, in a tick after the jobs that it needs.
@@ -548,10 +541,10 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
         tick, stage = np.argwhere((table < -1) | (table >= len(table))).tolist()[0]
         problem = (
             f"{lane} of job {table[tick, stage]}: jobs are numbered from 0 and {len(table)} ticks "
-            f"hold at most {len(table)}. Use -1 where the stage rests, else microbatch * chunks + "
-            "chunk."
+            f"hold at most {len(table)}. Number the microbatches from 0 without a gap. In a table "
+            "a job is microbatch * chunks + chunk, or -1 where the stage rests."
         )
-        raise NoSuchJob(tick, stage, problem)
+        raise CannotRun(tick, stage, problem)
 
 
 def _check(schedule: Schedule) -> None:
