@@ -571,6 +571,16 @@ def if_last(value, otherwise):
     return jnp.where(lax.axis_index("stage") == lax.axis_size("stage") - 1, value, otherwise)
 
 
+def by_branch(last, otherwise):
+    """A number of a conditional on the stage's index."""
+    return lax.cond(index() == 1, lambda: last, lambda: otherwise)
+
+
+def in_a_while(times):
+    """As many ones as a loop of unknown length adds up."""
+    return lax.fori_loop(0, times, lambda i, x: x + 1.0, varying(jnp.zeros(()), "stage"))
+
+
 def by_stage(*weights):
     return jnp.asarray(weights)[lax.axis_index("stage")]
 
@@ -649,6 +659,51 @@ HEADS = {  # and whether they are right
     ),
     "weights by a table": (
         lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.5, 1.0), "stage"),
+        False,
+    ),
+    "the last by a conditional factor": (
+        lambda p, x, part: lax.psum(head(p, x, part) * by_branch(1.0, 0.0), "stage"),
+        True,
+    ),
+    "the last by a conditional": (
+        lambda p, x, part: lax.psum(
+            lax.cond(
+                index() == 1,
+                lambda: head(p, x, part),
+                lambda: varying(jnp.zeros(()), ("data", "stage")),
+            ),
+            "stage",
+        ),
+        True,
+    ),
+    "the last by a factor of its rows": (
+        lambda p, x, part: lax.psum(
+            jnp.mean((x @ p["out"] - part["y"]) ** 2, 1)
+            @ jnp.full(x.shape[0], if_last(1 / x.shape[0], 0.0)),
+            "stage",
+        ),
+        True,
+    ),
+    "the last by a loop": (
+        lambda p, x, part: lax.psum(
+            head(p, x, part) * in_a_while(lax.axis_index("stage")), "stage"
+        ),
+        True,
+    ),
+    "weights by a conditional": (
+        lambda p, x, part: lax.psum(head(p, x, part) * by_branch(1.0, 0.5), "stage"),
+        False,
+    ),
+    "another conditional": (
+        lambda p, x, part: lax.psum(
+            lax.cond(index() == 1, lambda: 2 * head(p, x, part), lambda: head(p, x, part)), "stage"
+        ),
+        False,
+    ),
+    "a conditional by x": (
+        lambda p, x, part: lax.psum(
+            head(p, x, part) * lax.cond(jnp.sum(x) > 0, lambda: 1.0, lambda: 0.0), "stage"
+        ),
         False,
     ),
     "weights of losses": (
