@@ -495,6 +495,26 @@ def test_a_dim_of_vmap_is_the_batch():
     assert value.rows == (0, 3)
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda loss: jax.jacfwd(jax.grad(loss)),
+        lambda loss: jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)),
+        lambda loss: lambda x: jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1],
+    ],
+    ids=["hessian", "grad of grad", "along a direction"],
+)
+def test_of_a_second_derivative_the_first_is_recorded(second):
+    """A cotangent of another derivative is not added to that of the first."""
+    loss = lambda x: jnp.sum(bisect.tap(jnp.tanh(x), "h") ** 3)
+    x = jnp.linspace(0.1, 1, 4)
+    once, twice = (bisect.record(lambda f=f: (f(loss), (x,))) for f in (jax.grad, second))
+    assert once.values.keys() - twice.values.keys() == set()
+    for way in ("forward", "backward"):
+        key = bisect.Key("h", -1, way)
+        np.testing.assert_array_equal(twice.values[key].whole, once.values[key].whole)
+
+
 def test_a_tap_calls_nothing_of_jax_while_the_program_runs():
     """What waits for one of JAX's threads in a callback waits for ever where the callbacks of other
     devices hold them all."""
