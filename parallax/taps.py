@@ -277,6 +277,15 @@ def _lowered(
     all threads, the program hangs forever (https://github.com/jax-ml/jax/issues/25861).
     """
     if way != LINEAR:
+        # Outside of a map, a program for several devices computes whole arrays, and the partitioner
+        # cannot place the callback: it would end with an internal error. Inside a map, the axis
+        # context has no `num_devices`.
+        devices = getattr(context.module_context.axis_context, "num_devices", 1)
+        if devices > 1:
+            raise ValueError(
+                f"bisect.tap: {mark.path} is outside of mesh.spmd, in a program that runs on "
+                f"{devices} devices. Call the tap inside mesh.spmd, on each device's block."
+            )
         keep = functools.partial(_keep, mark, way, recorder)
         # No token (None), since reports may come in any order, and no results ([]). The side effect
         # keeps XLA from removing the callback, whose results nobody uses.

@@ -487,6 +487,45 @@ def test_what_a_branch_and_a_loop_take_is_followed():
         assert sorted(path for path, _ in found.taps) == before
 
 
+def _summed(x):
+    return ring.all_reduce(jnp.sum(x), "data")
+
+
+@pytest.mark.parametrize("kind", ["cond", "while"])
+def test_a_map_inside_a_branch_or_a_loop_is_followed(kind):
+    """Its collectives are traced again over the axes of the map inside."""
+    world = mesh.make(data=4, devices=jax.devices()[:4])
+    specs = {"mesh": world, "in_specs": P("data")}
+    tapped = mesh.spmd(lambda x: bisect.tap(x, "x", P("batch")), **specs, out_specs=P("data"))
+    summed = mesh.spmd(_summed, **specs, out_specs=P())
+
+    def split(x):
+        x = tapped(x)
+        if kind == "cond":
+            return 2 * lax.cond(x[0] < 5, summed, jnp.sum, x)
+        once = lambda carry: (carry[0] + 1, 2 * summed(x))
+        return lax.while_loop(lambda carry: carry[0] < 1, once, (0, jnp.zeros(())))[1]
+
+    one = lambda x: jnp.sum(bisect.tap(x, "x", P("batch")))
+    x = jnp.arange(8.0)
+    found = first(*(lambda f=f: (f, (x,)) for f in (one, split)))
+    (collective,) = found.collectives_between
+    assert collective.startswith("all_reduce over data in test_bisect.py")
+
+
+def test_a_tap_outside_of_the_map_is_refused():
+    """The compiler would end with an internal error."""
+    world = mesh.make(data=4, devices=jax.devices()[:4])
+    summed = mesh.spmd(_summed, mesh=world, in_specs=P("data"), out_specs=P())
+    run = lambda: (lambda x: bisect.tap(summed(x), "total"), (jnp.arange(8.0),))
+    said = (
+        r"^bisect.tap: total is outside of mesh.spmd, in a program that runs on 4 devices. Call "
+        r"the tap inside mesh.spmd, on each device's block.$"
+    )
+    with pytest.raises(ValueError, match=said):
+        bisect.record(run)
+
+
 def test_a_dim_of_vmap_is_the_batch():
     double = lambda x: 2 * bisect.tap(x, "x")
     made = bisect.record(lambda: (jax.vmap(double), (jnp.arange(6.0).reshape(3, 2),)))
