@@ -305,7 +305,7 @@ def test_only_an_update_that_whole_leaves_would_fit_fails_because_of_shards():
 
     with pytest.raises(elementwise.UnfitOptimizer, match="update fails on the shapes of shards"):
         run(lambda g: g * jnp.ones((8, 3)))
-    with pytest.raises(TypeError, match="^dot_general requires"):
+    with pytest.raises(TypeError, match=r"^dot_general requires"):
         run(lambda g: g @ jnp.ones((5, 5)))
     with pytest.raises(TypeError, match=r"^reshape\(\) got an unexpected keyword argument"):
         run(lambda g: jnp.reshape(g, **{"shap": (24,)}))
