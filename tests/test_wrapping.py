@@ -434,6 +434,29 @@ def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
         )(PARAMS["table"], BATCH)
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_share_that_is_read_by_closure_is_gathered_too(gathers):
+    """A frozen copy beside the trained parameter: a loss may read the share of its caller, but not
+    as the whole parameter."""
+    w, x = normal(0, 16, 8), normal(1, 16, 8)
+    product = lambda w, fixed, x: jnp.mean((x @ w.T) ** 2) + jnp.mean((x @ fixed.T) ** 2)
+
+    def grad(share, x):
+        fixed = lax.all_gather(share, "dp", tiled=True) if gathers else share
+        loss = zero.gathered(lambda w, x: product(w, fixed, x), "dp", P("dp"))
+        return grads.averaged(jax.value_and_grad(loss), "dp")(share, x)
+
+    split = over(grad, (P("dp"), P("dp")), (P(), P("dp")), dp=8)
+    if gathers:
+        assert_close(split(w, x), jax.value_and_grad(product)(w, w, x), EXACT)
+        return
+    with pytest.raises(
+        ValueError,
+        match=r"parameter itself, here of shape \(2, 8\), differs along 'dp' as a share does",
+    ):
+        split(w, x)
+
+
 def test_a_share_whose_shape_does_not_fit_is_named():
     """JAX's words about shapes alone would not say that a share was meant to be gathered."""
     loss = lambda params, x: jnp.mean(x @ params["square"])
