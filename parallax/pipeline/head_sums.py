@@ -186,15 +186,10 @@ class _Sums(jaxprs.FollowingAlong):
         and `cases` are the `Terms` of this result in each branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
-        by_index = which.by_index, *(case.by_index for case in cases)
-
-        def chosen(index):
-            """Returns the value that the branch of the stage `index` returns."""
-            branch, *values = by_index
-            return values[int(branch(index))](index)
-
-        is_known = None not in by_index
-        return Terms(is_number=True, indexed=True, by_index=chosen if is_known else None)
+        known = [value.by_index for value in (which, *cases) if value.by_index]
+        is_known = len(known) == 1 + len(cases)
+        by_index = functools.partial(_returned, known) if is_known else None
+        return Terms(is_number=True, indexed=True, by_index=by_index)
 
     def loop(self, body, constants, carry, sliced):
         """Returns the `Terms` of a loop's results. `body` is the program of one iteration, and the
@@ -285,3 +280,10 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
     # is being traced.
     with core.eval_context():
         return eqn.primitive.bind(*values, **eqn.params)
+
+
+def _returned(operands: Sequence[Callable[[int], Any]], index: int) -> Any:
+    """Returns the result of a conditional on the stage `index`. The operands are functions from the
+    index: to the number of the branch, and then to the result of each branch."""
+    branch, *values = operands
+    return values[int(branch(index))](index)
