@@ -232,7 +232,7 @@ def uses(
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
     # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
     own = [Reach(1 << i, 1 << i) for i in range(count)]
-    of_weights = {id(weight): reach for weight, reach in zip(weights, own[arguments:], strict=True)}
+    of_weights = dict(zip(map(id, weights), own[arguments:], strict=True))
     ways = _Ways(axis, of_data, of_constants=1 << count, of_weights=of_weights)
     reaches = ways.run(closed, own[:arguments])
 
@@ -409,9 +409,8 @@ class _Ways(FollowingAlong):
     def constant(self, aval: Any, value: Any) -> Reach:
         """Returns the dependence of a constant: one that differs between devices counts as data,
         unless it is a weight."""
-        if id(value) in self.of_weights:
-            return self.of_weights[id(value)]
-        return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
+        differs = self.axis in collective_types.axes_of_type(aval)
+        return self.of_weights.get(id(value), self.of_constants if differs else Reach())
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
         """Returns the `Reach` of an equation's result, given the `Reach` of each operand."""

@@ -594,14 +594,10 @@ class _Program:
         # parameter that `grad` reads by closure. `reached` says whether the loss depends on the
         # argument, and `unsent` whether the argument is combined with data before a collective over
         # the axis.
-        by_closure = [leaf for _, leaf in self.outside]
-        uses = jaxprs.uses(self.closed, name, data=is_data, weights=by_closure)[0]
-        of_closures = uses.unsent[len(is_data) :]
-        # Not `strict`: the arguments after the parameters are the batch.
-        for (path, leaf), is_used in (
-            *zip(params, uses.unsent, strict=False),
-            *zip(self.outside, of_closures, strict=True),
-        ):
+        weights = [leaf for _, leaf in self.outside]
+        uses = jaxprs.uses(self.closed, name, data=is_data, weights=weights)[0]
+        unsent = uses.unsent[: len(params)] + uses.unsent[len(is_data) :]
+        for (path, leaf), is_used in zip([*params, *self.outside], unsent, strict=True):
             if is_used and trees.dotted(path) in shares:
                 raise ValueError(
                     f"The parameter {trees.dotted(path) or 'itself'}, here of shape {leaf.shape}, "
@@ -613,7 +609,8 @@ class _Program:
                     "keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
-        # Whether each argument varies along the axis and the loss depends on it.
+        # Whether each argument varies along the axis and the loss depends on it. Not `strict`: what
+        # `grad` reads by closure does not count.
         reaches = (
             name in varying_axes(leaf) and used
             for leaf, used in zip(leaves, uses.reached, strict=False)

@@ -187,7 +187,7 @@ class _Sums(jaxprs.FollowingAlong):
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
         known = [value.by_index for value in (which, *cases) if value.by_index]
-        is_known = len(known) == 1 + len(cases)
+        is_known = len(known) > len(cases)
         by_index = functools.partial(_returned, known) if is_known else None
         return Terms(is_number=True, indexed=True, by_index=by_index)
 
