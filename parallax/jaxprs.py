@@ -201,8 +201,11 @@ class Uses(NamedTuple):
     unsent: list[bool]
 
 
-def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> list[Uses]:
-    """Returns, for each result of a program, the dependence of the result on the arguments.
+def uses(
+    closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool], weights: Sequence[Any] = ()
+) -> list[Uses]:
+    """Returns, for each result of a program, the dependence of the result on the arguments, and
+    then on each of `weights`.
 
     A `Uses` has two bools for each argument. `reached` says whether the result depends on the
     argument. `unsent` says whether the argument is combined with data in a chain of operations that
@@ -217,15 +220,21 @@ def uses(closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool]) -> lis
         closed: the program.
         axis: the axis; collectives along other axes are ignored.
         data: for each argument, whether it is data, as opposed to a weight.
+        weights: arrays that the program may read by closure. Such a constant counts as a further
+            argument that is a weight.
     """
-    count = len(opened(closed).invars)
-    # Bit i of a mask stands for argument i. The bit after the last argument stands for the
-    # constants that differ between devices. `_Ways` counts these constants as data too: an argument
-    # that is combined with them is `met`. `bits` drops the constants' bit from the result.
+    arguments = len(opened(closed).invars)
+    count = arguments + len(weights)
+    # Bit i of a mask stands for argument i; the weights come after the arguments. The bit after the
+    # last weight stands for the other constants that differ between devices. `_Ways` counts these
+    # constants as data too: an argument that is combined with them is `met`. `bits` drops the
+    # constants' bit from the result.
     of_data = sum(1 << i for i, is_data in enumerate(data) if is_data)
-    ways = _Ways(axis, of_data, of_constants=1 << count)
     # An argument depends on itself (`at_all`), without a collective (`alone`): bit i in both masks.
-    reaches = ways.run(closed, [Reach(1 << i, 1 << i) for i in range(count)])
+    own = [Reach(1 << i, 1 << i) for i in range(count)]
+    of_weights = dict(zip(map(id, weights), own[arguments:], strict=True))
+    ways = _Ways(axis, of_data, of_constants=1 << count, of_weights=of_weights)
+    reaches = ways.run(closed, own[:arguments])
 
     def bits(mask):
         """Returns a mask as a bool for each argument."""
@@ -382,22 +391,26 @@ class _Ways(FollowingAlong):
         data: a mask of the arguments that are data, and of the constants that differ between
             devices.
         of_constants: the `Reach` of a constant that differs between devices.
+        of_weights: the `Reach` of a constant that is a weight, by the array's id.
         passed_on: a mask of the arguments that go into a `ppermute`.
     """
 
     unknown = Reach()
 
-    def __init__(self, axis: str, data: int, of_constants: int):
+    def __init__(self, axis: str, data: int, of_constants: int, of_weights: dict[int, Reach]):
         """At the start, no argument is known to go into a `ppermute`. `data` is the mask of the
         arguments that are data. `of_constants` is the mask with the bit for constants that differ
-        between devices; these constants count as data too."""
+        between devices; these constants count as data too, unless their ids are in `of_weights`."""
         super().__init__(axis)
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
+        self.of_weights = of_weights
         self.passed_on = 0
 
     def constant(self, aval: Any, value: Any) -> Reach:
-        """Returns the dependence of a constant: one that differs between devices counts as data."""
-        return self.of_constants if self.axis in collective_types.axes_of_type(aval) else Reach()
+        """Returns the dependence of a constant: one that differs between devices counts as data,
+        unless it is a weight."""
+        differs = self.axis in collective_types.axes_of_type(aval)
+        return self.of_weights.get(id(value), self.of_constants if differs else Reach())
 
     def plain(self, eqn: JaxprEqn, operands: list[Reach], aval: Any) -> Reach:
         """Returns the `Reach` of an equation's result, given the `Reach` of each operand."""

@@ -181,7 +181,12 @@ def spmd(
 
         def body(*arrays):
             """Returns the arrays of the result of `f`; its other leaves go to `static_out`."""
-            result, static = eqx.partition(f(*eqx.combine(arrays, static_in)), is_array)
+            try:
+                returned = f(*eqx.combine(arrays, static_in))
+            except (AssertionError, NameError) as error:
+                _note_axes(error, typed_mesh)
+                raise
+            result, static = eqx.partition(returned, is_array)
             static_out.append(static)
             return result
 
@@ -196,6 +201,17 @@ def spmd(
         return eqx.combine(result, static_out[-1])
 
     return mapped
+
+
+def _note_axes(error: Exception, mesh: AnyMesh) -> None:
+    """Adds the names of the mesh's axes to an error that JAX raises if a collective names another
+    axis: an assertion without a text, or a `NameError` about an axis name."""
+    if not str(error) or "axis name" in str(error):
+        names = ", ".join(map(repr, mesh.axis_names))
+        error.add_note(
+            f"mesh.spmd runs this function over {names}. JAX raises this error if a collective, "
+            "such as lax.psum, names another axis; then name one of those."
+        )
 
 
 def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:

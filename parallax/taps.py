@@ -55,6 +55,7 @@ class Mark(NamedTuple):
         sizes: the mesh's axes, with their sizes.
         placed: the dims for which a report gives the positions of the block's elements in the whole
             array.
+        differentiated: whether the tap was differentiated, so that its cotangent has a tap.
     """
 
     path: str
@@ -63,6 +64,7 @@ class Mark(NamedTuple):
     varying: frozenset[str]
     sizes: tuple[tuple[str, int], ...]
     placed: tuple[int, ...]
+    differentiated: bool = False
 
 
 class Report(NamedTuple):
@@ -275,6 +277,15 @@ def _lowered(
     all threads, the program hangs forever (https://github.com/jax-ml/jax/issues/25861).
     """
     if way != LINEAR:
+        # Outside of a map, a program for several devices computes whole arrays, and the partitioner
+        # cannot place the callback: it would end with an internal error. Inside a map, the axis
+        # context has no `num_devices`.
+        devices = getattr(context.module_context.axis_context, "num_devices", 1)
+        if devices > 1:
+            raise ValueError(
+                f"bisect.tap: {mark.path} is outside of mesh.spmd, in a program that runs on "
+                f"{devices} devices. Call the tap inside mesh.spmd, on each device's block."
+            )
         keep = functools.partial(_keep, mark, way, recorder)
         # No token (None), since reports may come in any order, and no results ([]). The side effect
         # keeps XLA from removing the callback, whose results nobody uses.
@@ -310,13 +321,15 @@ def _differentiated(primals, tangents, **params):
     the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
     # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
-    # LINEAR tap is the tap of the cotangent. The other ways stay: LINEAR is linear already, and
-    # BACKWARD and AFTER are differentiated only if a whole backward pass is, as for a second
-    # derivative. Then the tangent is reported too, under the same name.
-    way = LINEAR if params["way"] == FORWARD else params["way"]
-    tangent = tangents[0]
-    if not isinstance(tangent, ad.Zero):  # JAX's symbol for a tangent that is 0 is not tapped
-        tangent = tap_p.bind(tangent, *others, **{**params, "way": way})
+    # LINEAR tap is the tap of the cotangent. A second derivative differentiates a FORWARD tap
+    # again, and taps of other ways: the new tangents get no tap, since reports of their cotangents
+    # would be added to those of the first derivative.
+    mark, tangent = params["mark"], tangents[0]
+    is_first = params["way"] == FORWARD and not mark.differentiated
+    # `ad.Zero`, JAX's symbol for a tangent that is 0, is not tapped.
+    if is_first and not isinstance(tangent, ad.Zero):
+        tangent = tap_p.bind(tangent, *others, **{**params, "way": LINEAR})
+    params["mark"] = mark._replace(differentiated=True)
     return tap_p.bind(x, *others, **params), tangent
 
 

@@ -487,12 +487,71 @@ def test_what_a_branch_and_a_loop_take_is_followed():
         assert sorted(path for path, _ in found.taps) == before
 
 
+def _summed(x):
+    return ring.all_reduce(jnp.sum(x), "data")
+
+
+@pytest.mark.parametrize("kind", ["cond", "while"])
+def test_a_map_inside_a_branch_or_a_loop_is_followed(kind):
+    """Its collectives are traced again over the axes of the map inside."""
+    world = mesh.make(data=4, devices=jax.devices()[:4])
+    specs = {"mesh": world, "in_specs": P("data")}
+    tapped = mesh.spmd(lambda x: bisect.tap(x, "x", P("batch")), **specs, out_specs=P("data"))
+    summed = mesh.spmd(_summed, **specs, out_specs=P())
+
+    def split(x):
+        x = tapped(x)
+        if kind == "cond":
+            return 2 * lax.cond(x[0] < 5, summed, jnp.sum, x)
+        once = lambda carry: (carry[0] + 1, 2 * summed(x))
+        return lax.while_loop(lambda carry: carry[0] < 1, once, (0, jnp.zeros(())))[1]
+
+    one = lambda x: jnp.sum(bisect.tap(x, "x", P("batch")))
+    x = jnp.arange(8.0)
+    found = first(*(lambda f=f: (f, (x,)) for f in (one, split)))
+    (collective,) = found.collectives_between
+    assert collective.startswith("all_reduce over data in test_bisect.py")
+
+
+def test_a_tap_outside_of_the_map_is_refused():
+    """The compiler would end with an internal error."""
+    world = mesh.make(data=4, devices=jax.devices()[:4])
+    summed = mesh.spmd(_summed, mesh=world, in_specs=P("data"), out_specs=P())
+    run = lambda: (lambda x: bisect.tap(summed(x), "total"), (jnp.arange(8.0),))
+    said = (
+        r"^bisect.tap: total is outside of mesh.spmd, in a program that runs on 4 devices. Call "
+        r"the tap inside mesh.spmd, on each device's block.$"
+    )
+    with pytest.raises(ValueError, match=said):
+        bisect.record(run)
+
+
 def test_a_dim_of_vmap_is_the_batch():
     double = lambda x: 2 * bisect.tap(x, "x")
     made = bisect.record(lambda: (jax.vmap(double), (jnp.arange(6.0).reshape(3, 2),)))
     value = made.values[bisect.Key("x", -1, "forward")]
     assert value.whole.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert value.rows == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda loss: jax.jacfwd(jax.grad(loss)),
+        lambda loss: jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)),
+        lambda loss: lambda x: jax.jvp(jax.grad(loss), (x,), (jnp.ones_like(x),))[1],
+    ],
+    ids=["hessian", "grad of grad", "along a direction"],
+)
+def test_of_a_second_derivative_the_first_is_recorded(second):
+    """A cotangent of another derivative is not added to that of the first."""
+    loss = lambda x: jnp.sum(bisect.tap(jnp.tanh(x), "h") ** 3)
+    x = jnp.linspace(0.1, 1, 4)
+    once, twice = (bisect.record(lambda f=f: (f(loss), (x,))) for f in (jax.grad, second))
+    assert once.values.keys() - twice.values.keys() == set()
+    for way in ("forward", "backward"):
+        key = bisect.Key("h", -1, way)
+        np.testing.assert_array_equal(twice.values[key].whole, once.values[key].whole)
 
 
 def test_a_tap_calls_nothing_of_jax_while_the_program_runs():

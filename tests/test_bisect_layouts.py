@@ -12,13 +12,18 @@ from pathlib import Path
 import bisected
 import bisected_run
 import flags
+import jax
+import jax.numpy as jnp
 import pytest
 import tapped_net
 from bisected_run import Run
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from mutant import Mutant
 
-from parallax import bisect
+from parallax import bisect, mesh, pipeline
 from parallax.layout import Layout
+from parallax.schedule import one_f_one_b
 
 DECODER = {
     "data": (1, 2, 4),
@@ -126,6 +131,54 @@ def test_no_alarm_where_stages_share_the_embedding():
         one_device("gpt2"), Run("gpt2", Layout(stage=2, microbatches=2)).record()
     )
     assert found.first is None, str(found)
+
+
+def test_an_embedding_of_ones_own_may_report_on_the_first_stage_alone():
+    """After `sum_to_first` the other stages have parts of the sum."""
+    params = {
+        "scale": jnp.linspace(0.5, 1, 4),
+        "blocks": jnp.linspace(-1, 1, 32).reshape(1, 2, 4, 4),
+    }
+    batch = jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+
+    def embed(params, part):
+        x = part * params["scale"][None]
+        return bisect.tap(x, "entered", P("batch"))
+
+    def embed_by_halves(params, part):
+        x = pipeline.ends.sum_to_first(part * params["scale"][None] / 2, "stage")
+        with bisect.only_if(lax.axis_index("stage") == 0):
+            return bisect.tap(x, "entered", P("batch"))
+
+    def stage(params, x, part, position):
+        return lax.scan(
+            lambda x, w: (x + jnp.tanh(x @ w), None), x, params["blocks"].reshape(-1, 4, 4)
+        )[0]
+
+    def head(params, x, part):
+        return jnp.mean((x - part) ** 2)
+
+    def one():
+        loss = pipeline.unpipelined(embed, stage, head, blocks=lambda params: params["blocks"])
+        return jax.value_and_grad(loss), (params, batch)
+
+    def two():
+        specs = {"scale": P(), "blocks": P(None, "stage")}
+        grad = pipeline.value_and_grad(
+            embed_by_halves,
+            stage,
+            head,
+            one_f_one_b(2, 4),
+            "stage",
+            blocks=lambda params: params["blocks"],
+        )
+        world = mesh.make(stage=2, devices=jax.devices()[:2])
+        split = mesh.spmd(grad, mesh=world, in_specs=(specs, P()), out_specs=(P(), specs))
+        return split, (params, batch)
+
+    found = bisect.compare(one, two)
+    assert found.first is None, str(found)
+    assert bisect.Key("entered", -1, "forward") in bisect.record(two).values
 
 
 def test_a_hundred_layouts_are_drawn_and_split_every_axis():

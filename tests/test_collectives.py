@@ -31,6 +31,7 @@ from parallax.collectives import (
     execute,
     halving,
     hierarchical,
+    recursive_doubling,
     ring,
     torus,
     two_rings,
@@ -768,3 +769,18 @@ def test_vmap_over_an_axis_of_an_explicit_mesh(name, algorithm, n):
         found, gradient = jax.jit(jax.vmap(sent))(split), jax.jit(jax.grad(energy))(split)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(gradient, slopes)
+
+
+@pytest.mark.parametrize("n", [3, 5, 6, 8])
+def test_sums_that_xla_keeps_in_32_bits_are_the_same_on_all_devices(n, monkeypatch):
+    """XLA may keep sums of bfloat16 in 32 bits, and send 16 of them. Here float32 plays the sums
+    that are kept, and what is sent is rounded."""
+    rounded = lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    send = recursive_doubling.send
+    monkeypatch.setattr(recursive_doubling, "_as_sent", rounded)
+    monkeypatch.setattr(recursive_doubling, "send", lambda x, *hop: send(rounded(x), *hop))
+    summed = lambda x: varying(doubling.all_reduce(x, "x"), "x")
+    world = mesh.make(x=n, devices=jax.devices()[:n])
+    terms = rounded(jax.random.normal(jax.random.key(0), (n, 64), np.float32))
+    sums = np.asarray(mesh.spmd(summed, mesh=world, in_specs=P("x"), out_specs=P("x"))(terms))
+    np.testing.assert_array_equal(sums, np.broadcast_to(sums[:1], sums.shape))

@@ -539,6 +539,13 @@ def window_by_difference(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v, mask=((apart >= 0) & (apart < 3))[None, None])
 
 
+def counts_of_a_function(q, k, v, *, positions):
+    """The counts are made by functions under `jit`."""
+    counted = jax.jit(jnp.arange, static_argnums=0)
+    seen = counted(k.shape[1])[None] <= counted(q.shape[1])[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
 def all_of_them(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -554,7 +561,9 @@ def gathered_shape(attend, n=4, order=context.zigzag):
     return jax.eval_shape(mesh.spmd(f, mesh=world(n), in_specs=SPEC, out_specs=SPEC), x, x, x).shape
 
 
-@pytest.mark.parametrize("attend", [tril_of_shapes, of_jax, window_by_difference])
+@pytest.mark.parametrize(
+    "attend", [tril_of_shapes, of_jax, window_by_difference, counts_of_a_function]
+)
 def test_a_mask_by_its_own_count_is_refused(attend):
     said = (
         "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for its "

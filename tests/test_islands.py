@@ -433,3 +433,13 @@ def test_fragments_that_have_each_element_once_are_accepted():
         jax.eval_shape(
             lambda model, s=stream: (fragments.checked_fragments(s, model), 0)[1], shapes
         )
+
+
+def test_arrays_without_elements_are_in_any_fragment_or_in_none():
+    """Leaves without elements, in and outside the layers; and a fragment without layers."""
+    model = {"blocks": {"w": jnp.ones((4, 3)), "none": jnp.ones((4, 0))}, "head": jnp.ones((0, 3))}
+    stream = islands.Stream(islands.by_layers(2, lambda model: model["blocks"]))
+    assert len(fragments.checked_fragments(stream, model)) == 3
+    stream = islands.Stream(rows_of_up((0, 4), (4, 4)))
+    shapes = jax.eval_shape(lambda: eqx.filter(net(), TRAINED))
+    assert len(fragments.checked_fragments(stream, shapes)) == 3

@@ -86,6 +86,14 @@ def permute_in_while_for_all(x, w):
     )
 
 
+def psum_in_a_condition(x, w):
+    def more(x):
+        total = lax.psum(jnp.sum(x), "x")  # wrong
+        return (total < 9) & (jnp.sum(x) < 2)
+
+    return lax.while_loop(more, lambda x: x + 1, x)
+
+
 def psum_under_its_own_axis(x, w):
     summed = lambda x: lax.pcast(lax.psum(x, "x"), "x", to="varying")  # wrong
     return lax.cond(lax.axis_index("x") == 0, summed, lambda x: x, x)
@@ -277,6 +285,13 @@ PAIRS = [
         permute_in_while,
         permute_in_while_for_all,
         ("a ppermute over 'x' stands in a while",),
+        P("x"),
+    ),
+    Pair(
+        UNDER,
+        psum_in_a_condition,
+        permute_in_while_for_all,
+        ("a sum over 'x' stands in a while", "all devices of its axis"),
         P("x"),
     ),
     Pair(

@@ -112,6 +112,32 @@ def test_no_alarm_where_the_program_splits_them_itself():
 
 
 @pytest.mark.sweep(3, "wholes")
+def test_batches_of_a_loop_are_read_one_by_one():
+    """In a scan over steps, each array of tokens has one dim more than in the `shard_map`."""
+    devices, orders = mesh.make(data=2, context=4), (context.zigzag, context.contiguous)
+    windows = np.stack([windows_of(seed=step) for step in range(3)])
+    tokens, targets = windows[..., :-1], windows[..., 1:]
+    for order in orders:
+        step = gradient(order, devices)
+
+        def train(weights, batches, step=step):
+            return jax.lax.scan(lambda w, batch: (w, step(w, batch)[0]), weights, batches)[1]
+
+        assert KIND not in kinds(train, WEIGHTS, (tokens[:0], targets[:0]))
+        is_found = KIND in kinds(train, WEIGHTS, (tokens, targets))
+        assert is_found == (order is context.zigzag)
+    # As many rows as tokens, each row the one before, a token later: rows are no tokens.
+    rows = np.arange(TOKENS)[:, None] + np.arange(TOKENS + 1)
+    split = [context.split(half, 4) for half in halves(rows.astype(np.int32) % VOCABULARY)]
+    mapped = gradient(context.zigzag, devices)
+
+    def train_on_rows(weights, batches):
+        return jax.lax.scan(lambda w, batch: (w, mapped(w, batch)[0]), weights, batches)[1]
+
+    assert KIND not in kinds(train_on_rows, WEIGHTS, tuple(np.stack([half] * 3) for half in split))
+
+
+@pytest.mark.sweep(3, "wholes")
 def test_check_raises_what_changes_numbers():
     devices = mesh.make(data=2, context=4)
     f, batch = gradient(context.zigzag, devices), halves(windows_of())

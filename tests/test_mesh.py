@@ -268,6 +268,24 @@ def test_place_refuses_another_structure(world):
         mesh.place({"a": np.ones(2)}, {"b": P()}, world)
 
 
+@pytest.mark.parametrize("collective", [jax.lax.psum, jax.lax.pmax, jax.lax.all_gather])
+def test_an_error_of_jax_about_a_misspelt_axis_names_the_axes(world, collective):
+    f = mesh.spmd(lambda x: collective(x, "dta"), mesh=world, in_specs=P("data"), out_specs=P())
+    with pytest.raises((AssertionError, NameError)) as error:
+        f(jnp.ones(8))
+    (note,) = (note for note in error.value.__notes__ if "mesh.spmd" in note)
+    assert note.startswith("mesh.spmd runs this function over 'data', 'tensor'. JAX raises")
+
+
+def test_an_error_of_a_users_own_gets_no_note(world):
+    def f(x):
+        raise AssertionError("mine")
+
+    with pytest.raises(AssertionError, match="mine") as error:
+        mesh.spmd(f, mesh=world, in_specs=P("data"), out_specs=P())(jnp.ones(8))
+    assert not any("mesh.spmd" in note for note in getattr(error.value, "__notes__", ()))
+
+
 def test_jax_refuses_copies_that_may_differ(world):
     """What varies along an axis may not leave as if it were the same there: the check is always
     on."""

@@ -294,6 +294,23 @@ def test_a_choice_that_is_no_array_is_checked_for_each_value():
         updates(True)
 
 
+def test_only_an_update_that_whole_leaves_would_fit_fails_because_of_shards():
+    devices = mesh.make(x=2, devices=jax.devices()[:2])
+
+    def run(of_leaf):
+        update = lambda updates, state, params=None: (jax.tree.map(of_leaf, updates), state)
+        checked = elementwise.checked(update, {"a": P("x")}, at="here")
+        call = lambda g: checked({"a": g}, (), {"a": g})[0]["a"]
+        return mesh.spmd(call, mesh=devices, in_specs=P("x"), out_specs=P("x"))(jnp.ones((8, 3)))
+
+    with pytest.raises(elementwise.UnfitOptimizer, match="update fails on the shapes of shards"):
+        run(lambda g: g * jnp.ones((8, 3)))
+    with pytest.raises(TypeError, match=r"^dot_general requires"):
+        run(lambda g: g @ jnp.ones((5, 5)))
+    with pytest.raises(TypeError, match=r"^reshape\(\) got an unexpected keyword argument"):
+        run(lambda g: jnp.reshape(g, **{"shap": (24,)}))
+
+
 def scaled_by(rate):
     """The gradient times `rate(extra arguments)`."""
 

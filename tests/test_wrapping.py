@@ -434,6 +434,29 @@ def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
         )(PARAMS["table"], BATCH)
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_share_that_is_read_by_closure_is_gathered_too(gathers):
+    """A frozen copy beside the trained parameter: a loss may read the share of its caller, but not
+    as the whole parameter."""
+    w, x = normal(0, 16, 8), normal(1, 16, 8)
+    product = lambda w, fixed, x: jnp.mean((x @ w.T) ** 2) + jnp.mean((x @ fixed.T) ** 2)
+
+    def grad(share, x):
+        fixed = lax.all_gather(share, "dp", tiled=True) if gathers else share
+        loss = zero.gathered(lambda w, x: product(w, fixed, x), "dp", P("dp"))
+        return grads.averaged(jax.value_and_grad(loss), "dp")(share, x)
+
+    split = over(grad, (P("dp"), P("dp")), (P(), P("dp")), dp=8)
+    if gathers:
+        assert_close(split(w, x), jax.value_and_grad(product)(w, w, x), EXACT)
+        return
+    with pytest.raises(
+        ValueError,
+        match=r"parameter itself, here of shape \(2, 8\), differs along 'dp' as a share does",
+    ):
+        split(w, x)
+
+
 def test_a_share_whose_shape_does_not_fit_is_named():
     """JAX's words about shapes alone would not say that a share was meant to be gathered."""
     loss = lambda params, x: jnp.mean(x @ params["square"])
@@ -571,6 +594,16 @@ def if_last(value, otherwise):
     return jnp.where(lax.axis_index("stage") == lax.axis_size("stage") - 1, value, otherwise)
 
 
+def by_branch(last, otherwise):
+    """A number of a conditional on the stage's index."""
+    return lax.cond(index() == 1, lambda: last, lambda: otherwise)
+
+
+def in_a_while(times):
+    """As many ones as a loop of unknown length adds up."""
+    return lax.fori_loop(0, times, lambda i, x: x + 1.0, varying(jnp.zeros(()), "stage"))
+
+
 def by_stage(*weights):
     return jnp.asarray(weights)[lax.axis_index("stage")]
 
@@ -649,6 +682,51 @@ HEADS = {  # and whether they are right
     ),
     "weights by a table": (
         lambda p, x, part: lax.psum(head(p, x, part) * by_stage(0.5, 1.0), "stage"),
+        False,
+    ),
+    "the last by a conditional factor": (
+        lambda p, x, part: lax.psum(head(p, x, part) * by_branch(1.0, 0.0), "stage"),
+        True,
+    ),
+    "the last by a conditional": (
+        lambda p, x, part: lax.psum(
+            lax.cond(
+                index() == 1,
+                lambda: head(p, x, part),
+                lambda: varying(jnp.zeros(()), ("data", "stage")),
+            ),
+            "stage",
+        ),
+        True,
+    ),
+    "the last by a factor of its rows": (
+        lambda p, x, part: lax.psum(
+            jnp.mean((x @ p["out"] - part["y"]) ** 2, 1)
+            @ jnp.full(x.shape[0], if_last(1 / x.shape[0], 0.0)),
+            "stage",
+        ),
+        True,
+    ),
+    "the last by a loop": (
+        lambda p, x, part: lax.psum(
+            head(p, x, part) * in_a_while(lax.axis_index("stage")), "stage"
+        ),
+        True,
+    ),
+    "weights by a conditional": (
+        lambda p, x, part: lax.psum(head(p, x, part) * by_branch(1.0, 0.5), "stage"),
+        False,
+    ),
+    "another conditional": (
+        lambda p, x, part: lax.psum(
+            lax.cond(index() == 1, lambda: 2 * head(p, x, part), lambda: head(p, x, part)), "stage"
+        ),
+        False,
+    ),
+    "a conditional by x": (
+        lambda p, x, part: lax.psum(
+            head(p, x, part) * lax.cond(jnp.sum(x) > 0, lambda: 1.0, lambda: 0.0), "stage"
+        ),
         False,
     ),
     "weights of losses": (

@@ -8,7 +8,7 @@ The values of a model have names, and two runs are compared name by name:
 
 from parallax.bisect.comparison import Comparison, Difference, compare, rounding
 from parallax.bisect.records import Key, Record, Value, load, of_tree, record
-from parallax.recording import at, is_on, job, numbered
+from parallax.recording import at, is_on, job, numbered, only_if
 from parallax.taps import AFTER, BATCH, tap, tap_tree
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "load",
     "numbered",
     "of_tree",
+    "only_if",
     "record",
     "rounding",
     "tap",

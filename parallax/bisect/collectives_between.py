@@ -215,11 +215,12 @@ class _SliceReader:
         self._note(eqn, body)
         if not is_cached:
             # A `while` and a `cond` are not opened: all their code counts, even code that does not
-            # compute `atom`, and a tap in them does not end the search. `_note` uses `body` only to
-            # find the mesh.
+            # compute `atom`, and a tap in them does not end the search. `_note` finds the mesh in
+            # the equation's own body, since a branch may hold a `shard_map`.
             for jaxpr in inner(eqn):
-                for inner_eqn in every(jaxpr):
-                    self._note(inner_eqn, body)
+                for inside in _bodies(jaxpr, body, eqn):
+                    for inner_eqn in inside.jaxpr.eqns:
+                        self._note(inner_eqn, inside)
         # Only the first operand of a tap is its value. The others are the numbers of its report.
         operands = eqn.invars[:1] if is_tap else eqn.invars
         return [(operand, body) for operand in operands]

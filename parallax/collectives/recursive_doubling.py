@@ -97,10 +97,10 @@ def _total(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, "*di
         x = _as_sent(x) + send(x, axis_name, pairs)
     if return_pairs:
         # The last hop gives the result to the devices p, p + 1, ...; the first receiver is p. A
-        # `ppermute` gives zeros to all other devices, so these keep their own sum.
+        # `ppermute` gives zeros to all other devices, so these keep their own sum, as sent.
         first_folded = return_pairs[0][1]
         is_exchanging = types.axis_index(axis_name) < first_folded
-        x = jnp.where(is_exchanging, x, send(x, axis_name, return_pairs))
+        x = jnp.where(is_exchanging, _as_sent(x), send(x, axis_name, return_pairs))
     return x
 
 

@@ -78,7 +78,7 @@ def check_places(
     program = jax.make_jaxpr(of_positions)(positions)
     opened = jaxprs.opened(program)
     uses_positions = _reached(opened, {*opened.invars}) & set(opened.outvars)
-    if not uses_positions and _compares_counts(opened, {}):
+    if not uses_positions and _compares_counts(opened, {})[0]:
         raise ValueError(
             "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for "
             f"its mask. But the {positions[0].shape[0]} queries of a device need not be the first "
@@ -98,38 +98,48 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
     return reached
 
 
-def _compares_counts(program: Any, counts: dict[Any, frozenset[int]]) -> bool:
+def _compares_counts(
+    program: Any, counts: dict[Any, frozenset[int]]
+) -> tuple[bool, list[frozenset[int]]]:
     """Returns whether a program compares a count along one dim with a count along another dim, as a
-    mask does. A count is an array 0, 1, 2, ... that the program makes itself.
+    mask does, and the ids of the counts on which each result of the program depends. A count is an
+    array 0, 1, 2, ... that the program makes itself.
 
     `counts` maps each argument of the program to the ids of the counts on which the argument
     depends. The id of a count (an array 0, 1, 2, ...) is Python's `id` of the equation that makes
     the array.
     """
     counts = dict(counts)
+
+    def read(atom):
+        """Returns the ids of the counts on which an operand or a result depends."""
+        return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
+
     for eqn in program.eqns:
-        operands = [
-            frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
-            for atom in eqn.invars
-        ]
+        operands = list(map(read, eqn.invars))
         joined = frozenset().union(*operands)
         inner = jaxprs.called(eqn)
         name = eqn.primitive.name
-        # Operands of a comparison that depend on two counts: on the queries' and on the keys'.
-        if len(joined) > 1 and name in ("lt", "le", "gt", "ge"):
-            return True
-        # A count that `inner` makes and returns is not followed. If a mask compares such a count,
-        # the comparison is not found.
-        if inner is not None:
-            arguments = dict(zip(inner.invars, operands, strict=True))
-            if _compares_counts(inner, arguments):
-                return True
+        if name in ("lt", "le", "gt", "ge"):
+            # The operands depend on two counts: on the queries' and on the keys'.
+            if len(joined) > 1:
+                return True, []
+            # The result is no count. Otherwise scores that are masked by one count, as the count of
+            # the tokens that fill up a tile, could not be compared with a number.
+            joined = frozenset()
         # A mask often lays one count along the dim of queries and the same count along the dim of
         # keys. So a count along another dim counts as a new one, with the id of this equation.
         if name == "iota" or (joined and name in ("broadcast_in_dim", "reshape")):
             joined = frozenset({id(eqn)})
-        counts |= dict.fromkeys(eqn.outvars, joined)
-    return False
+        results = [joined] * len(eqn.outvars)
+        if inner is not None:
+            is_found, results = _compares_counts(
+                inner, dict(zip(inner.invars, operands, strict=True))
+            )
+            if is_found:
+                return True, []
+        counts |= zip(eqn.outvars, results, strict=True)
+    return False, list(map(read, program.outvars))
 
 
 # The most tokens for which `check_kernel` computes a table [tokens, tokens], unless a chunk is

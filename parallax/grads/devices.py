@@ -433,7 +433,7 @@ def local_gradients(
         # traced once. Without shares `grad` itself runs: in a program the parameters are new
         # arrays, so a pipeline in `grad` could not tell whether an array that the user's functions
         # read by closure is a parameter (`refuse_closures`). With shares this check is given up.
-        program = _program_with_shares(grad, declared, batch, shares) if shares else None
+        program = _program_with_shares(grad, declared, batch, params, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)
         # If the caller does not reduce the loss, it may be reduced already.
@@ -441,7 +441,7 @@ def local_gradients(
         # A loss can be wrong along the axes of shares, if it uses a share as a whole parameter, and
         # along `reduced_axes`, if it was reduced there. Without such axes, nothing is traced again.
         for name in sorted({*shares, *reduced_axes}):
-            program = program or _Program(grad, declared, batch)
+            program = program or _Program(grad, declared, batch, params)
             program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
         return LocalGradients(params, declared, value, gradients)
 
@@ -532,13 +532,14 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 
 
 def _program_with_shares(
-    grad: Grad, declared: PyTree, batch: PyTree, shares: dict[str, set[str]]
+    grad: Grad, declared: PyTree, batch: PyTree, params: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """Returns the traced program of `grad`. `declared` are the parameters. Some parameters are
-    shares; `shares` has the paths of these parameters by axis. Raises `ValueError` if `grad` cannot
-    be traced because shapes do not match."""
+    """Returns the traced program of `grad`. `declared` are the parameters, and `params` the same
+    parameters as the caller has them. Some parameters are shares; `shares` has the paths of these
+    parameters by axis. Raises `ValueError` if `grad` cannot be traced because shapes do not match.
+    """
     try:
-        return _Program(grad, declared, batch)
+        return _Program(grad, declared, batch, params)
     except TypeError as error:
         # Only an error about shapes can come from shares, which are smaller than whole parameters.
         if not re.search("shape|dimension|rank|size", str(error)):
@@ -555,11 +556,14 @@ def _program_with_shares(
 class _Program:
     """The program of a gradient function, traced on given parameters and a batch. It can be checked
     and run. `closed` is the closed jaxpr, `arrays` are the arguments of the jaxpr, and `structure`
-    is the tree structure of the results."""
+    is the tree structure of the results. `outside` are the caller's parameters, as pairs of a path
+    and an array: `grad` may read them by closure."""
 
-    def __init__(self, grad: Grad, params: PyTree, batch: PyTree):
+    def __init__(self, grad: Grad, params: PyTree, batch: PyTree, outside: PyTree):
         """Traces `grad(params, batch)`, so that its program can be checked and run. Only arrays can
-        be arguments of a program, so all other leaves are constants."""
+        be arguments of a program, so all other leaves are constants. `outside` are the parameters
+        before they were declared varying."""
+        self.outside = jax.tree.leaves_with_path(eqx.filter(outside, eqx.is_inexact_array))
         self.arrays, static = eqx.partition((params, batch), trees.is_array)
 
         def of_arrays(arrays):
@@ -586,12 +590,14 @@ class _Program:
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         # One for each argument of the program: the parameters come first.
         is_data = [False] * len(params) + [True] * len(batch)
-        # The uses of each argument by the first result, the loss. `reached` says whether the loss
-        # depends on the argument, and `unsent` whether the argument is combined with data before a
-        # collective over the axis.
-        uses = jaxprs.uses(self.closed, name, data=is_data)[0]
-        # Not `strict`: the arguments after the parameters are the batch.
-        for (path, leaf), is_used in zip(params, uses.unsent, strict=False):
+        # The uses of each argument by the first result, the loss, and then the uses of each
+        # parameter that `grad` reads by closure. `reached` says whether the loss depends on the
+        # argument, and `unsent` whether the argument is combined with data before a collective over
+        # the axis.
+        weights = [leaf for _, leaf in self.outside]
+        uses = jaxprs.uses(self.closed, name, data=is_data, weights=weights)[0]
+        unsent = uses.unsent[: len(params)] + uses.unsent[len(is_data) :]
+        for (path, leaf), is_used in zip([*params, *self.outside], unsent, strict=True):
             if is_used and trees.dotted(path) in shares:
                 raise ValueError(
                     f"The parameter {trees.dotted(path) or 'itself'}, here of shape {leaf.shape}, "
@@ -603,10 +609,11 @@ class _Program:
                     "keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
-        # Whether each argument varies along the axis and the loss depends on it.
+        # Whether each argument varies along the axis and the loss depends on it. Not `strict`: what
+        # `grad` reads by closure does not count.
         reaches = (
             name in varying_axes(leaf) and used
-            for leaf, used in zip(leaves, uses.reached, strict=True)
+            for leaf, used in zip(leaves, uses.reached, strict=False)
         )
         if may_be_reduced and any(reaches):
             raise ValueError(

@@ -240,7 +240,7 @@ def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
 def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
     """Returns a dict from the path of each leaf that the fragment has to a list of one array for
     each dim: the indices along this dim of the leaf's elements that are in the fragment. Leaves
-    without dims are left out."""
+    without dims, and leaves without elements in the fragment, are left out."""
     found: dict[str, list[np.ndarray]] = {}
     for dim in range(max((leaf.ndim for leaf in jax.tree.leaves(model)), default=0)):
 
@@ -257,7 +257,7 @@ def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
         with jax.ensure_compile_time_eval():
             part = jax.tree.map(np.asarray, fragment.get(jax.tree.map(numbered, model)))
         for path, leaf in jax.tree.leaves_with_path(part):
-            if dim < leaf.ndim:
+            if dim < leaf.ndim and leaf.size:
                 # A part has the same indices along `dim` at every place of the other dims, so those
                 # at place 0 are enough.
                 along = tuple(slice(None) if d == dim else 0 for d in range(leaf.ndim))

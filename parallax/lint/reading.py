@@ -301,10 +301,15 @@ class Reading:
             condition = self.flat(jaxprs.opened(eqn.params["cond_jaxpr"]), node)
             first = eqn.params["body_nconsts"]
             # The condition takes its constants and the carries. It has no updates and no gradients,
-            # so `propagate` is enough. The predicate is not known before the condition is read, so
-            # the condition's collectives do not count as inside this loop or under its predicate.
+            # so `propagate` is enough. Its collectives do not count as inside this loop. They run
+            # once per iteration, so they count as under the predicate, which only a first reading
+            # in silence gives.
             operands = [*inputs[:skipped], *arguments[first:]]
+            was_silent, self.silent = self.silent, True
             predicate = self.propagate(condition, operands)[0]
+            self.silent = was_silent
+            with self._under([("while", predicate.differs)]):
+                self.propagate(condition, operands)
         if not self.silent:
             # The second reading notes mistakes, with the facts that hold in every iteration.
             with self._under([("while", predicate.differs)] if node.name == "while" else []):

@@ -119,7 +119,15 @@ def _shard_maps(
         bodies = jaxprs.closed(eqn.params)
         if eqn.primitive.name == "shard_map":
             yield eqn, values
-        # A call passes its operands on to its only body. So does a `scan` with its constants. Its
-        # carries are taken to keep their first values, and its slices for whole arrays.
+        # A call passes its operands on to its only body. Of a `scan`, the first iteration is read.
         elif len(bodies) == 1 and len(jaxprs.opened(bodies[0]).invars) == len(values):
+            if eqn.primitive.name == "scan":
+                constants_and_carries = sum(jaxprs.scan_parts(eqn))
+                firsts = map(_first, values[constants_and_carries:])
+                values = [*values[:constants_and_carries], *firsts]
             yield from _shard_maps(bodies[0], values)
+
+
+def _first(value: np.ndarray | None) -> np.ndarray | None:
+    """Returns the first slice of an array, or None if there is none or the array is not known."""
+    return None if value is None or not len(value) else value[0]

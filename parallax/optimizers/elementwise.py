@@ -250,25 +250,44 @@ class _Update:
         sizes = export.symbolic_shape(",".join(names), constraints=bounds)
         unknown = dict(zip(ranges, sizes, strict=True))
 
-        def resized(x, whole):
-            """Returns `x` if no dim is split. Otherwise, returns the type of `x` with a symbolic
-            size for each split dim. `whole` is the shape of the whole leaf."""
+        def shape(x, whole):
+            """Returns the shape of `x`, with a symbolic size for each split dim."""
             pairs = zip(np.shape(x), whole, strict=True)
-            shape = tuple(unknown.get(pair, pair[0]) for pair in pairs)
-            return x if shape == np.shape(x) else jax.typeof(x).update(shape=shape)
+            return tuple(unknown.get(pair, pair[0]) for pair in pairs)
+
+        return self.resized(shape)
+
+    def resized(self, shape: Callable[[Any, tuple[int, ...]], tuple[Any, ...]]) -> Any:
+        """Returns the arguments, in which each gradient, moment and parameter `x` has the shape
+        `shape(x, shape of the whole leaf)`. An array whose shape changes becomes a type."""
+
+        def leaf(x, whole):
+            new_shape = shape(x, whole)
+            return x if new_shape == np.shape(x) else jax.typeof(x).update(shape=new_shape)
 
         # Of the state, only moments are split, in the same way as their leaf.
-        def resized_state(x, owner):
-            return resized(x, self.leaves[owner].whole) if self.is_moment(x, owner) else x
+        def leaf_of_state(x, owner):
+            return leaf(x, self.leaves[owner].whole) if self.is_moment(x, owner) else x
 
         # `tree.flatten` gives (arrays, structure).
         gradients, state, weights = map(jax.tree.flatten, self.arguments)
         wholes = [leaf.whole for leaf in self.leaves]
         return (
-            jax.tree.unflatten(gradients[1], map(resized, gradients[0], wholes)),
-            jax.tree.unflatten(state[1], map(resized_state, state[0], self.owners)),
-            jax.tree.unflatten(weights[1], map(resized, weights[0], wholes)),
+            jax.tree.unflatten(gradients[1], map(leaf, gradients[0], wholes)),
+            jax.tree.unflatten(state[1], map(leaf_of_state, state[0], self.owners)),
+            jax.tree.unflatten(weights[1], map(leaf, weights[0], wholes)),
         )
+
+    def fails_on_whole_leaves(self) -> bool:
+        """Returns whether the update fails on leaves that are not split, too. If the specs leave
+        open which dim of a leaf is split, the shapes of whole leaves are not known: False."""
+        if any(leaf.is_open for leaf in self.leaves):
+            return False
+        try:
+            jax.eval_shape(self.update, *self.resized(lambda x, whole: whole))
+        except (TypeError, ValueError):
+            return True
+        return False
 
     def is_moment(self, x: Any, owner: int | None) -> bool:
         """Returns whether an array of the optimizer's state has the shape of its leaf's gradient.
@@ -395,7 +414,8 @@ class _Update:
                     "its state by design has other shapes than the leaves, use "
                     f"optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."
                 ) from error
-        if any(leaf.split for leaf in self.leaves):
+        # An update that fails on whole leaves too has another mistake.
+        if any(leaf.split for leaf in self.leaves) and not self.fails_on_whole_leaves():
             self.refuse(
                 _first_line(error), fault="the optimizer's update fails on the shapes of shards"
             )

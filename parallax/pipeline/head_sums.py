@@ -107,8 +107,8 @@ class _Sums(jaxprs.FollowingAlong):
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
         # By default, the result depends on all that any operand depends on. The result of `met`
-        # never counts as a number (`is_number`), even if all operands do.
-        joined = self.met(operands)
+        # never counts as a number (`is_number`) here, even if all operands do.
+        joined = self.met(operands)._replace(is_number=False)
         # A sum over the stages is a collective that is no gather, and whose result is the same on
         # all stages. The result of a gather is followed, since the program may sum its gathered dim
         # later. The results of other collectives are not: they are no error here.
@@ -125,7 +125,7 @@ class _Sums(jaxprs.FollowingAlong):
             joined = self._chosen(*operands)
         # A factor that is zero on all early stages, such as `index == last`, removes the terms of
         # these stages from a later sum.
-        elif name == "mul" and any(map(self._is_zero, operands)):
+        elif name in ("mul", "dot_general") and any(map(self._is_zero, operands)):
             joined = Terms()
         # A value that is the same on all stages, by its type, does not depend on one stage's `x`.
         # An example is the condition by which `cpu.sequence_after` makes a value wait for another.
@@ -165,6 +165,31 @@ class _Sums(jaxprs.FollowingAlong):
         is_kept = aval.shape == jaxprs.types(eqn.invars)[place].shape and not jaxprs.inner(eqn)
         is_chosen = name in ("mul", "select_n") and any(operand.is_number for operand in operands)
         return Terms(gathered=dim if is_kept and not is_chosen else None)
+
+    def met(self, operands: Sequence[Terms]) -> Terms:
+        """Returns the `Terms` of a value that depends on all `operands`. If they all depend on no
+        argument (`is_number`), neither does the value; the value itself is unknown."""
+        is_number = all(operand.is_number for operand in operands)
+        return super().met(operands)._replace(is_number=is_number)
+
+    def branches(self, eqn: JaxprEqn, operands: list[Terms]) -> list[Terms]:
+        """Returns the `Terms` of a conditional's results. If the stage's index chooses the branch,
+        only the branches that stages before the last run count, as in `_chosen`."""
+        which, *others = operands
+        if not (which.is_number and which.indexed):
+            return super().branches(eqn, operands)
+        every_branch = [self.run(branch, others) for branch in eqn.params["branches"]]
+        return [self._branch(which, cases) for cases in zip(*every_branch, strict=True)]
+
+    def _branch(self, which: Terms, cases: Sequence[Terms]) -> Terms:
+        """Returns the `Terms` of one result of a conditional. `which` is the number of the branch,
+        and `cases` are the `Terms` of this result in each branch."""
+        if not all(case.is_number for case in cases):
+            return self._chosen(which, *cases)
+        known = [value.by_index for value in (which, *cases) if value.by_index]
+        is_known = len(known) > len(cases)
+        by_index = functools.partial(_returned, known) if is_known else None
+        return Terms(is_number=True, indexed=True, by_index=by_index)
 
     def loop(self, body, constants, carry, sliced):
         """Returns the `Terms` of a loop's results. `body` is the program of one iteration, and the
@@ -224,7 +249,7 @@ class _Sums(jaxprs.FollowingAlong):
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
-        return self.met([cases[case] for case in taken])
+        return self.met([cases[case] for case in taken])._replace(is_number=False)
 
 
 def _number_of(value: Any) -> Terms:
@@ -255,3 +280,10 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
     # is being traced.
     with core.eval_context():
         return eqn.primitive.bind(*values, **eqn.params)
+
+
+def _returned(operands: Sequence[Callable[[int], Any]], index: int) -> Any:
+    """Returns the result of a conditional on the stage `index`. The operands are functions from the
+    index: to the number of the branch, and then to the result of each branch."""
+    branch, *values = operands
+    return values[int(branch(index))](index)
