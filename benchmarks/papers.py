@@ -96,7 +96,8 @@ def causes(found: Sequence[Planned]) -> list[str]:
             source = each.row.source
             cause = next((why for start, why in CAUSES.items() if source.startswith(start)), "")
             told.append(
-                f"{source}, {each.row.devices:,} devices: {each.ratio:.2f}: {cause or 'not known'}"
+                f"{source}, {each.row.devices:,} devices: ratio {each.ratio:.2f}. "
+                f"{cause or 'The cause is not known'}"
             )
     return told
 

@@ -282,8 +282,11 @@ def titan() -> list[Row]:
 # Why a row is off, by the beginning of its source; those that are near have none.
 CAUSES = {
     "Narayanan, table 2": (
-        "DeepSpeed's ZeRO-3 took longer than one ring over all devices would; the plan has the "
+        "DeepSpeed's ZeRO-3 took longer than one ring over all devices would; the plan assumes the "
         "fastest algorithm"
     ),
-    "Chowdhery": "the compiler of TPUs gathers weights beside products; here products wait",
+    "Chowdhery": (
+        "The compiler of TPUs gathers weights while products run; in the plan, products wait for "
+        "the gathers"
+    ),
 }

@@ -51,8 +51,8 @@ def bytes_tokenizer() -> Tokenizer:
     """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, which a
     model samples early in its training, decode to U+FFFD.
 
-    Its `decode` raises `ValueError` for what are not whole numbers from 0 to 255, in
-    one dim.
+    Its `decode` needs a one-dimensional array or sequence of whole numbers from 0 to
+    255, and raises `ValueError` for anything else.
     """
 
     def encode(text: str) -> Tokens:
@@ -70,11 +70,13 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
     `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot
     end a text. It raises `ValueError` for some million blanks in a row, which tiktoken
-    has no stack for. `decode` raises `ValueError` for what are not whole numbers from 0
-    to 50,256, in one dim.
+    has no stack for. `decode` needs a one-dimensional array or sequence of whole
+    numbers from 0 to 50,256, and raises `ValueError` for anything else.
 
-    Raises `ImportError` without tiktoken, `FileNotFoundError`, or `ValueError` when a
-    byte of the file is not as OpenAI made it.
+    Raises:
+        ImportError: tiktoken is not installed.
+        FileNotFoundError: there is no file at `path`.
+        ValueError: the file is not, byte for byte, the one that OpenAI published.
     """
     try:
         import tiktoken
@@ -131,7 +133,8 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             raise ValueError(
                 f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} "
                 f"characters ({error}). Blanks in a row use up its stack: {blanks}. "
-                "Shorten the run, or cut the text inside it."
+                "Shorten that run of blanks, or cut the text inside it and encode the "
+                "two parts."
             ) from None
 
     def decode(ids: Sequence[int] | np.ndarray) -> str:
@@ -141,8 +144,11 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of the UTF-8 text at `path`. Raises `FileNotFoundError`, or
-    `ValueError` for no text or for other bytes."""
+    """The tokens of the UTF-8 text file at `path`.
+
+    Raises `FileNotFoundError` if there is no file, and `ValueError` if the file is
+    empty or is not UTF-8.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
@@ -182,8 +188,8 @@ def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> f
 
 
 def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
-    """Nats per held-out token, the first left out, when each is predicted from the one
-    before it.
+    """Nats per held-out token when each token is predicted from the one before it. The
+    first token has none before it, and does not count.
 
     `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct
     tokens after v and P(w) that of `unigram` (Witten and Bell 1991); after a v never
@@ -231,7 +237,7 @@ def _utf8(text: str) -> bytes:
         raise ValueError(
             f"a tokenizer needs text, got half of a pair of surrogates, "
             f"{text[error.start]!a}, at character {error.start}. Read "
-            'the text as UTF-8, or replace it: text.encode("utf-16", '
+            'the text as UTF-8, or replace each such half: text.encode("utf-16", '
             '"surrogatepass").decode("utf-16", "replace").'
         ) from error
 

@@ -98,7 +98,8 @@ def head(model, x, part):
 
 @jax.jit
 def accuracy(model, images, labels):
-    """The test accuracy, by the same functions on one device."""
+    """The test accuracy, computed on one device by the functions of the training:
+    `embed`, `stage` and `logits`."""
 
     def whole_stage(*arguments):
         return stage(*arguments, axis=())

@@ -64,8 +64,11 @@ def _idx(folder: Path, part: str) -> Digits:
 
 
 def _read(path: Path, dims: int) -> np.ndarray:
-    """An IDX file of bytes: two zeros, 8 for bytes, the number of dims, the sizes as
-    four bytes each, and the numbers."""
+    """The array in an IDX file of bytes.
+
+    Such a file holds two zero bytes, the type code 8 (unsigned bytes), the number of
+    dims, the size of each dim in four bytes, and then the numbers of the array.
+    """
     packed = path.with_name(path.name + ".gz")
     if not path.exists() and not packed.exists():
         raise ValueError(
@@ -80,7 +83,7 @@ def _read(path: Path, dims: int) -> np.ndarray:
         shape, dtype=np.int64
     ):
         raise ValueError(
-            f"{path}: needed an IDX file of bytes in {dims} dims, got another or a "
-            "part of one. Copy it again."
+            f"{path}: needed an IDX file of bytes in {dims} dims, got a file of "
+            "another kind or a part of a file. Copy it again."
         )
     return np.frombuffer(content[4 + 4 * dims :], np.uint8).reshape(shape)

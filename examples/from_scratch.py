@@ -1,9 +1,9 @@
 """Build it yourself: a ring, Megatron's pair of layers, 1F1B and ZeRO-1, from
 `ppermute` alone, with no part of the kit.
 
-Run: python examples/from_scratch.py. On data 2 x stage 2 x tensor 2 a net of residual
-layers has the losses of one device. The kit does so for any model and schedule, keeps
-what is computed twice here, and refuses what would be wrong.
+Run: python examples/from_scratch.py. On a mesh of data 2 x stage 2 x tensor 2, a net of
+residual layers has the same losses as on one device. The kit does this for any model
+and schedule, keeps what is computed twice here, and refuses what would be wrong.
 """
 
 from functools import partial

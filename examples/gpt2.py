@@ -9,8 +9,9 @@ Useful options are `--data 4 --tensor 2`, `--schedule interleaved`, `--all-reduc
 and `--text FILE`. The default algorithm of a train step is `jax.lax`; this program uses
 a ring along each axis, so that you can read and count every message.
 
-An estimate: 0.8 M parameters and 16 sequences of 64 bytes are (6 N + 12 L D T) tokens =
-5.5 GFLOP per step, 12 ms at the 450 GFLOP/s of two cores. Such a small model does not
+An estimate: N parameters in L layers of width D compute 6 N + 12 L D T FLOP for each
+token of a sequence of T tokens. With 0.8 M parameters and 16 sequences of 64 bytes, a
+step is 5.5 GFLOP, 12 ms at the 450 GFLOP/s of two cores. Such a small model does not
 reach that rate. Its matrices have 64 to 256 columns on a device, and eight devices that
 share two cores exchange some 300 messages of a few kilobytes. A step takes 0.15 s.
 """
@@ -39,8 +40,8 @@ LAUNCHED = {
 
 
 def main() -> None:
-    """Read the command line and take the folder, before JAX is imported, which takes
-    seconds; then train."""
+    """Check the flags and lock the output folder; then import JAX, which takes seconds,
+    and train."""
     settings, claim = (
         tyro.cli(Settings, prog=Path(__file__).name, description=__doc__),
         None,

@@ -48,8 +48,8 @@ def held(tree) -> int:
 
 
 class Run(NamedTuple):
-    """What 16 steps were: each device's own loss before the first, and by step the mean
-    loss, the seconds and the memory."""
+    """The results of 16 steps: each device's own loss before the first step, and for
+    each step the mean loss, the seconds and the memory."""
 
     own: list[float]
     losses: list[float]

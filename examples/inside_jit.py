@@ -78,8 +78,8 @@ def inside(devices, batch):
 
 
 def around(devices, batch):
-    """Our step around the plain model, jitted for one device: each device has a part of
-    the batch."""
+    """Our step around the plain model, which is jitted as for one device. The step
+    gives each device a part of the batch."""
     everywhere = ("data", "tensor")
     state, specs = step.init(make_weights, optimizer, rules.match("**", P()), devices)
     grad = grads.averaged(jax.value_and_grad(jax.jit(plain_loss)), ring(everywhere))

@@ -2,8 +2,8 @@
 parallelism on the same text.
 
 Run: python examples/islands.py, or with --quick for a few steps. All loss curves are
-drawn in out/islands/losses.png. All runs begin with one model, which data parallelism
-has trained: one that has learnt nothing yet loses more by islands.
+drawn in out/islands/losses.png. All runs begin with the same model, already trained
+with data parallelism: from an untrained model, islands would fall further behind.
 """
 
 # Estimate: a GPT-2 of 0.13 M numbers and 32 x 64 bytes a step are 6 x 0.13 M x 2048 =
@@ -34,7 +34,8 @@ RATE = 3e-3
 
 
 def everywhere(steps):
-    """Data parallelism over all eight devices."""
+    """The mesh, the train step, and a function from its state to the model, for data
+    parallelism over all eight devices."""
     layout = Layout(data=8)
     devices = mesh.make(data=8, stage=1, tensor=1)
     prepared = decoder.train_step(
@@ -46,7 +47,8 @@ def everywhere(steps):
 
 
 def apart(steps, axis: AxisLike | ErrorFeedback = "island"):
-    """Islands of four devices each."""
+    """The mesh, the train step, and a function from its state to the model, for islands
+    of four devices each."""
     layout = Layout(data=8 // ISLANDS)
     devices = mesh.make(island=ISLANDS, data=8 // ISLANDS, stage=1, tensor=1)
     one_island = decoder.train_step(

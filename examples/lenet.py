@@ -1,8 +1,8 @@
 """LeNet on real handwritten digits: 1 device against 2 and 8, the same accuracy curve,
 and the seconds of an epoch.
 
-Run: python examples/lenet.py [FOLDER]. With a folder of MNIST's or Fashion-MNIST's four
-IDX files, on those.
+Run: python examples/lenet.py [FOLDER]. If FOLDER holds the four IDX files of MNIST or
+Fashion-MNIST, LeNet learns their images instead.
 """
 
 # Estimate: a digit of 8 x 8 pixels takes 0.18 MFLOP forward and twice that backward, so

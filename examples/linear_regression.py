@@ -1,5 +1,5 @@
-"""A line through points: of one point, of a batch by `vmap`, of a batch over devices;
-then learnt by eight replicas in step.
+"""A line through points: it predicts one point, a batch by `vmap`, and a batch split
+over devices; then eight replicas learn it together.
 
 Run: python examples/linear_regression.py
 """

@@ -1,8 +1,8 @@
-"""A small Llama on sequences of 8,192 bytes of real text over context 4 x data 2:
-memory against T, and the balance of work.
+"""A small Llama on sequences of 8,192 bytes of real text over context 4 x data 2.
 
-Run: python examples/long_context.py [--quick]. Speeches are packed into windows: no
-token sees another speech.
+Run: python examples/long_context.py [--quick]. It prints how memory grows with the
+length T of a sequence, how evenly the devices divide the work, and the losses. Speeches
+are packed into windows: no token sees another speech.
 """
 
 # Estimate: the T x T scores of 2 heads are 4 x 2 x 8192^2 = 0.5 GB in float32, for each
@@ -37,7 +37,7 @@ def tokens():
 
 
 def prepared(layout, T, batch, optimizer, **compute):
-    """The recipe's step, for this many tokens in a sequence, and its mesh."""
+    """The train step of a small Llama with `layout`, for sequences of `T` tokens."""
     config = llama.Config(
         layers=2, heads=2, groups=1, width=32, hidden=64, context=T, vocabulary=256
     )
@@ -60,8 +60,8 @@ def temporary(layout, T, **compute):
 
 
 def memory(lengths):
-    """A line for each T: one device with T x T scores, with tiles of scores, and one of
-    four of the ring."""
+    """Print a line for each T: the memory of one device with T x T scores, of one
+    device with tiles of scores, and of one of four devices in a ring."""
     print(
         f"{'T':>6}  {'T x T scores':>14}  {'tiles':>14}  {'1 of a ring of 4':>16}   MB "
         "of temporaries, one sequence"
@@ -80,8 +80,8 @@ def memory(lengths):
 
 
 def balance():
-    """Blocks of scores that each device of four computes, and how many of them a causal
-    sequence needs."""
+    """Print how many blocks of scores each of four devices computes, and how many of
+    these a causal sequence needs."""
     orders = {"zigzag": context.zigzag, "contiguous": context.contiguous}
     for name, order in orders.items():
         table = context.block_pairs(order, 4)
@@ -90,13 +90,13 @@ def balance():
         needed = [local + int(table.hops[:, i, :, 2].sum()) for i in range(4)]
         blocks = ", ".join(f"{number:g}" for number in needed)
         print(
-            f"{name}: every device computes {table.blocks} blocks, of which the four "
-            f"need {blocks}"
+            f"{name}: each device computes {table.blocks} blocks; devices 0 to 3 need "
+            f"{blocks} of them"
         )
 
 
 def train(T, steps):
-    """The recipe over context 4 x data 2."""
+    """Train the small Llama over context 4 x data 2, and print the losses."""
     layout, text = Layout(data=2, context=4, zero=1), tokens()
     step = prepared(layout, T, 2, optax.adamw(1e-2))
 

@@ -1,5 +1,5 @@
-"""LoRA (Hu et al., arXiv 2106.09685): a net that reads digits learns to read them in a
-mirror, by 5% of its numbers.
+"""LoRA (Hu et al., arXiv 2106.09685): a net that reads digits learns to read mirrored
+digits, and trains only 5% as many numbers as it has weights.
 
 Run: python examples/lora.py. First the whole net learns digits on eight devices; then
 it is frozen, and its factors learn.
@@ -52,7 +52,8 @@ FACTORS = LoRA(base=False, factors=True)  # what is trained: a prefix of the mod
 
 
 def adapted(base: eqx.nn.MLP) -> LoRA:
-    """`base`, at first unchanged: its factors `up` are zeros."""
+    """`base` with a pair of factors for each weight. Each `up` is zeros, so that the
+    net computes the same as `base` at first."""
     keys = jax.random.split(jax.random.key(1), len(base.layers))
     factors = []
     for layer, key in zip(base.layers, keys, strict=True):
@@ -69,7 +70,8 @@ def loss(model, batch):
 
 
 def grad_of(trainable):
-    """The gradient function for these leaves; the gradients of the others are None."""
+    """The gradient function for the `trainable` leaves; the gradients of the other
+    leaves are None."""
 
     def grad(model, batch):
         trained, frozen = eqx.partition(model, trainable)

@@ -17,7 +17,7 @@ WIDTHS = (
 def curves(
     name: str, of: Mapping[str, Sequence[float]], seconds: Mapping[str, float]
 ) -> Path:
-    """Test accuracies by epoch, drawn over each other, and the seconds per epoch."""
+    """Draw the test accuracies by epoch, all in one plot, and the seconds per epoch."""
     figure, (left, right) = _subplots(1, 2, figsize=(9, 4), width_ratios=(2, 1))
     for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
         left.plot(
@@ -43,7 +43,7 @@ def curves(
 
 
 def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
-    """Rows of grey images of one size, with their titles."""
+    """Draw rows of grey images of one size, each row under its title."""
     figure, axes = _subplots(len(rows), 1, figsize=(9, 0.95 * len(rows)))
     for strip, (title, row) in zip(axes, rows.items(), strict=True):
         strip.imshow(
@@ -62,8 +62,8 @@ def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
 def memory(
     name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, float]
 ) -> Path:
-    """The bytes on one device while each step runs, for each run, above the levels of
-    what is `kept` from step to step."""
+    """Draw the bytes on one device during each step, one panel for each run. Coloured
+    levels show how many of these bytes are `kept` from step to step."""
     figure, axes = _subplots(1, len(runs), figsize=(4.8 * len(runs), 4), sharey=True)
     for panel, (label, during) in zip(axes, runs.items(), strict=True):
         steps = range(1, len(during) + 1)
@@ -93,8 +93,8 @@ def memory(
 
 
 def loads(name: str, by_step: np.ndarray) -> Path:
-    """The load of each expert, [steps, layers, experts], as a multiple of the mean: a
-    panel for each layer, 1 is even."""
+    """Draw the load of each expert by step, one panel for each layer. The loads,
+    [steps, layers, experts], are multiples of the mean load."""
     figure, axes = _subplots(
         1, by_step.shape[1], figsize=(9, 3.6), sharey=True, squeeze=False
     )
@@ -110,7 +110,7 @@ def loads(name: str, by_step: np.ndarray) -> Path:
 
 
 def losses(name: str, of: Mapping[str, Mapping[int, float]]) -> Path:
-    """Held-out losses by step, one curve over the other."""
+    """Draw the held-out losses by step, the curves of all runs in one plot."""
     figure, axes = _subplots(1, 1, figsize=(7, 4))
     for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
         axes.plot(

@@ -19,7 +19,7 @@ from parallax.collectives import ring
 
 
 class Net(eqx.Module):
-    """Its arrays; those that are not `blocks` are on all stages."""
+    """The model. Each stage has its part of `blocks`, and all of the other arrays."""
 
     embed: jax.Array
     gate: jax.Array  # shared by all stages, and trained
@@ -29,7 +29,8 @@ class Net(eqx.Module):
 
 
 def embed(net, part):
-    """Any tree goes from stage to stage: here the stream, and a place for each skip."""
+    """What goes from stage to stage, which may be any tree: here the stream `x`, and
+    zeros that each stage replaces by its `x`, for the skip connections."""
     x = part[0] @ net.embed
     return {"x": x, "skips": jnp.zeros((4, *x.shape))}
 

@@ -135,8 +135,8 @@ def is_statistics(leaf):
 
 
 def trainable_of(model):
-    """Says of each leaf whether it is trained: all numbers, but the running
-    statistics."""
+    """Says of each leaf whether it is trained. All floating-point arrays are, except
+    the running statistics."""
 
     def is_trained(leaf):
         return False if is_statistics(leaf) else eqx.is_inexact_array

@@ -1,6 +1,6 @@
 """A GPT-2 on two meshes, with the same bits after five steps.
 
-Run: python examples/same_bits.py. The step is one of data 8. It runs on eight
+Run: python examples/same_bits.py. The train step of a mesh with data 8 runs on eight
 devices, and on two; the hash of all numbers of the state is the same. Then the same two
 meshes run ordinary steps, whose hashes differ.
 """
@@ -26,7 +26,8 @@ BATCH, STEPS = 16, 5
 
 
 def prepared(layout, devices):
-    """The train step of a layout, and all that belongs to it."""
+    """The train step of a layout on the mesh `devices`, with the function that makes
+    its state."""
     return decoder.train_step(
         *(gpt2.FAMILY, CONFIG, optax.adamw(1e-3), layout, devices),
         batch=BATCH,
@@ -35,7 +36,8 @@ def prepared(layout, devices):
 
 
 def by_cells(step, devices):
-    """The step of data 8, on any mesh whose sizes divide these."""
+    """The step of data 8, for the mesh `devices`. The size of each of its axes must
+    divide the size of that axis in `CELLS`."""
     spmd = functools.partial(same_bits.spmd, cells=CELLS.axes, mesh=devices)
     return decoder.compiled(
         *(step.local, step.shapes, step.specs, spmd, step.keys),

@@ -49,14 +49,15 @@ class Pair(eqx.Module):
         )
 
     def __call__(self, x, axis):
-        """One sum over `axis` forward and one backward; `()` is one device."""
+        """The outputs of both layers, with one sum over `axis` in the forward pass and
+        one in the backward pass. On one device, `axis` is `()`."""
         hidden = jax.nn.gelu(tensor.column(x, self.up, self.up_bias, axis))
         return tensor.row(hidden, self.down, self.down_bias, axis)
 
 
 class VAE(eqx.Module):
-    """Images of `PIXELS` numbers to the mean and log-variance of `LATENT` ones, and
-    from those to the images' logits."""
+    """The encoder maps an image of `PIXELS` numbers to the means and log-variances of
+    `LATENT` numbers; the decoder maps `LATENT` numbers to the logits of an image."""
 
     encoder: Pair
     decoder: Pair

@@ -152,13 +152,13 @@ def split(axis, net, batch, expected):
     difference = largest_difference(gradients, expected)
     print(
         f"\nsplit over {N} devices along {axis!r}: loss {value:.15f}\n"
-        f"  each holds   {WORDS[axis]}: {weights:.2f} MB of weights; it works in "
-        f"{temporary:.2f} MB\n"
+        f"  each holds   {WORDS[axis]}: {weights:.2f} MB of weights, and "
+        f"{temporary:.2f} MB of temporaries\n"
         f"  each sends   {predicted(net)[axis]:,} bytes by formula; {sent:,} in the "
         "compiled program,\n"
         f"               {collectives}\n"
-        f"  gradients    differ from one device's by {difference:.1e} of the largest "
-        "in a leaf, at most"
+        f"  gradients    differ from one device's by {difference:.1e} at most, "
+        "relative to the largest gradient of each leaf"
     )
 
 

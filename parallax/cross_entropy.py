@@ -91,8 +91,8 @@ def mean(
     blocks = -(-count // block_tokens)
 
     def in_blocks(leaf, dims=0):
-        """Joins all dims of `leaf` but the last `dims` to one dim of tokens, and returns it cut
-        into blocks of t tokens, `[blocks, t, ...]`."""
+        """Returns `leaf` cut into blocks of t tokens, `[blocks, t, ...]`. All dims of `leaf` are
+        joined to one dim of tokens, except the last ones, whose number is `dims`."""
         return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
 
     def make_logits(x, table):
@@ -205,7 +205,7 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     microbatches have different sums of weights. So the weights are divided once, before the
     gradient function, by the mean of all weights of the global batch. Then plain means over equal
     parts give the right result. `mean`, `grads.accumulated`, `grads.averaged`,
-    `zero.reduce_scattered` and pipelines take such means. The devices send one scalar.
+    `zero.reduce_scattered` and pipelines compute such plain means. The devices send one scalar.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

@@ -96,8 +96,8 @@ def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[...,
     """Returns `grad`, made from a `scaled` loss, with the loss and the gradients divided by
     `scale`.
 
-    The loss and the gradients are float32 or wider. Use `unscaled` inside a function that compares
-    the size of gradients with a bound, such as `grads.clipped`.
+    The loss and the gradients are float32 or wider. A function that compares the size of gradients
+    with a bound must get the unscaled gradients: `grads.clipped(unscaled(grad, scale), max_norm)`.
 
     Raises:
         ValueError: in a call of the returned function, if `grad` was made by `grads.clipped`.

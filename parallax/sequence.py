@@ -177,8 +177,9 @@ def comms(
 
     def all_tokens_alike(x):
         """Gathers the rows `x` of all devices, one row for each token (dim 1). The result is typed
-        as the same on all devices. No gradient flows through it, since `replicated` has no
-        derivative. A mixture of experts gathers the experts' ids with this function."""
+        as the same on all devices. No gradient flows through the gather, since a cast to this type
+        (`replicated`) has no derivative. A mixture of experts gathers the experts' ids with this
+        function."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 

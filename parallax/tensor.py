@@ -181,8 +181,9 @@ def column(
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
     `tensor.column(x, linear, None, axis)` computes the same as `ColumnLinear`.
 
-    `on_tpu` chooses what is fastest on TPUs: queries, keys and values, a weight `[I, n, H, K]`,
-    have a product each, and the gradient of a bias is a product with ones.
+    `on_tpu` chooses what is fastest on TPUs. A weight `[I, n, H, K]`, such as that of queries, keys
+    and values, is applied in n separate products, and the gradient of a bias is computed as a
+    product with ones.
 
     Raises:
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
@@ -496,8 +497,8 @@ def embed(
 
     `table` has this device's rows, and `ids` are indices of rows of the whole table. `vocabulary`
     is the number of rows without padding; by default all rows. An id outside the vocabulary gives
-    nan, or zeros if the id's number in `weights` is 0; the rows are not multiplied by `weights`.
-    One all-reduce sums the devices' results of `embed_partial`.
+    nan, or zeros if its weight is 0: `weights` has one weight for each of the `ids`. The weights
+    have no other effect. One all-reduce sums the devices' results of `embed_partial`.
     """
     return reduce_from(
         embed_partial(table, ids, axis, weights=weights, vocabulary=vocabulary), axis
@@ -631,7 +632,7 @@ def affine(
     A weight of four dims, `[I, n, H, K]`, has n arrays of heads, such as queries, keys and values.
     With `on_tpu` each has its own product, and the n results are stacked. A caller that takes them
     apart by `unstacked` gets the results themselves: XLA leaves out the stack. One product would
-    give one array, of which an attention kernel would need n copies.
+    give one array, and each of the n parts would be copied out of it for an attention kernel.
     """
     if not on_tpu or weight.ndim < 4:
         y = jnp.tensordot(x, weight, axes=1)  # over the inputs: x's last dim, weight's first
@@ -642,9 +643,9 @@ def affine(
 
 
 def unstacked(x: Shaped[Array, "..."], dim: int) -> list[Shaped[Array, "..."]]:
-    """Returns the arrays that `jnp.stack` along `dim` joins to `x`. The gradient of these arrays is
-    stacked again. The gradient of indices, as in `x[0], x[1]`, would be a sum of arrays that are
-    filled up with zeros.
+    """Returns the arrays that `jnp.stack` along `dim` joins to `x`. In the backward pass, the
+    gradients of these arrays are stacked again. With indexing, as in `x[0], x[1]`, the backward
+    pass would sum arrays padded with zeros.
     """
     return [jnp.squeeze(part, dim) for part in lax.split(x, (1,) * x.shape[dim], dim)]
 
@@ -666,8 +667,9 @@ def add_bias(
         return jnp.broadcast_to(bias, y.shape)
 
     def sum_of_rows(cotangent):
-        """Returns the sum of the rows of the cotangent. XLA would make a plain sum of a product
-        with one row of ones, so there are 8, as many as the matrix unit takes at once."""
+        """Returns the sum of the rows of the cotangent. XLA would turn a product with one row of
+        ones into a plain sum. So there are 8 rows of ones, as many as the matrix unit takes at
+        once."""
         ones = match_varying(jnp.ones((8, *rows), cotangent.dtype), cotangent)
         wide = accumulation_dtype(cotangent.dtype)
         sums = jnp.tensordot(ones, cotangent, len(rows), preferred_element_type=wide)

@@ -1,18 +1,21 @@
 """Lays the devices of a mesh on a torus of TPUs, so that a ring along an axis sends to neighbours.
 
 The length of each dim of the torus is factored into *pieces*, one factor for each axis of the mesh.
-The devices along an axis form a box in the torus. The length of the box along a dim, a *side* of
-the box, is the axis's piece of that dim. The ring of an axis is a closed path through the axis's
+The devices along an axis form a box in the torus. The box has a *side* along each dim; the length
+of the side is the axis's piece of that dim. The ring of an axis is a closed path through the axis's
 box: it goes out along one side, and comes back through all other points, by steps to neighbouring
 points if possible. A *cut* is one choice of all pieces; `cut[dim][axis]` is one piece. All cuts are
 tried, and the cut whose hops cross the fewest links is taken. If two cuts cross equally many links,
-the cut with shorter hops along the last axes of the mesh is taken. If these are equal too, the cut
-with fewer pieces above 1 is taken, in which fewer axes share a dim: the long hops of axes that
-share a dim cross the same links. A *laying* of a dim gives each combination of coordinates, one in
-each axis's piece of the dim, a place along the dim: [[0, 1, 2, 3], [7, 6, 5, 4]] for pieces (2, 4).
-In the code, `line` is such an array, and `lines` are several. A *path* is the order in which the
-ring of an axis visits the points of the axis's box. `metrics[dim]` is an array with the number of
-links between each two places of the dim.
+the cut with shorter hops along the last axes of the mesh is taken. If these hops are equally long
+too, the cut with fewer pieces above 1 is taken: in this cut fewer axes share a dim, and the long
+hops of axes that share a dim would cross the same links.
+
+Along each dim, a device has one coordinate for each axis, from 0 to the axis's piece of the dim
+minus 1. A *laying* of a dim is an array that holds the place along the dim for each combination of
+these coordinates. For pieces (2, 4), [[0, 1, 2, 3], [7, 6, 5, 4]] is a laying: the coordinates
+(1, 0) are at place 7. In the code, `line` is a laying, and `lines` are several. A *path* is the
+order in which the ring of an axis visits the points of the axis's box. `metrics[dim]` is an array
+with the number of links between each two places of the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -93,8 +96,8 @@ def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
     number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
     that are possible. The product of all factors is `count`. If no factors of the sizes have this
-    product, the product of the result is a smaller divisor of `count`, and `device_array` ignores
-    the coordinates.
+    product, the product of the result is a smaller divisor of `count`, and `device_array` does not
+    place the TPUs by their coordinates.
     """
     factors = []
     for size in sizes:
@@ -275,16 +278,18 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the ways to number the places of a dim by the coordinates of the axes that share the
-    dim. Each way is an array of shape `pieces`.
+    """Returns the layings of a dim: arrays of shape `pieces` that hold places along the dim.
 
-    `pieces` has, for each axis, the number of its coordinates along the dim. The array gives the
-    place along the dim of each combination of coordinates, one of each axis. The axes are nested
-    (up to three axes in any order): for each coordinate of an outer axis, the coordinates of the
-    inner axes fill a stretch of neighbouring places. In every second stretch the inner coordinates
-    may be in reverse order. With two axes, the end of a stretch and the beginning of the next then
-    have the same inner coordinate, so the outer axis goes from one stretch to the next by a hop of
-    one link. With three axes or more, not all stretches follow each other like this.
+    Axis k of the mesh has the coordinates from 0 to `pieces[k] - 1` along the dim. A laying holds
+    the place for each combination of these coordinates: `line[i, j]` is the place of coordinate i
+    of the first axis and coordinate j of the second.
+
+    The axes are nested: for each coordinate of an outer axis, the coordinates of the inner axes
+    fill a stretch of neighbouring places. Up to three axes are nested in all orders, and more axes
+    in one order. In every second stretch the inner coordinates may be in reverse order. If they
+    are, and there are two axes, the end of a stretch and the beginning of the next have the same
+    inner coordinate. So the outer axis goes from one stretch to the next by a hop of one link. With
+    three axes or more, not all stretches follow each other like this.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -315,10 +320,11 @@ def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """Returns the mean cost of a hop along an axis, in links, for each path of `_paths` and each
-    combination of the layings of `_lines`.
+    """Returns the mean cost of a hop along an axis, in links, for each path of the axis's ring and
+    each combination of layings, one for each dim.
 
-    The returned array has the shape [paths, layings of dim 0, layings of dim 1, ...].
+    A laying, from `_lines`, says which coordinates of the axes are at which place along a dim. The
+    returned array has the shape [paths, layings of dim 0, layings of dim 1, ...].
 
     Args:
         axis: the index of the axis.

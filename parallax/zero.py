@@ -158,11 +158,11 @@ def sharded(
 
     The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
     updates that share of the parameters, and gathers the updates: each of the n devices sends
-    (n - 1)/n of the parameters' bytes. Gradients of full shape are averaged and scattered by
-    `update` itself; of gradients that are averaged already, `update` only takes the device's share.
-    Inside `shard_map`, the returned `init` makes the device's share of the state. Outside, where
-    arrays are global, `init` returns the whole state, for which
-    `rules.optimizer_specs(optimizer, params, specs)` gives the specs.
+    (n - 1)/n of the parameters' bytes. `update` also takes gradients of full shape: it averages and
+    scatters them itself, or, if they are averaged already, only cuts out the device's share. Inside
+    `shard_map`, the returned `init` makes the device's share of the state. Outside, where arrays
+    are global, `init` returns the whole state; `rules.optimizer_specs(optimizer, params, specs)`
+    gives its specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
     that combines elements of a gradient, as by a norm, would see only the elements of a share, so
@@ -229,9 +229,9 @@ def sharded(
 def _mean_share(
     gradient: Array, weight: Array, splits: Sequence[Split], axis: Axis, local: set[str]
 ) -> Array:
-    """Returns this device's share of the mean of a gradient, which has the shape of its parameter,
-    `weight`. `local` are those axes along which all devices have the same parameter and different
-    gradients. `splits` are the splits into shares."""
+    """Returns this device's share of the mean of `gradient`. The shapes of `gradient` and of its
+    parameter, `weight`, are equal. `local` are those axes along which all devices have the same
+    parameter and different gradients. `splits` are the splits into shares."""
     # The devices have different terms only along the axes in `local`. These terms are summed by a
     # reduce-scatter along the splits over such axes, and by an all-reduce along the other axes in
     # `local`.
@@ -490,8 +490,8 @@ class ZeRO:
 
     @property
     def rule(self) -> Rule:
-        """The rule of the parameters, for `step.init`: in stage 3 the rule of the shares, otherwise
-        `inside`."""
+        """The rule of the parameters, for `step.init`: in stage 3 `optimizer_rule`, the rule of the
+        shares; otherwise `inside`, the rule of the model without ZeRO."""
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,11 +39,11 @@ CASES = {
         if shown != "np.float32"
     },
     "batch(step=np.float32(1))": r"a whole number as step; got np\.float32\(1\.0\)",
-    "batch(TOKENS / 2)": r"one dim of whole numbers; its windows are float64\[4, 6\]",
-    "batch(TOKENS > 3)": r"one dim of whole numbers; its windows are bool\[4, 6\]",
-    "batch(np.ones((20, 2), int))": r"its windows are int64\[4, 6, 2\]",
-    "batch([0.5] * 20)": r"its windows are float64\[4, 6\]",
-    "list(data.held_out_batches(TOKENS / 2, size=2, length=5))": r"its windows are float64\[2, 6\]",
+    "batch(TOKENS / 2)": r"array of whole numbers; the windows .* are float64\[4, 6\]",
+    "batch(TOKENS > 3)": r"array of whole numbers; the windows .* are bool\[4, 6\]",
+    "batch(np.ones((20, 2), int))": r"from the text are int64\[4, 6, 2\]",
+    "batch([0.5] * 20)": r"from the text are float64\[4, 6\]",
+    "list(data.held_out_batches(TOKENS / 2, size=2, length=5))": r"the text are float64\[2, 6\]",
     "data.held_out_batches(TOKENS, "
     "size=2, length=5, limit=1.5)": r"held_out_batches needs a whole number as limit; got 1\.5",
     "data.held_out_batches(TOKENS, "

@@ -218,7 +218,7 @@ def test_the_plan_stands_before_the_first_step(finished):
         "of matrix rate",
         "left",
         "sample, 300 bytes",
-        "the bigram line of",
+        "the bigram model's loss of",
         "s in all",
     ):
         assert said in steps

@@ -452,7 +452,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, processes):
         )
         assert time.monotonic() - told < MORE
         printed = job.printed()
-    assert "SIGINT: ended at once. The same command goes on from the last checkpoint." in printed
+    assert "SIGINT: ended at once. Run the same command again to go on from the last" in printed
     assert "Traceback" not in printed
 
 

@@ -231,7 +231,7 @@ def test_long_sequences_take_a_share_of_the_memory_and_all_devices_do_the_same(p
         numbers(text, r"\n +256 +above \S+ +\S+ +#")[0],
     )
     assert alone > 2.5 * ring
-    assert "zigzag: every device computes 9 blocks, of which the four need 8, 8, 8, 8" in text
+    assert "zigzag: each device computes 9 blocks; devices 0 to 3 need 8, 8, 8, 8 of them" in text
     assert numbers(text, "step  3  loss #")[0] < numbers(text, "step  1  loss #")[0]
 
 

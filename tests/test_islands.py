@@ -407,7 +407,7 @@ def test_refusals():
         (
             0,
             islands.ALL_AT_ONCE,
-            "every of 1 step or more between rounds; got 0. Use every=50, or 1",
+            "needs 1 step or more between rounds; got every=0. Use every=50, or every=1",
         ),
         (
             2,

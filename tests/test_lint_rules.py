@@ -274,7 +274,7 @@ def taken_by_fsdp(parts: list, where: int, found: lint.Finding) -> list:
         )
     if found.kind == "wrong-size":
         return replaced(parts, where, size=int(re.match(r"Pass size=(\d+)\.$", found.cure)[1]))
-    assert "the rules inside without the fsdp" in found.cure
+    assert "replace the fsdp by the rules inside it" in found.cure
     return [*parts[:where], *parts[where].inside.rules, *parts[where + 1 :]]
 
 

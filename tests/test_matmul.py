@@ -329,15 +329,14 @@ def test_both_directions_carry_half(n):
 
 
 ERRORS = {
-    "all_gather_matmul: axis=1 is the last dim of shape (6, 5), a dim of the weight; only "
-    "dims of the batch can be split. Use one of the dims [0] before": (
-        lambda x, w: all_gather_matmul(x, w, "x", axis=-1)
-    ),
+    "all_gather_matmul: axis=1 is the last dim of shape (6, 5). The last dim is also a dim of the "
+    "weight, and only dims of the batch can be gathered or scattered. Use one of the dims [0] "
+    "before": lambda x, w: all_gather_matmul(x, w, "x", axis=-1),
     "axis=2 is no dim of an array of 2 dims: use one of [0, 1].": lambda x, w: all_gather_matmul(
         x, w, "x", axis=2
     ),
-    "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3), a dim of the "
-    "weight; only dims of the batch can be split.": (
+    "matmul_reduce_scatter: scatter_dimension=1 is the last dim of shape (6, 3). The last "
+    "dim is also a dim of the weight, and only dims of the batch can be gathered or scattered.": (
         lambda x, w: matmul_reduce_scatter(x, w, "x", scatter_dimension=1)
     ),
     "matmul_reduce_scatter: dim 0 (scatter_dimension) of shape (6, 5) must be a multiple of 4": (

@@ -167,7 +167,7 @@ def test_an_index_names_files_beside_it(name, folder):
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(
         ValueError,
-        match=r"index\.json: 'transformer\.wpe\.weight' needs the name of a file beside it; got",
+        match=r"index\.json: 'transformer\.wpe\.weight' must be in a file beside the index; got",
     ):
         gpt2.load(folder)
 

@@ -100,4 +100,6 @@ def test_ctrl_c_ends_a_program_that_is_stuck_with_a_line():
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error == "SIGINT: ended at once. The same command goes on from the last checkpoint.\n"
+    assert error == (
+        "SIGINT: ended at once. Run the same command again to go on from the last checkpoint.\n"
+    )

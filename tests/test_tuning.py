@@ -163,7 +163,7 @@ def test_auto_on_a_live_mesh():
         world, "x", ("x", "y"), sizes=(64, 4096), rounds=1, link=Link(1e-5, 1e-9)
     )
     assert "Axis ('x', 'y') of (2, 2) devices" in text
-    assert text.count("Chosen, as the fastest at its size:") == 2
+    assert text.count("Chosen as the fastest for each array size:") == 2
     run = lambda f: jax.jit(
         mesh.spmd(lambda x: f(x, ("y", "x")), mesh=world, in_specs=(P(("x", "y")),), out_specs=P())
     )

@@ -964,7 +964,7 @@ def test_one_spec_for_rows_and_a_table_is_refused(reduced, sizes):
     """Each device would have some of the classes, and JAX clamps the other labels to them."""
     grad_fn, params = REDUCERS[reduced](jax.value_and_grad(weighted_by_class)), normal(0, WIDTH, 8)
     batch = weighted_batch(8)
-    message = r"leaf \['weights'\] has \d rows.*One spec splits both over \['dp'\].*P\(\) for"
+    message = r"leaf \['weights'\] has \d rows.*One spec splits both leaves over \['dp'\].*P\(\)"
     for specs in ((P(), P("dp")), (P(), P(("dp",)))):
         with pytest.raises(ValueError, match=f"(?s){message}"):
             over(grad_fn, specs, P(), **sizes)(params, batch)
@@ -1087,11 +1087,11 @@ FORGOTTEN = {
     ),
     "sharded": (
         *(lambda s: zero.reduce_scattered(PLAIN_NET, "data", s), optax.adam(1e-3)),
-        "gradient of down has shape .2, 8., a share of .16, 8..*zero.sharded.*optimizer_rule",
+        "gradient of down has shape .2, 8., a share of the whole shape .16, 8..*zero.sharded.*rule",
     ),
     "sharded, by momentum": (
         *(lambda s: zero.reduce_scattered(PLAIN_NET, "data", s), optax.sgd(1e-3)),
-        "gradient of down has shape .2, 8., a share of .16, 8..*zero.sharded.*optimizer_rule",
+        "gradient of down has shape .2, 8., a share of the whole shape .16, 8..*zero.sharded.*rule",
     ),
     "optimizer_rule": (
         *(

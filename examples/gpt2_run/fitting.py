@@ -1,5 +1,5 @@
-"""Do the flags go together, and with the text and the devices? What does not is refused
-in flags, and what is proposed does."""
+"""Checks that the flags go together, and fit the text and the devices. An error
+proposes only flags that pass these checks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -43,14 +43,15 @@ OF_LAYOUT = (  # flags that are fields of a layout
 
 
 class World(NamedTuple):
-    """What a run finds, beside its flags.
+    """What the flags of a run must fit: its devices, processes, vocabulary and text,
+    and the model that it starts from.
 
     Attributes:
-        devices: how many there are; None: as many as `--devices` says.
-        vocabulary: tokens of the tokenizer.
-        processes: that share the devices.
+        devices: the number of devices; None: as many as `--devices` says.
+        vocabulary: the number of different tokens of the tokenizer.
+        processes: the number of processes that share the devices.
         source: the sizes of the model to start from, if there is one.
-        room: the tokens to train on, and those held out.
+        room: returns the number of tokens to train on, and of held-out tokens.
     """
 
     devices: int | None
@@ -71,8 +72,9 @@ class Fitted(NamedTuple):
 
 
 def fitted(settings: Settings, world: World) -> Fitted:
-    """What the flags come to. Raises `ValueError` where they do not go together; what
-    its message proposes does."""
+    """The sizes, the layout and the schedule that the flags ask for. Raises
+    `ValueError` if they do not go together; any flags that its message proposes go
+    together."""
     if (message := refusal(settings, world)) is not None:
         raise ValueError(message)
     fields, sizes = asked(settings, world)
@@ -101,7 +103,7 @@ def fitted(settings: Settings, world: World) -> Fitted:
 
 
 def model(settings: Settings, world: World) -> Change:
-    """The model's sizes, before it is made."""
+    """The sizes of the model that the flags ask for. The model itself is not made."""
     names = ("layers", "heads", "width", "context", "vocabulary_multiple")
     base = {
         name: getattr(world.source or MODELS[settings.model], name) for name in names
@@ -111,8 +113,8 @@ def model(settings: Settings, world: World) -> Change:
 
 
 def asked(settings: Settings, world: World) -> tuple[Change, Change]:
-    """The fields of the layout that the flags ask for, and the sizes that it must
-    fit."""
+    """The fields of the layout that the flags ask for; and the sizes of the model and
+    the batch, and the number of devices, that the layout must fit."""
     n = settings.devices if world.devices is None else world.devices
     layout = _axes(settings, n)
     usual, chunks = settings.schedule, 1
@@ -143,7 +145,8 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
 
 
 def _axes(settings: Settings, devices: int) -> Change:
-    """The sizes of the three axes that have a default."""
+    """The sizes of the axes data, stage and tensor; an axis without a flag has its
+    default size."""
     data, stage, tensor = settings.data, settings.stage, settings.tensor
     if (data, stage, tensor) == (None, None, None):
         stage = 2 if devices % 4 == 0 else 1
@@ -170,8 +173,8 @@ def refusal(settings: Settings, world: World) -> str | None:
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """`change` and the further changes that make the flags valid together; None where
-    no near ones do."""
+    """`change` with the further changes that make all flags valid; None if none are
+    found."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):
@@ -209,8 +212,8 @@ def works(settings: Settings, world: World) -> bool:
 
 
 def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Change]]]:
-    """What the flags themselves say against each other, and changes of them that may
-    mend it."""
+    """Yields a message for each conflict between flags, and the changes of flags that
+    may resolve the conflict."""
     name, numbers = settings.schedule, model(settings, world)
     if name.endswith(".csv"):
         table = schedule.from_csv(name)
@@ -275,7 +278,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
 
 
 def _too_short(settings: Settings, world: World) -> str | None:
-    """Why the text does not do for the sequences."""
+    """Why the text is too short for the sequences; None if it is not."""
     fields, sizes = asked(settings, world)
     (train, held_out), (window, batch) = world.room(), _least(sizes)
     if window <= train and batch <= held_out:
@@ -300,8 +303,8 @@ def _too_short(settings: Settings, world: World) -> str | None:
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The fewest tokens to train on, and held out: a window, and a batch of windows end
-    to end."""
+    """The fewest tokens to train on, which fill one window; and the fewest held-out
+    tokens, which fill a batch of windows that follow each other."""
     return sizes["tokens"] + 1, sizes["tokens"] * sizes["batch"] + 1
 
 
@@ -333,8 +336,11 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """A change of a layout and its sizes as one of flags; where one of three axes is
-    left to its default, all three are given."""
+    """A change of the layout and its sizes, written as a change of flags.
+
+    The default sizes of data, stage and tensor depend on each other. So if the change
+    has one of these axes, and one of them has no flag, the result has all three.
+    """
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}
     left = set(axes) & set(change) and None in [

@@ -65,5 +65,6 @@ def summary(record: dict) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """The comparison of each step, one line each; "" without one."""
+    """One line for each step that one device computed too, with both losses; "" if
+    there is no such step."""
     return "\n".join(summary(record) for record in compared(records))

@@ -69,7 +69,8 @@ def write(
 
 
 def _drawn(draw_to: Callable[..., str], subject: Any, path: Path) -> list[str | Path]:
-    """The picture at `path`, if `draw_to` draws one, and its text."""
+    """The path of the picture, if `draw_to` draws one, and the text that `draw_to`
+    returns."""
     text = draw_to(subject, path)
     return [path, text] if path.exists() else [text]
 
@@ -91,7 +92,8 @@ def _traffic(entries: list[certificate.Entry], pictures: Path) -> list[str | Pat
 
 
 def curve(path: Path, records: list[dict], plan: Plan) -> None:
-    """The curve of the losses beside the losses of models that only count, as a PNG."""
+    """Draw the curve of the losses as a PNG, with lines at the losses of the uniform,
+    unigram and bigram models."""
     import matplotlib
 
     matplotlib.use("Agg")

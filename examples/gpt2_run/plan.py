@@ -1,5 +1,5 @@
-"""A run, worked out and checked before a device computes: sizes, layout, text, what it
-costs, and what its numbers depend on."""
+"""The plan of a run, checked before a device computes: the sizes, the layout, the
+training text, the cost, and the settings on which the losses depend."""
 
 import contextlib
 import dataclasses
@@ -70,8 +70,8 @@ class Plan:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What the losses depend on, by the names of the flags: the layout is not among
-        it."""
+        """The settings on which the losses depend, by name. The layout is not one of
+        them."""
         s, c = self.settings, self.config
         flags = (
             "model",
@@ -109,13 +109,16 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """What a token is called."""
+        """The word for a token in the output of the run: "byte" or "token"."""
         return "byte" if self.settings.tokenizer == "bytes" else "token"
 
 
 def prepare(settings: Settings, job: processes.Job) -> Plan:
-    """The plan of a run, on every rank. Raises `ValueError`, `OSError` or
-    `ImportError`, to be read by the user."""
+    """The plan of a run. Every rank makes its own; rank 0 also checks the folder of
+    results.
+
+    Raises `ValueError`, `OSError` or `ImportError`, with a message for the user.
+    """
     tokenizer = TOKENIZERS[settings.tokenizer]()
     begins_with = None if settings.source is None else loaded(settings.source)
     text = functools.cache(
@@ -136,7 +139,7 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
     prompt = tokenizer.encode(settings.prompt)
     if not len(prompt):
         raise ValueError(
-            "--prompt must have a character or more; got none. Give it a space."
+            "--prompt must have a character or more; got none. A space is enough."
         )
     train, held_out = text()
     # Refuses a text that is too short.
@@ -217,7 +220,7 @@ def check_folder(plan: Plan) -> None:
         ):
             raise ValueError(
                 f"{out} holds another run, with {differing}. Choose another --out, or "
-                "set them so to go on with it."
+                "give the flags the values of that run to go on with it."
             )
     elif (
         not stored
@@ -265,8 +268,8 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def claim_folder(plan: Plan) -> None:
-    """Make the folder of results, and write into it whose it is: what its numbers
-    depend on, and all flags."""
+    """Make the folder of results, and write into it which run it belongs to: the
+    settings on which the losses depend, and all flags."""
     out = plan.settings.out
     out.mkdir(parents=True, exist_ok=True)
     written = json.dumps(
@@ -278,7 +281,7 @@ def claim_folder(plan: Plan) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as it shall be, or not at all."""
+    """Write the file at `path` atomically: it never holds only a part of `text`."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -287,8 +290,14 @@ def write_whole(path: Path, text: str) -> None:
 def describe(
     plan: Plan, sent: dict[str, int], rate: float, measured: str, first: int
 ) -> str:
-    """The plan in words, and what it costs: `sent` is what a device sends in a step, by
-    axis; `first` steps are done."""
+    """The plan and its cost in words.
+
+    Args:
+        sent: the bytes that a device sends in a step, by mesh axis.
+        rate: the flops per second of a matrix product on all devices.
+        measured: how `rate` was measured.
+        first: the number of steps that are already done.
+    """
     s, c, layout = plan.settings, plan.config, plan.layout
     per_step = s.batch * plan.length
     flops = report.step_flops(c, per_step, plan.length)
@@ -364,8 +373,8 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def said(plan: Plan) -> str:
-    """Returns the collective algorithm as text. Stages that each have a job of their
-    own use `jax.lax` over tensor, whatever the setting."""
+    """Returns the collective algorithm as text. If the schedule runs each stage as its
+    own program, the tensor axis uses `jax.lax`, whatever `--all-reduce` is."""
     asked = plan.settings.all_reduce
     alone = plan.schedule.per_stage and plan.layout.tensor > 1 and asked != "psum"
     return f"{asked} (psum over tensor)" if alone else asked

@@ -48,8 +48,8 @@ def step_flops(config: gpt2.Config, tokens: int, length: int) -> int:
 
 
 def sent(entries: list[certificate.Entry]) -> dict[str, int]:
-    """The bytes that one device sends in a step, by mesh axis: of permutes exactly, of
-    XLA's own collectives their results."""
+    """The bytes that one device sends in a step, by mesh axis. They are exact for
+    permutes; for XLA's own collectives, the bytes of the results are counted."""
     axes: dict[str, int] = {}
     for entry in entries:
         if entry.axes:  # along none, each device is alone, and sends nothing
@@ -78,8 +78,8 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def split(layout: Layout) -> str:
-    """What the devices split besides batch, layers and vocabulary, what the model
-    computes in, and what it computes again."""
+    """A text that says what the devices split besides batch, layers and vocabulary, the
+    precision of the model, and what the backward pass computes again."""
     sharded = (
         "nothing",
         "optimizer state",
@@ -115,8 +115,8 @@ def machines() -> int:
 
 
 def matrix_rate(seconds: float = 1.0) -> tuple[float, str]:
-    """The flops per second of the best of many float32 matrix products, for all devices
-    of the job, and what was measured."""
+    """The flops per second of all devices of the job together, from the fastest of many
+    float32 matrix products; and a text that says how this was measured."""
     devices = jax.local_devices()
     on_cpu = devices[0].platform == "cpu"
     size = 1024 if on_cpu else 8192
@@ -148,18 +148,19 @@ def cores() -> int:
 
 
 def printer(job: processes.Job) -> Callable[[str], Any]:
-    """What prints a line on rank 0, at once, and nothing on the others."""
+    """A function that prints a line at once on rank 0, and does nothing on the other
+    ranks."""
     return functools.partial(print, flush=True) if job.rank == 0 else lambda line: None
 
 
 class Progress:
-    """The state of a run in one line: rewritten in place on a terminal; elsewhere a
-    line an evaluation.
+    """Prints the state of a run: on a terminal, one line that is rewritten in place;
+    elsewhere, a new line at each evaluation.
 
     Args:
-        steps: of the whole run.
-        first: of them done before this session.
-        say: prints a line, on the rank that does.
+        steps: the number of steps of the whole run.
+        first: the number of steps done before this session.
+        say: prints a line on rank 0, and does nothing on the other ranks.
         live: whether to rewrite one line in place.
     """
 

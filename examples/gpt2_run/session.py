@@ -20,8 +20,8 @@ from parallax.run.watchdog import Watchdog
 
 
 def sinks(plan: Plan, first: int) -> metrics.Sink:
-    """Where the numbers of each step go: rank 0 alone writes. What was measured after
-    `first`, and lost, is dropped."""
+    """Where the numbers of each step go: rank 0 alone writes. The old numbers of steps
+    after `first`, which the run computes again, are dropped."""
     s = plan.settings
     if plan.job.rank > 0:
         return metrics.to_all()
@@ -35,8 +35,8 @@ def sinks(plan: Plan, first: int) -> metrics.Sink:
 
 
 def limited(spikes: Spikes | None) -> tuple[Any, ...]:
-    """What the step takes behind the batch: no weights, and the limit of the guard;
-    nothing without one."""
+    """The arguments of the step after the batch: None for the weights of the tokens,
+    and the guard's limit on the loss. Without a guard there are no such arguments."""
     return () if spikes is None else (None, np.float32(spikes.limit))
 
 
@@ -83,11 +83,13 @@ class Session:
 
     @property
     def past(self) -> int:
-        """Batches that the run has gone past: step i takes that of i + `past`."""
+        """The number of batches that the run has skipped: step i takes batch
+        i + `past`."""
         return 0 if self.spikes is None else self.spikes.past
 
     def one_step(self, state: step.State, windows: Any) -> tuple[step.State, step.Info]:
-        """One step of training, under the guard against spikes where there is one."""
+        """One step of training. If the run has a guard against spikes, a step whose
+        loss is above the guard's limit changes nothing."""
         return self.train(state, windows, *limited(self.spikes))
 
     def save(self, i: int, state: step.State) -> None:
@@ -103,18 +105,19 @@ class Session:
             self.checkpoints.save(i, state, note, evaluated=evaluated)
 
     def compare(self, i: int, state: step.State, *, saves: bool) -> None:
-        """Raise `CopiesDiffer` where they do: every so many steps, and before each
-        save, so that no checkpoint holds a fault."""
+        """Raise `CopiesDiffer` if the devices' copies of the state differ. They are
+        compared every `--fingerprint-every` steps, and before each save, so that no
+        checkpoint holds a fault."""
         every = self.plan.settings.fingerprint_every
         if every and (saves or i % every == 0):
             with self.clock("fingerprints"):
                 fingerprint.check(i, state)
 
     def back(self, error: fingerprint.CopiesDiffer | Spiked) -> tuple[step.State, int]:
-        """A checkpoint's state and step, to go on from: the last one where copies
-        differ, one from before where losses spike.
+        """The state and the step of the checkpoint to go on from. If copies differ, it
+        is the last checkpoint; if losses spike, it is one from before the spikes.
 
-        After `--rollback-budget` times the run ends.
+        After `--rollback-budget` such returns, the next one ends the run.
         """
         s, spiked = self.plan.settings, isinstance(error, Spiked)
         self.watch.phase("restore", waits=True)
@@ -157,7 +160,7 @@ class Session:
     def measured(
         self, i: int, state: step.State, info: step.Info, took: float
     ) -> dict[str, Any]:
-        """The numbers of step `i`; ends the run where they say that it is lost."""
+        """The numbers of step `i`; ends the run if they show that it is lost."""
         s, loss = self.plan.settings, float(info.loss)
         spike = self.spikes is not None and self.spikes.count(i, loss)
         if spike:
@@ -173,8 +176,8 @@ class Session:
             self.checkpoints.wait()
             self.end(
                 f"{error} Now --learning-rate is {s.learning_rate} and --skip-budget "
-                f"{s.skip_budget}. {s.out} holds the metrics, and a checkpoint from "
-                "which a larger --skip-budget goes on."
+                f"{s.skip_budget}. {s.out} holds the metrics and a checkpoint; with a "
+                "larger --skip-budget the run goes on from it."
             )
         record: dict[str, Any] = {"skipped": True}
         if not skip:

@@ -1,8 +1,8 @@
 """The flags of the example, each with its default, its meaning and its range:
 `python examples/gpt2.py --help` prints them.
 
-A wrong flag is reported at once, since JAX is imported only where another layout must
-be proposed.
+A wrong flag is reported at once: JAX, which takes seconds to import, is imported only
+if the error has to propose another layout.
 """
 
 import dataclasses
@@ -208,8 +208,8 @@ FIT += (
 
 
 def check(settings: Settings) -> None:
-    """Refuse with a `ValueError` what is wrong with the flags by themselves, before
-    anything is written."""
+    """Raise `ValueError` if a flag is wrong whatever the text and the devices are.
+    Nothing is written before this check."""
     all_faults = list(faults(settings))
     if all_faults:
         needed, change = all_faults[0]
@@ -222,8 +222,8 @@ def check(settings: Settings) -> None:
 
 
 def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All that is wrong with the flags by themselves, and what they may be instead, by
-    name."""
+    """Yields a message for each flag that is wrong whatever the text and the devices
+    are, and the values to use instead, by the names of the fields."""
     for name, (least, most) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not least <= value <= most:
@@ -285,7 +285,7 @@ def spelt(change: Mapping[str, Any]) -> str:
 
 
 def _cure(change: Mapping[str, Any]) -> str:
-    """The same as a sentence; None is a flag that is left out."""
+    """A change of flags as a sentence; a flag whose value is None is left out."""
     given = spelt({name: value for name, value in change.items() if value is not None})
     left_out = " ".join(flag(name) for name, value in change.items() if value is None)
     if not left_out:
@@ -296,8 +296,8 @@ def _cure(change: Mapping[str, Any]) -> str:
 
 
 def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | None:
-    """`change`, with what else has to change for virtual CPU devices; None where
-    nothing near works."""
+    """`change` with the further changes that make the flags valid on virtual CPU
+    devices; None if none are found."""
     after = dataclasses.replace(settings, **change)
     if next(faults(after), None) is not None or after.source is not None:
         return None

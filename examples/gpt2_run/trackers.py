@@ -51,10 +51,11 @@ def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
 
 @contextlib.contextmanager
 def profiler(folder: str | Path, steps: range) -> Iterator[Callable[[int], None]]:
-    """A function to call as each step begins. It writes a trace of the chosen `steps`.
+    """A function to call as each step begins. It writes a trace of the chosen `steps`
+    into `folder`, for Perfetto, XProf or TensorBoard.
 
-    The trace in `folder`, for Perfetto, XProf or TensorBoard, ends where a step outside
-    begins, or with the block. Wait for each step's arrays, or the last are missing.
+    The trace ends when a step that is not in `steps` begins, or at the end of the
+    `with` block. Wait for each step's arrays, or the trace lacks the last ones.
     """
     on = False
 

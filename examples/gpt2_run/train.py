@@ -83,8 +83,9 @@ def run(plan: Plan, started: float) -> None:
 def begin(
     plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
 ) -> tuple[Session | None, Any, int]:
-    """All that comes before the first step of this process; no session where the run is
-    finished already.
+    """Do all that comes before the first step of this process. Returns the session, the
+    state and the number of steps already done; no session (None) if the run is finished
+    already.
 
     Args:
         seconds: what each part took is added here.
@@ -278,8 +279,8 @@ def finish(
     verdict = "below" if loss < bigram else "NOT below"
     goodput = session.clock.goodput()
     print(
-        f"held-out loss {loss:.3f} nats per {plan.unit}, {verdict} the bigram line of "
-        f"{bigram:.3f}\n"
+        f"held-out loss {loss:.3f} nats per {plan.unit}, {verdict} the bigram model's "
+        f"loss of {bigram:.3f}\n"
         f"{time.perf_counter() - started:.0f} s in all, {goodput:.0%} of the run's "
         "time in steps\n"
         f"{s.out / 'report.html'} shows all of the run; loss.png, sample.txt, "

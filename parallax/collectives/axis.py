@@ -31,7 +31,8 @@ Collective: TypeAlias = Callable[..., Any]  # (x, axis_name, **options), x a tre
 
 
 def _no_table(*sizes: int) -> NoReturn:
-    """Raises `ValueError`: the default for `Algorithm.table`, for algorithms without a table."""
+    """Raises `ValueError`. This function is the default value of `Algorithm.table`: an algorithm
+    without a table keeps it."""
     raise ValueError(
         "This algorithm has no table of messages. Use one of `collectives.tables`, such as ring."
     )
@@ -233,15 +234,19 @@ def _in_order(parts: list[Axis]) -> Axis:
     """
 
     def all_reduce(x, axis_name):
-        """Returns the sum over the axes `axis_name`: over the first group of them, then the
-        next."""
+        """Returns the sum over the axes `axis_name`: over the first group of axes, then over the
+        next group, and so on.
+
+        A group (see `_groups`) is one axis, or neighbouring axes that have the same algorithm.
+        """
         return functools.reduce(lambda x, part: part.all_reduce(x), _groups(parts, axis_name), x)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
         """Returns this device's part of the sum over devices. The sum is scattered over the first
         axis in `axis_name`, then over the next axis, and so on.
 
-        `_groups` returns these axes in their order, in groups of neighbours with one algorithm.
+        `_groups` keeps the order of these axes, and joins neighbouring axes that have the same
+        algorithm into one group.
         """
 
         def leaf(x):
@@ -265,7 +270,10 @@ def _in_order(parts: list[Axis]) -> Axis:
         over the axis before it, and so on."""
 
         def leaf(x):
-            """Returns the joined blocks of one array: each group of axes gathers along `axis`."""
+            """Returns all devices' blocks of one array, joined along its dim `axis`.
+
+            The groups of mesh axes (see `_groups`) gather one after another, the last group first.
+            """
             # Untiled, the result has one dim more than `x`, and a negative `axis` counts it too.
             dim = axis % (x.ndim + (not tiled))
             shape = x.shape
@@ -286,8 +294,8 @@ def _in_order(parts: list[Axis]) -> Axis:
 
 
 def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
-    """Returns the axes `axis_name` in groups, each an `Axis` with the algorithm of its axes in
-    `parts`.
+    """Returns the mesh axes `axis_name` in groups. Each group is one `Axis`, with the algorithm
+    that `parts` gives to these mesh axes.
 
     Neighbouring axes that have the same algorithm form one group: a collective over two axes sends
     fewer messages than two collectives.

@@ -64,7 +64,8 @@ class Round(NamedTuple):
 def priced(
     rounds: Callable[..., Sequence[Round]], name: str = ""
 ) -> Callable[[Function], Function]:
-    """Returns a decorator that gives a function a name, and the rounds of messages that `of` reads.
+    """Returns a decorator that gives a function a name, and the rounds of messages from which
+    `cost.of` computes its cost.
 
     Args:
         rounds: `rounds(size, n, itemsize, **options)` returns the rounds for an array of `size`
@@ -163,11 +164,11 @@ def of_leaves(
 def rounds(
     collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int = 4
 ) -> Sequence[Round]:
-    """Returns the rounds of a call of `collective`, with the arguments and errors of `of`.
+    """Returns the rounds of messages of a call of `collective`.
 
-    `nbytes` is the bytes of the argument on one device (for an all-gather, of one block), and
-    `itemsize` is the bytes of a number. `n` is the number of devices on the axis, or on each of
-    several axes.
+    The arguments, and the errors that are raised, are those of `cost.of`: `nbytes` is the bytes of
+    the argument on one device (for an all-gather, of one block), and `itemsize` is the bytes of a
+    number. `n` is the number of devices on the axis, or on each of several axes.
     """
     # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}

@@ -1,8 +1,9 @@
 """Drop-in replacements for `lax`'s collectives, made from a scatter and a gather of slices.
 
-This file adds the dims, options, replication types and errors of `lax`'s functions. The scatter and
-the gather are a pair, `Slices`, and work along one dim of one array. Both keep this dim: over n
-devices, a scatter makes it n times shorter, a gather n times longer.
+The scatter and the gather are a pair, `Slices`, and work along one dim of one array. Both keep this
+dim: over n devices, a scatter makes it n times shorter, a gather n times longer. This file does the
+rest of what `lax`'s functions do: it takes the same arguments (the dim, `tiled`, `to`), refuses the
+same mistakes, and gives the results the same replication types.
 
 As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
 along a dim. Without `tiled` the dim has size n: the scatter cuts it to size 1, and then it is

@@ -8,9 +8,11 @@ arrays: one for each block, or only one if the blocks are small enough to join.
 The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
 It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
 `route.device_at(me, offset)` is the device at an offset. A block is named by its table and by the
-offset of the device that owns it. A round of a `Route` is {step: offsets}; offset o becomes
-`offset_after(o, step)` in a hop of `step`, and `offset_after(o, step, k)` in k hops. `pairs(step)`
-lists the (sender, receiver) of each message of the hop; `back=True` swaps the two.
+offset of the device that owns it. A round of a `Route` is {step: offsets}: each device sends the
+blocks at `offsets` to the device at offset `step`. A block that is at offset o for the sender is at
+`offset_after(o, step)` for the receiver, and at `offset_after(o, step, k)` after k such hops.
+`pairs(step)` lists the (sender, receiver) of each message of a hop; with `back=True` each message
+goes from the receiver to the sender.
 
 Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
 that just arrived, as in a ring. A long chain becomes a loop, so that the compile time does not grow
@@ -142,7 +144,7 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
     single round may be a chain.
 
     From the second round of a chain on, each table passes on exactly the blocks that just arrived,
-    or the table sends nothing in the whole chain. Any other round begins a new chain.
+    or the table sends nothing in the whole chain. A round that breaks this rule begins a new chain.
     """
     # `_hands_on` tells whether a round passes on, by the same step, the blocks of the round before.
     count, start = len(routes[0].rounds), 0
@@ -156,8 +158,8 @@ def _hands_on(route: Route, number: int) -> bool:
     """Returns whether round `number` sends the blocks that the round before brought, over the same
     distance.
 
-    Both the round and the round before it must have exactly one step. The result is also True if
-    both send nothing.
+    The result is False if one of the two rounds has several steps, or if only one of them sends
+    anything. It is True if both send nothing.
     """
     before, now = list(route.rounds[number - 1].items()), list(route.rounds[number].items())
     if len(before) != 1 or len(now) != 1:
@@ -190,14 +192,14 @@ def _arrivals(
 
 
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
-    """Runs a chain (rounds that pass on the blocks that just arrived) of a scatter as a loop, one
-    hop per iteration, and updates `sums`.
+    """Runs a chain of rounds of a scatter as a loop, one hop per iteration, and updates `sums`.
 
-    After each hop a device adds its own terms to the partial sums that arrived. `sums` has partial
-    sums from earlier chains, by table and offset. `take(table, offset)` removes and returns one of
-    these partial sums, or returns this device's term if there is none. `term(table, j)` returns
-    this device's term of the share of device j's block that `routes[table]` carries. The blocks of
-    one message are joined along `dim`.
+    In a chain, each round passes on the partial sums that just arrived. After each hop a device
+    adds its own terms to them. `sums` has partial sums from earlier chains, by table and offset.
+    `take(table, offset)` removes and returns one of these partial sums, or returns this device's
+    term if there is none. Each table carries its own share of every block: `term(table, j)` returns
+    this device's term for device j's block, cut to the share of `routes[table]`. The blocks of one
+    message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
@@ -233,7 +235,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def hop(trip, partial_sums):
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
-        `messages` lists (table, step, offsets) of the first of the rounds that the loop runs;
+        The enclosing function's list `messages` has (table, step, offsets) for each table that
+        sends, as in the first round of the chain. All rounds of the chain have the same step.
         `terms[table](trip)` are the terms to add in iteration `trip`.
         """
         arrived = {}
@@ -266,18 +269,18 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
-    """Runs a chain (rounds that pass on the blocks that just arrived) of a gather as a loop, the
-    last round first. Returns the new `result`, and updates `copies`.
+    """Runs a chain of rounds of a gather as a loop, the last round first. Returns the new `result`,
+    and updates `copies`.
 
-    Each iteration is one hop: each table passes on the blocks that it just received, and the
-    arriving blocks are written. `copies` has, for each table, the blocks that this device has, by
+    Each iteration is one hop: each table passes on the blocks that just arrived, and the blocks
+    that arrive now are written. `copies` has, for each table, the blocks that this device has, by
     the offset of their owners. `write`, `result` and `dim` are as in `gather`:
     `write(result, table, j, block)` returns `result` with device j's block written into it.
 
     A gather runs backwards: the rounds that stand before the chain in the table run after the
-    chain, and send the same blocks again. So if there are such rounds, each block that arrives is
-    also stored for them: each array of a message has a stack of shape `[length, *block]`, where
-    `length` is the number of hops of the chain.
+    chain, and send the same blocks again. If the table has such rounds, the loop keeps every
+    message that arrives. For each array of a message there is a stack of shape `[length, *array]`,
+    where `length` is the number of iterations; entry k is the array that arrives in iteration k.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
@@ -291,7 +294,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         """Returns the carry after one hop: the messages that arrived, the stacks of all arrived
         blocks, and the result.
 
-        `messages` lists (table, step, offsets) of the first of the rounds that the loop runs.
+        The enclosing function's list `messages` has (table, step, offsets) for each table that
+        sends, as in the first round of the chain. All rounds of the chain have the same step.
         `stacks` keep each arrived block for rounds after the loop, and are empty if no rounds
         follow. `owners_after` gives the offsets of the devices that own the blocks of an iteration.
         """
@@ -387,13 +391,14 @@ def empty_like(
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
     The caller overwrites the whole array, so its numbers do not matter. `make(shape, dtype)` makes
-    the array. If the mesh has Explicit axes and `block` is not empty, the array is broadcast from a
-    number of `block`.
+    the array. If the mesh has Explicit axes and `block` is not empty, the array is broadcast from
+    one element of `block`.
     """
-    # An empty block has no number to broadcast.
+    # An empty block has no element to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
         # Under a vmap over a sharded dim, JAX 0.10 requires the same sharding of every operand. A
-        # new array has no sharding. So it is broadcast from a number of the block, which has one.
+        # new array has no sharding. So it is broadcast from one element of the block, which has a
+        # sharding.
         return lax.broadcast(block[(0,) * block.ndim], shape)
     return varying(make(shape, block.dtype), varying_axes(block))
 

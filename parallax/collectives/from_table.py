@@ -7,10 +7,11 @@ table of messages.
 
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
-A table is a `Route`: the sizes of the box of devices, here `(n,)` for a row of n, and a list of
-rounds {step: offsets}. In a reduce-scatter, the blocks that belong to the devices `offsets` places
-further on go to the device `step` places further on. Several tables may run side by side. Then each
-table carries its own *share* of every block.
+A table is a `Route`. Its first argument is the shape of the grid that the devices form, here `(n,)`
+for a row of n devices. Its second argument is a list of rounds, each {step: offsets}: in a
+reduce-scatter, device i sends to device i + step the blocks that belong to the devices i + o, for
+each o in `offsets` (modulo n). Several tables may run side by side. Then each table carries its own
+*share* of every block.
 """
 
 import functools
@@ -51,11 +52,13 @@ def algorithm(
     ```
 
     The functions of the algorithm work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on
-    trees of any dtype and shape, with the same replication types and derivatives. The functions
-    work along one axis or several. Whatever table `maker(n)` returns, a device sends n - 1 blocks.
-    So for an input of S bytes on each device, a device sends (n - 1)/n S in a reduce-scatter,
-    (n - 1) S in an all-gather, and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that
-    cannot be cut into n equal blocks. The transpose of an all-reduce sends nothing.
+    trees of any dtype and shape, with the same derivatives and the same replication types (varying
+    or invariant along the axis). The functions work along one axis or several. Whatever table
+    `maker(n)` returns, a device sends n - 1 blocks in a reduce-scatter, n - 1 in an all-gather, and
+    twice as many in an all-reduce. So for an input of S bytes on each device, it sends
+    (n - 1)/n S bytes in a reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an
+    all-reduce. An all-reduce pads an array that cannot be cut into n equal blocks. The transpose of
+    an all-reduce sends nothing.
 
     The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
     reduce-scatter also raises `ValueError` if a leaf lacks the dim `scatter_dimension`, or if this
@@ -109,14 +112,11 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
     def gather_slices(x, dim, axis_name):
         return all_gather_array(x, dim, routes(axis_name), axis_name)
 
+    # The pair of functions that scatter and gather one array by the algorithm's tables.
     slices = drop_in.Slices(scatter_slices, gather_slices)
 
     def reduce_scatter(x, axis_name, *, scatter_dimension=0, tiled=False):
-        """Returns this device's block of the sum of each array, as `lax.psum_scatter` does.
-
-        `slices` are the scatter and the gather of one array, as the algorithm's tables of messages
-        run them.
-        """
+        """Returns this device's block of the sum of each array, as `lax.psum_scatter` does."""
 
         def leaf(x):
             return drop_in.reduce_scatter_leaf(x, axis_name, slices, scatter_dimension, tiled)
@@ -124,11 +124,7 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
         return leaf_by_leaf(leaf, x, axis_name)
 
     def all_gather(x, axis_name, *, axis=0, tiled=False, to="varying"):
-        """Returns all devices' blocks of each array, as `lax.all_gather` does.
-
-        `slices` are the scatter and the gather of one array, as the algorithm's tables of messages
-        run them.
-        """
+        """Returns all devices' blocks of each array, as `lax.all_gather` does."""
 
         def leaf(x):
             return drop_in.all_gather_leaf(x, axis_name, slices, axis, tiled, to)

@@ -29,7 +29,8 @@ An array is cut into n parts, one for each device, and each part into blocks. A 
 term of part j once and sends it straight to device j. Device j adds the terms of its own part in
 float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
 partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
-sum: on average the error is n/2 times the bound a / 127 of one rounding.
+sum: if a is the largest magnitude on each device, the sum of k terms is rounded with an error of up
+to k a / 127. On average over the hops, this bound is n/2 times the bound for one term.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|
@@ -38,8 +39,9 @@ sum: on average the error is n/2 times the bound a / 127 of one rounding.
 | `all_reduce` | 2 (n - 1)/n (1 + 1/block_size) S/4 | 2 (n - 1) |
 
 With blocks of 32 a device sends 0.258 of the exact ring's bytes. (float64 sends two bytes per
-exponent.) A hop is one message, of integers and exponents together. Hop k of the reduction spans k
-devices. On a switch hop k is as fast as a hop to a neighbour; on a bare ring it crosses k links.
+exponent.) A hop is one message, of integers and exponents together. In hop k of the reduction, each
+device sends to the device k places after it. On a switch hop k is as fast as a hop to a neighbour;
+on a bare ring it crosses k links.
 
 The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
 exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
@@ -150,10 +152,11 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     `quantized_all_reduce` works like `lax.psum`.
 
     A leaf is flattened, padded to a multiple of n numbers and cut into n parts, and each part is
-    cut into blocks. The error of a number is at most (sum of a_i + A) / 127. Here a_i is the
-    largest magnitude in the number's block on device i, for each device but the one that adds the
-    block up, and A is the largest magnitude in this block of the sum. The float additions, and the
-    cast of the sum to 16 bits if `x` has 16, add further rounding.
+    cut into blocks. The error of a number is at most (sum of a_i + s) / 127. Here a_i is the
+    largest magnitude in the number's block on device i, and s is the largest magnitude in the same
+    block of the sum. The sum of a_i is over all devices except the one that adds up the block,
+    whose own term is not rounded. The float additions, and the cast of the sum to 16 bits if `x`
+    has 16, add further rounding.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -245,13 +248,16 @@ class ErrorFeedback:
         error = feedback.initial(gradients)
         gradients, error = feedback.all_reduce(gradients, error)
 
-    Here the argument `error` has the rounding errors of the call before, and the new error those of
-    this call. The result plus the sum of the new errors over the devices is the sum over the
-    devices of (x + error), up to the rounding of the float additions. So nothing is lost: after any
-    number of calls, the sum of their results has only the error of the last call. (If `x` has 16
-    bits, the rounding of the sum to 16 bits is lost in `all_reduce`.) For a block (the
-    numbers that share a scale) with an infinity or NaN, the new error is 0. There is no derivative:
-    use an `ErrorFeedback` on gradients, after differentiation.
+    The argument `error` has the rounding errors of the previous call, and the returned error has
+    those of this call. With `x_i`, `error_i` and `new_error_i` for the input, the argument and the
+    returned error on device i, and up to the rounding of the float additions,
+
+        result + sum over i of new_error_i = sum over i of (x_i + error_i)
+
+    So nothing is lost: after any number of calls, the sum of their results has only the error of
+    the last call. (If `x` has 16 bits, the rounding of the sum to 16 bits is lost in `all_reduce`.)
+    For a block (the numbers that share a scale) with an infinity or NaN, the new error is 0. There
+    is no derivative: use an `ErrorFeedback` on gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
@@ -501,9 +507,10 @@ def _unzipped(pairs, x):
 
 
 def _with(x, error, axis_name):
-    """Returns the leaf `x` plus `error`, its rounding error of the last call, of shape [1, *dims].
+    """Returns the leaf `x`, [*dims], plus its rounding error from the previous call: `error`,
+    [1, *dims].
 
-    The sum has the dtype of the error, float32 or wider, and varies along `axis_name`.
+    The sum, [*dims], has the dtype of the error, float32 or wider, and varies along `axis_name`.
     """
     if error.shape != (1, *x.shape):
         raise ValueError(

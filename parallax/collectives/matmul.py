@@ -49,13 +49,15 @@ from parallax.collectives.types import (
 
 
 def _from_both_sides(n: int) -> Route:
-    """Returns the table of a scatter in which each block goes the shorter way to its owner.
+    """Returns the table of messages of a scatter in which each block goes the shorter way to its
+    owner.
 
     The devices form a ring. The farthest blocks start first. A gather runs the table backwards.
     """
-    # A table is a list of rounds {step: offsets}: the blocks of the devices `offsets` places
-    # further on go `step` places on. With step 1 the block at offset h arrives at offset h - 1. The
-    # receiver adds its term, and sends the block on in the next round: so h falls.
+    # A table is a list of rounds {step: offsets}: device i sends to device i + step the blocks that
+    # belong to the devices i + o, for each o in `offsets`. With step 1 the block at offset h
+    # arrives at offset h - 1. The receiver adds its term, and sends the block on in the next round:
+    # so h falls.
     rounds = []
     for h in range(n // 2, 0, -1):
         # The device n - h places further on is h places back. The opposite device is equally far on
@@ -169,11 +171,11 @@ def matmul_reduce_scatter(
 # The derivatives are written out, so that their products overlap with their messages too.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _all_gather_matmul(x, weight, axis_name, axis):
-    """Returns the product of the gathered `x`, [..., T_X, ..., D], and the weight, [D, *F_X].
+    """Returns the gathered `x`, [..., T, ..., D], times the weight, [D, *F_X].
 
-    The derivative is written by hand, so that the products in it overlap with messages too. The
-    backward pass gathers `x` again: JAX's own derivative would keep every block of `x` until the
-    backward pass.
+    A device's own `x` is [..., T_X, ..., D], and T_X is its dim `axis`. The derivative is written
+    by hand, so that the products in it overlap with messages too. The backward pass gathers `x`
+    again: JAX's own derivative would keep every block of `x` until the backward pass.
     """
 
     def multiply(y, j, block):
@@ -205,8 +207,11 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     x, cotangent = lax.optimization_barrier((x, cotangent))
 
     def add(total, j, block):
-        """Returns `total`, the weight's gradient, plus the term that `block`, device j's rows of
-        `x`, gives: the outer product of these rows and their cotangent."""
+        """Returns `total`, a partial sum of the weight's gradient, plus the term of device j.
+
+        This term is the outer product of `block`, device j's rows of `x`, and the cotangent of the
+        same rows of the product.
+        """
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch
 
@@ -277,8 +282,8 @@ def _as_they_arrive(x, axis_name: AxisName, visit: Callable[..., Any], carry):
     """Returns `carry` after `visit(carry, j, device j's x)` for every j.
 
     The device's own `x` is visited first, then the `x` of the other devices, the nearest on both
-    sides first: a gather runs the table of `_from_both_sides` backwards, and in this table the
-    farthest blocks start first.
+    sides first. In the table of messages of `_from_both_sides`, the blocks that travel farthest are
+    sent first. A gather runs the table backwards, so these blocks arrive last.
     """
 
     def write(carry, _, j, block):  # `_` is the number of the table: there is only one
@@ -312,8 +317,8 @@ def _alike(x, weight, axis_name):
 
     These axes are `axis_name` and all axes along which one of the operands varies. The gradients
     vary along all these axes, and JAX demands that a custom derivative returns gradients of the
-    operands' types. The transpose of the cast to these types sums each gradient over the axes along
-    which its operand did not vary.
+    operands' types. So `varying` casts each operand to vary along all these axes. The transpose of
+    the cast sums the operand's gradient over the axes that the cast added.
     """
     everywhere = (*axes(axis_name), *varying_axes(x), *varying_axes(weight))
     return varying(x, everywhere), varying(weight, everywhere)
@@ -368,7 +373,7 @@ def _check_not_last(function: str, argument: str, dim: int, shape):
     """
     if dim == len(shape) - 1:
         raise ValueError(
-            f"{function}: {argument}={dim} is the last dim of shape {shape}, a dim of the weight; "
-            f"only dims of the batch can be split. Use one of the dims {list(range(dim))} before "
-            "it."
+            f"{function}: {argument}={dim} is the last dim of shape {shape}. The last dim is also "
+            "a dim of the weight, and only dims of the batch can be gathered or scattered. Use one "
+            f"of the dims {list(range(dim))} before it."
         )

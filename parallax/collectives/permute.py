@@ -44,10 +44,11 @@ def send(
 
 
 def _in_mesh_order(names: tuple) -> tuple[tuple, list[int]]:
-    """Returns the axes in the mesh's order, and a list of the devices' numbers in that order.
+    """Returns the axes in the mesh's order, and a list that gives each device a new number.
 
-    Entry i of the list belongs to the device whose number is i in the order of `names`.
-    `lax.ppermute` numbers the devices in the mesh's order, whatever the order of the names.
+    Entry i of the list is for the device whose number is i in row-major order of `names`. The entry
+    is this device's number in row-major order of the returned axes. `lax.ppermute` numbers the
+    devices in the mesh's order, whatever the order of the names.
     """
     if len(names) < 2:
         return names, list(range(axis_size(names)))

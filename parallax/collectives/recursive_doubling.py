@@ -108,9 +108,9 @@ def _as_sent(x):
     """Returns `x` rounded to the precision of its type, as the device to which `x` is sent receives
     it.
 
-    XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of these bits. Then a device
-    would add another number than the other device received, and replicas would differ. A cast to
-    the type that `x` has already would be removed; `reduce_precision` is not.
+    XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of these bits. Then the sender
+    would add the 32-bit number and the receiver the 16-bit number, so replicas would differ. A cast
+    to the type that `x` has already would be removed; `reduce_precision` is not.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

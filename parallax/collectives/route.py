@@ -2,9 +2,9 @@
 
 Each block on a device has a number, its *offset*: the block at offset o belongs to the device that
 is o places after this one. The devices form a box: `(16,)`, or `(2, 8)` for two machines of eight.
-Offsets and steps are points of the box, and are added dim by dim. If the box has one dim, plain
-integers may be used. A *round* is {step: offsets}: it sends the blocks at these offsets to the
-device that is `step` places after this one, where offset o becomes o - step. The blocks of one step
+A *round* is {step: offsets}: it sends the blocks at these offsets to the device that is `step`
+places after this one, where offset o becomes o - step. Offsets and steps are points of the box, and
+are added dim by dim. If the box has one dim, plain integers may be used. The blocks of one step
 form one message. The messages of a round do not wait for each other.
 
     Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
@@ -155,8 +155,9 @@ class Route:
         """Returns a list: for each round, the length of the longest chain of messages up to the end
         of that round.
 
-        In a chain, each message waits for the one before. The rounds are in the order in which they
-        run; with `back` they run backwards, as in a gather.
+        In a chain, each message waits for the one before. The list has the rounds in the order in
+        which they run. With `back` the rounds run backwards, as in a gather, so the last round of
+        the table comes first.
         """
         # `_hops` is computed once for each table. `back` is False or True: index 0 or 1.
         return self._hops[back]
@@ -179,8 +180,9 @@ def _hops(route: Route, back: bool) -> list[int]:
     """Returns a list: for each round, the length of the longest chain of messages up to the end of
     that round.
 
-    In a chain, each message waits for the one before. The rounds are in the order in which they
-    run; with `back` they run backwards, as in a gather.
+    In a chain, each message waits for the one before. The list has the rounds in the order in which
+    they run. With `back` the rounds run backwards, as in a gather, so the last round of the table
+    comes first.
     """
     # By offset: the longest chain of messages that the block there depends on.
     hops_behind: dict[Point, int] = {}

@@ -2,11 +2,11 @@
 `algorithm` turns that function into a collective algorithm.
 
 `ring.table(8)` is the table of a ring of 8 devices, and `ring.all_reduce(x, "data")` runs it. A
-table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, the blocks that
-belong to the devices `offsets` places further on go to the device `step` places further on. The
-devices form a *box*, such as 2 machines x 8 devices. `product(tables, order)` joins several tables,
-each of which sends along other dims of the box, into one table. The joined table has the rounds of
-all tables: table after table, in the order that `order` gives.
+table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, device i sends to
+device i + step the blocks that belong to the devices i + o, for each o in `offsets`. The devices
+form a *box* (a grid), such as 2 machines x 8 devices. `product(tables, order)` joins several tables
+into one table. Each of the tables has its own dims of the box, and sends along these dims only. The
+joined table has the rounds of all tables: table after table, in the order that `order` gives.
 
 The list below is for n devices; a torus has k axes, which have a, b .. devices. A *message* is the
 data that a device sends to another in one transfer.
@@ -109,8 +109,8 @@ def pairs(n: int) -> Route:
     """
     if n & (n - 1):
         raise ValueError(
-            f"pairs needs a power of two devices; got {n}. Use halving, which has as many rounds "
-            "for any number."
+            f"pairs needs a power of two devices; got {n}. Use halving, which takes any number of "
+            "devices, and has no more rounds than pairs."
         )
     dims = max(n.bit_length() - 1, 1)
     # A ring of two devices along each dim of a box 2 x 2 x ...; one device has one dim of size 1.
@@ -129,7 +129,7 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     """
 
     def table(n: int) -> Route:
-        """Returns the table over the box [machines, devices of a machine]."""
+        """Returns the table for n devices in a grid: [machines, devices of a machine]."""
         if n % g:
             raise ValueError(
                 f"machines({g}) needs a multiple of {g} devices; got {n}. Use machines of a size "
@@ -170,20 +170,22 @@ def torus(*sizes: int) -> tuple[Route, ...]:
 
 
 def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
-    """Returns the table that runs `routes` in `order`, on the box of devices that has the dims of
-    all routes.
+    """Returns one table that runs `routes` one after another, in the order that `order` gives.
 
-    `order` lists indices of `routes`. An offset is a point of a box; `home` is offset 0, that of a
-    device's own block. A route names offsets along its own box. The routes that ran before it have
-    already brought all blocks to `home` along their own boxes. So, for each offset that the route
-    names, a message of the joined table holds the blocks at `home` along the boxes of earlier
-    routes and at any offset along the boxes of later routes. So the messages of each route have
-    fewer blocks than those of the route before.
+    The devices of a route form a box (a grid). The box of the joined table has the dims of the
+    first route's box, then those of the second route's box, and so on. `order` lists indices of
+    `routes`.
+
+    When a route runs, the routes before it have already brought all blocks to offset 0 along their
+    own dims. So where the route sends offset o, the joined table sends all blocks whose offset is 0
+    along the dims of the routes before it, o along its own dims, and any offset along the dims of
+    the routes after it. So the messages of each route have fewer blocks than those of the route
+    before.
     """
     rounds = []
     for turn, k in enumerate(order):
-        # For each route, the offsets that blocks still have along the route's box: only home, if
-        # the route ran already.
+        # For each route, the offsets that blocks still have along the route's box: only `home`,
+        # offset 0, if the route ran already.
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
@@ -201,9 +203,11 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns all points of the joined box whose part in box number `k` is `point`, and whose part
-    in any other box, number i, is one of `spans[i]`. `spans[k]` is not used.
+    """Returns points of a joined box: `point` in box number `k`, combined with points of all other
+    boxes.
 
-    A point of the joined box is one tuple: its parts in the single boxes, one after another.
+    A point of the joined box is one tuple: a point of box 0, then a point of box 1, and so on. The
+    result has each combination in which the point of each box i other than `k` is one of
+    `spans[i]`. `spans[k]` is not used.
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

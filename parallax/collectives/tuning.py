@@ -138,7 +138,8 @@ def _call(
 
 
 def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
-    """Returns the `Link` with the least sum of relative differences from the seconds `measured`.
+    """Returns the `Link` whose predicted times have the least sum of relative differences from the
+    times `measured`, in seconds.
 
     `costs[i]` is the cost of the collective that took `measured[i]` seconds. A `Link` has four
     rates, none below 0: the seconds per hop (alpha), per byte (beta), per byte added (gamma) and
@@ -428,7 +429,7 @@ def _report(
     for f, sizes in itertools.groupby([2**k for k in range(2, 31)], key=choice.fastest):
         smallest = f" from {_bytes(next(sizes))}" if chosen else ""
         chosen.append(f"{describe(f)}{smallest}")
-    lines.append(f"Chosen, as the fastest at its size: {', '.join(chosen)}.")
+    lines.append(f"Chosen as the fastest for each array size: {', '.join(chosen)}.")
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
-"""States replication types that JAX's public functions cannot, such as that a result is equal on
-all devices.
+"""Declares replication types that JAX's public functions cannot declare, such as that a result is
+the same on all devices.
 
 Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
 devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
@@ -10,7 +10,7 @@ JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.ma
 of `ppermute`s could never leave the `shard_map` under `out_specs=P()`. And JAX would derive the
 transpose of the ring hop by hop.
 
-Three primitives state these types and transposes. `replicated` declares a value invariant.
+Three primitives declare these types and transposes. `replicated` declares a value invariant.
 `terms_p` gives each device its own term of an unreduced value, a sum that was not taken yet.
 `linear` pairs a linear function with its transpose, as `jax.custom_derivatives.linear_call` does,
 and has a batching rule too.
@@ -100,7 +100,7 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 
     The words are those of `lax.pcast`. An unreduced value is a sum over the axis that was not taken
     yet: each device has one term. A reduced value is the same on all devices, and its cotangent is
-    unreduced. Raises `TypeError` under a version of JAX whose types have no `mat`.
+    unreduced. Raises `TypeError` under a version of JAX whose types do not record these axes.
     """
     return reduction_state_of_type(jax.typeof(x))
 
@@ -109,7 +109,7 @@ def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
 
     The dict maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError`
-    under a version of JAX whose types have no `mat`.
+    under a version of JAX whose types do not record these axes.
     """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
@@ -289,7 +289,7 @@ def linear_jaxpr(eqn: JaxprEqn, mesh: Mesh | AbstractMesh | None, *, check_vma: 
 
     def body():
         """Traces `forward` on zeros of the type of the equation's operand, and appends the jaxpr to
-        `programs`."""
+        the enclosing function's list `programs`."""
         zeros = varying(jnp.zeros(x.shape, x.dtype), axes_of_type(x))
         zeros = cast_unchecked(zeros, reduction_state_of_type(x))
         programs.append(jax.make_jaxpr(eqn.params["forward"])(zeros).jaxpr)
@@ -377,12 +377,12 @@ def linear_collective(
         """
 
         def typed(x):
-            """Returns `function` of `x` cast to varying, with the result declared to have `state`.
+            """Casts `x` to varying, and returns the result of `function` on it.
 
-            The result has `state` along `axis_name`. Along other axes it has the states of `x`,
-            such as "unreduced", since `function` is linear and sends nothing along those axes. So
-            if the devices hold terms of a sum, the results are terms of a sum, and if they hold
-            equal values, the results are equal.
+            The result is declared to have `state` along `axis_name`. Along other axes it has the
+            states of `x`, such as "unreduced", since `function` is linear and sends nothing along
+            those axes. So if the devices hold terms of a sum, the results are terms of a sum, and
+            if they hold equal values, the results are equal.
             """
             # A dict of the axes along which `x` is unreduced or reduced; it lacks all other axes.
             states = reduction_state(x)
@@ -432,7 +432,7 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
 
 
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
-    """Returns `x`, this device's block or its term of a sum, typed as varying along `axis_name`.
+    """Returns `x` typed as varying along `axis_name`.
 
     Raises `ValueError`, with the collective's `name`, if `x` is unreduced or reduced along that
     axis; `lax` refuses such an `x` too.

@@ -262,7 +262,8 @@ def _is_causal(table: np.ndarray) -> bool:
 
 
 def _equations(program: Any) -> Iterator[Any]:
-    """Yields each equation of a program, of its inner jaxprs, and of this library's collectives."""
+    """Yields each equation of a program, also those inside its inner jaxprs and inside this
+    library's collectives."""
     for eqn in jaxprs.every(program):
         yield eqn
         # This primitive of `collectives.types` holds functions and no jaxpr, so one is traced.
@@ -324,9 +325,9 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if the shapes, types or heads of q, k and v do not fit each other.
 
-    If q varies along an axis and k does not, the axis may split the heads of q. Then k must have
-    one head: with several heads, the queries of a device would need only some of them. `name` is
-    the caller's name, for the message.
+    If q varies along an axis and k does not, it is possible that the axis splits the heads of q. So
+    k must then have one head: with several heads, the queries of a device would need only some of
+    them. `name` is the caller's name, for the message.
     """
     H, G = q.shape[2], k.shape[2]
     if (

@@ -40,7 +40,7 @@ def ulysses(
             `zigzag`.
 
     The returned function raises `ValueError` if the number of query heads is not a multiple of the
-    number of devices, and for arguments that `attention` refuses.
+    number of devices, or if the shapes or types of its arguments do not fit each other.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """

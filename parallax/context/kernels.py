@@ -35,9 +35,9 @@ class Kernel(NamedTuple):
     `segments=` is None, or a pair: the number of each query's document, [B, T], and of each key's,
     [B, S]. Tokens of different documents do not see each other. `positions=` is None, or a pair:
     the positions of the queries, [T], and of the keys, [S]. With positions, `causal` is False, and
-    a query sees only keys whose position is not after the query's position. `attention` passes no
-    positions, so a kernel cannot compute a window or ALiBi, which depend on them: see `gathered`.
-    Results are float32 or wider.
+    a query sees only keys whose position is not after the query's position. `context.attention`
+    calls a kernel without positions, so it can compute neither a sliding window nor ALiBi, which
+    depend on positions. `context.gathered` passes positions. Results are float32 or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
@@ -127,10 +127,11 @@ def _forward(
         rows = (B, *q.shape[2:4], q.shape[1])  # B, G, H / G, t
 
         def keys(carry, key_tile):
-            """Returns (the maximum score, the sum of weights, the output) after one tile of keys.
+            """Returns the carry with one more tile of keys added.
 
-            The maximum score, the sum and the output belong to one tile of queries. The maximum and
-            the sum are [B, G, H / G, t], and the output is [B, G, H / G, t, K].
+            The carry is (the maximum score, the sum of weights, the output) of one tile of queries,
+            over all tiles of keys so far. The maximum and the sum are [B, G, H / G, t], and the
+            output is [B, G, H / G, t, K].
             """
             (peak, total, out), ((k, v), k_marks) = carry, key_tile
             scores = _scores(q, k, q_marks, k_marks)

@@ -26,7 +26,7 @@ def comms(
     """Returns the `Comms` that `inner(axis, shared=shared)` makes, with the tokens of each sequence
     split over `context`.
 
-    Give the model whole windows of tokens on each device of `context`. The layers select the
+    Pass whole sequences of tokens to the model on each device of `context`. The layers select the
     device's own tokens and embed them. Each token attends to the tokens of all devices, and the
     model returns the mean loss of the device's own tokens.
     `grads.averaged(grad, ("data", "context"))` takes the mean over all tokens.
@@ -74,9 +74,10 @@ def comms(
 
 
 def causal_attention(attend: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `attention` over `axis`, which replaces `attend`, a causal softmax attention.
+    """Returns `context.attention`, causal softmax attention of tokens that are split over `axis`.
 
-    `attend` is not called, since `attention` computes the same. `attend` is an argument because a
-    model's `context_attention` is a function of `(attend, axis)`, as `ulysses` is.
+    It replaces `attend`, a causal softmax attention of one device, which is not called. `attend` is
+    an argument because a model's `context_attention` is a function of `(attend, axis)`, as
+    `ulysses` is.
     """
     return partial(attention, axis=axis)

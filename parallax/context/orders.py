@@ -102,8 +102,8 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     `causal` every query sees every key.
 
     With n devices and T tokens in a sequence, a device computes 2n + 1 blocks of (T/2n)^2 scores in
-    `zigzag` order. The mask hides half of the scores in two of these blocks, so only as many scores
-    as 2n blocks have are needed. In `contiguous` order a device computes n blocks of (T/n)^2
+    `zigzag` order. The mask hides half of the scores in two of these blocks, so the scores that are
+    needed would fill 2n blocks. In `contiguous` order a device computes n blocks of (T/n)^2
     scores, about twice as many as needed. Raises `ValueError` for an `order` that `chunk_table`
     refuses.
     """

@@ -114,12 +114,13 @@ class _Ring(NamedTuple):
 
     def local_pairs(self):
         """Returns the pairs of this device's own chunks, [pairs, 3]: each chunk of queries with
-        each earlier chunk of keys. A pair is (query chunk, key chunk, 1)."""
+        each earlier chunk of keys. A pair is (query chunk, key chunk, 1): all pairs are needed."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
-        """Returns the pairs of a query chunk and a key chunk that this device computes after the
-        keys have moved h times, [pairs, 3]. The first move is h = 1."""
+        """Returns the pairs that this device computes after the keys have moved h times,
+        [pairs, 3]. The first move is h = 1. A pair is (query chunk, key chunk, is needed): the last
+        number is 1, or 0 if the pair only fills up the table."""
         return jnp.asarray(self.table.hops)[h - 1, self.axis.index()]
 
     def send(self, tree):
@@ -150,9 +151,10 @@ def _forward(ring: _Ring, q, k, v, segments):
             """Merges the attention of one chunk of queries to one chunk of keys into `sums`, which
             is (output, log-sum-exp), and returns the new `sums`.
 
-            `queries` are (q, segments), and `keys` are (k, v, segments). Each array is cut into
-            chunks, [chunks, batch, tokens of a chunk, ...]. Each query of the chunk sees all keys
-            of the other chunk, so `causal` is False.
+            `queries` and `keys` come from the enclosing functions: `queries` are (q, segments), and
+            `keys` are (k, v, segments). Each array is cut into chunks, [chunks, batch, tokens of a
+            chunk, ...]. Each query of the chunk sees all keys of the other chunk, so `causal` is
+            False.
             """
             query_chunk, key_chunk, is_needed = pair
             q, q_segments = _chunk(queries, query_chunk)
@@ -204,8 +206,9 @@ def _backward(ring: _Ring, residuals, ct):
             """Adds the terms of one chunk of queries and one chunk of keys to the gradients, and
             returns the new gradients.
 
-            `queries` are (q, out, lse, ct, segments), and `keys` are (k, v, segments), in chunks.
-            Each query of the chunk sees all keys of the other chunk, so `causal` is False.
+            `queries` and `keys` come from the enclosing functions: `queries` are (q, out, lse, ct,
+            segments), and `keys` are (k, v, segments), in chunks. Each query of the chunk sees all
+            keys of the other chunk, so `causal` is False.
             """
             (dq, sums), (query_chunk, key_chunk, is_needed) = carry, pair
             q, out, lse, ct, q_segments = _chunk(queries, query_chunk)
@@ -222,11 +225,12 @@ def _backward(ring: _Ring, residuals, ct):
         return lax.scan(add_pair, (dq, sums), pairs)[0]
 
     def hop(h, carry):
-        """Sends the keys of hop h to the next device, fetches the gradients of these keys, `sums`,
-        from the device that had the keys before, and adds the terms of hop h.
+        """Returns the keys of the next hop, and the gradients `dq` and `sums` with the terms of
+        hop h added.
 
-        Returns the keys of the next hop, `dq` and `sums`. `visit` adds the terms of the pairs of
-        chunks that it gets.
+        `sums` are the gradients of k and v. Each device sends them to the next device, so that they
+        meet the keys of hop h, which made this move one hop earlier. Then `visit` adds the terms of
+        the pairs of chunks of hop h.
         """
         keys, dq, sums = carry
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
@@ -257,9 +261,9 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
     """Returns a function that applies a kernel's function `f` to the queries and the keys of the
     same chunk, for each chunk.
 
-    The function takes and returns arrays [chunks, batch, ...]. It passes all chunks to the kernel
-    as one batch: c chunks of B sequences are c * B sequences. Only the block of a chunk's queries
-    with the same chunk's keys needs a causal mask. `q_segments` and `k_segments` are
+    The returned function takes and returns arrays [chunks, batch, ...]. It passes all chunks to the
+    kernel as one batch: c chunks of B sequences are c * B sequences. Only the block of a chunk's
+    queries with the same chunk's keys needs a causal mask. `q_segments` and `k_segments` are
     [chunks, batch, tokens of a chunk], or None.
     """
 

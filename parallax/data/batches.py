@@ -92,8 +92,8 @@ def _starts(
     seed: int, epoch: int, places: Sequence[int], windows: int, spare: int, length: int
 ) -> Int64[np.ndarray, "rows"]:
     """Returns the index of each window's first token. The epoch has `windows` windows in a random
-    order, and `places` has the places of the wanted windows in that order. The epoch's offset is
-    drawn from 0 to `spare`.
+    order, and `places` has the places of the wanted windows in that order. All windows of an epoch
+    are shifted by the same number of tokens, a random number from 0 up to and including `spare`.
     """
     # NumPy promises that the raw values of Philox never change; `Generator.permutation` may change.
     # The key has 128 bits: the epoch and the seed, of 64 each. The first value chooses the offset,
@@ -109,10 +109,10 @@ def permuted(
     """Returns the numbers at `places` in a permutation of the numbers 0 to `count` - 1. The `keys`
     choose the permutation, which is never stored whole.
 
-    A Feistel network permutes all numbers of `2 * half` bits. There are at most `4 * count` of
-    these numbers. A result that is `count` or more goes through the network again, until it is
-    below `count`. The result is a permutation of the numbers below `count` (Black and Rogaway 2002
-    call this cycle walking).
+    A Feistel network permutes all numbers of n bits, where n is the least even number of bits, 2 or
+    more, that `count` - 1 fits in. There are at most `4 * count` of these numbers. A result that is
+    `count` or more goes through the network again, until it is below `count`. The result is a
+    permutation of the numbers below `count` (Black and Rogaway 2002 call this cycle walking).
     """
     # Half of the bits of `count` - 1, rounded up, since the network mixes two halves.
     half = max(1, ((count - 1).bit_length() + 1) // 2)
@@ -192,8 +192,9 @@ def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
     tokens = np.asarray(windows)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2:
         raise ValueError(
-            "a batch needs a text that is an array of one dim of whole numbers; "
-            f"its windows are {tokens.dtype}{list(tokens.shape)}. Encode a text with a tokenizer."
+            "a batch needs a text that is a one-dimensional array of whole numbers; the windows "
+            f"that were cut from the text are {tokens.dtype}{list(tokens.shape)}. Encode a text "
+            "with a tokenizer."
         )
     int32 = np.iinfo(np.int32)
     low, high = int(tokens.min()), int(tokens.max())

@@ -231,10 +231,7 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(
-                f"{path}: needed only files that the manifest lists; the manifest does not list "
-                "this file."
-            )
+            raise Damaged(f"{path}: the manifest must list this file, and does not list it.")
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:

@@ -125,8 +125,8 @@ def read(
     the bytes of the shards `rank`, `rank` + `processes`, and so on.
 
     If each process of a job passes its rank and the number of processes, the processes together
-    check every byte once before step 0. By default one process checks all bytes. A restarted run
-    may pass `check_bytes=False`; then only sizes are checked.
+    check every byte once before step 0. By default each process that calls `read` checks all bytes
+    itself. A restarted run may pass `check_bytes=False`; then only sizes are checked.
 
     Raises:
         manifest.Damaged: a shard or the manifest is missing, or differs from the file that was

@@ -1,4 +1,6 @@
-"""The parts of all pictures: colours, grids, tables, and figures that change no global setting."""
+"""Functions that all pictures use: for colours, grids and tables, and for matplotlib figures that
+do not depend on `pyplot` or its global settings.
+"""
 
 import math
 import os

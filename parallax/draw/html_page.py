@@ -72,7 +72,7 @@ def _html(part: str | Path, name: str) -> str:
     if kind is None:
         raise ValueError(
             f"draw.page: a picture must be an SVG or a PNG; got {part.name}. "
-            "Draw it to a path with that suffix."
+            "Draw the picture to a path that ends in .svg or .png."
         )
     content = base64.b64encode(part.read_bytes()).decode()
     image = f'<img alt="{html.escape(name)}" src="data:{kind};base64,{content}">'

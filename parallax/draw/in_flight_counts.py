@@ -28,10 +28,10 @@ def in_flight(
     schedule together.
 
     Residuals, which the backward pass needs, are held from the start of the forward job to the end
-    of the backward job, or, if a job of its own computes the gradients of the weights, to the end
-    of that job. If a stage's layers are in v chunks, the residuals of a microbatch in one chunk
-    count as 1/v of a microbatch. With a `path`, the function also draws a panel for each stage; the
-    picture is as wide as the one of `timeline`.
+    of the backward job. If the gradients of the weights are computed in a separate job, the
+    residuals are held to the end of that job. If a stage's layers are in v chunks, the residuals of
+    a microbatch in one chunk count as 1/v of a microbatch. With a `path`, the function also draws a
+    panel for each stage; the picture is as wide as the one of `timeline`.
 
     Args:
         schedule: the schedule.
@@ -113,5 +113,5 @@ def _picture(curves: Sequence[Curve], end: float, inches: float, path: canvas.Pa
         canvas.bare(axes)
     panels[-1].set_xlabel("time")
     picture.supylabel("stage", size=10)
-    picture.suptitle("microbatches in flight; the most on the right", size=10)
+    picture.suptitle("microbatches in flight; their maximum is written on the right", size=10)
     canvas.save(picture, path)

@@ -27,10 +27,10 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     block is named by its offset: how far the block's owner is from the device that holds the block.
     An offset has one distance for each dim of the box (the grid of the devices), and is shown as
     one number: its index in row-major order. The numbers after a block stand for the devices whose
-    parts are summed in the block. The number of a device is the number of the offset from this
-    device to the owner: 0 is the owner itself, and on a ring, 2 is the device two places before the
-    owner. The table is of a reduce-scatter; for a gather, read the rounds from the last to the
-    first.
+    parts are summed in the block. Each of these devices is shown as its own offset, which says how
+    far the owner is from this device: 0 is the owner itself, and on a ring, 2 is the device two
+    places before the owner. The table is of a reduce-scatter; for a gather, read the rounds from
+    the last to the first.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -77,11 +77,11 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns a triple for each block that is sent in round r. First comes the index, in the round,
-    of the message with this block. Then comes the block's offset (how far the block's owner is from
-    the device that holds the block) before the message, and then its offset after the message. An
-    offset has one distance for each dim of the grid of devices, and is returned as one number: its
-    index in row-major order.
+    """Returns a triple for each block that is sent in round r: the index, in the round, of the
+    message with this block, the block's offset before the message, and its offset after the
+    message. An offset says how far the block's owner is from the device that holds the block. It
+    has one distance for each dim of the grid of devices, and is returned as one number: its index
+    in row-major order.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -95,9 +95,10 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
     Each result is a dict. A key is the number of a block's offset: how far the block's owner, the
     device that gets the block's sum in the end, is from the device that holds the block. The value
-    is a set of numbers, one for each device whose part is summed in the block. The number of a
-    device is the number of the offset from this device to the owner: 0 is the owner itself, and on
-    a ring, 2 is the device two places before the owner. Offsets are numbered in row-major order.
+    is a set of numbers, one for each device whose part is summed in the block. Each is the number
+    of that device's own offset, which says how far the owner is from this device: 0 is the owner
+    itself, and on a ring, 2 is the device two places before the owner. Offsets are numbered in
+    row-major order.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.
@@ -143,8 +144,8 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
     """Yields groups of rounds, each as a list of indices of rounds. The rounds of a group follow
-    each other, and all of them have messages that go equally far along each dim of the grid. Rounds
-    without messages are left out, and do not end a group.
+    each other, and have the same set of steps. A step is how far a message goes along each dim of
+    the grid. Rounds without messages are left out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
@@ -173,8 +174,9 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
-    """Returns the title of a circle: the numbers of its rounds, and the fewest and the most blocks
-    that a device sends in one of these rounds.
+    """Returns the title of the circle of devices that is drawn for `rounds`, a group of rounds with
+    equal arrows: the indices of the rounds, and the fewest and the most blocks that a device sends
+    in one of these rounds.
     """
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}

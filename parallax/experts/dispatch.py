@@ -3,8 +3,8 @@
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n of them on
 each device, D width, C rows of a message. A *choice* is a token and one of its k experts; *load* is
 the number of choices of an expert or device. `compute(x, source, ids, weights)` runs this device's
-experts: pair i sends row `source[i]` of x to expert `ids[i]`. An id of E/n (`local_experts`) means
-no expert.
+experts: for each i, row `source[i]` of x goes to expert `ids[i]`. An id of E/n (`local_experts`)
+means no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
@@ -128,10 +128,11 @@ class Gathered:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of (n - 1) T D numbers each way, and of k ids and k weights for each
-        token that is sent, for n devices and k experts of a token.
+        """Returns the bytes that a device sends: (n - 1) T D numbers to the experts, as many
+        numbers back, and, to the experts, k ids and k weights for each of the (n - 1) T tokens.
 
-        T is `tokens`, D is `width`, and a number has `itemsize` bytes.
+        T is `tokens`, D is `width`, k is the number of experts of a token, n is the number of
+        devices, and a number has `itemsize` bytes.
         """
         rows = (n - 1) * tokens
         # `BytesSent` is (out, back, ids, weights); an id is an int32.
@@ -226,7 +227,8 @@ class exchanged:
         devices and C rows to each.
 
         D is `width`, and a number has `itemsize` bytes. With a capacity of 1, the (n - 1) C rows
-        are, up to rounding, (n - 1)/n of the pairs of one of the `tokens` and one of its k experts.
+        are, up to rounding, (n - 1)/n of the device's k T choices: a choice is one of the T =
+        `tokens` tokens and one of the token's k experts.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -308,7 +310,8 @@ class ragged:
             return jnp.zeros(k * tokens, jnp.int32).at[place].set(values, unique_indices=True)
 
         def zeros(rows):
-            """Returns zeros [rows, D] that vary along the axes of `x`, as the collective needs."""
+            """Returns zeros [rows, D], typed as varying along the same mesh axes as `x`, as the
+            collective needs."""
             return varying(jnp.zeros((rows, x.shape[1]), x.dtype), varying_axes(x))
 
         arrived = exchange.to_experts(x[in_order(wanted.token)], zeros(room))
@@ -408,7 +411,8 @@ class _Exchange(NamedTuple):
         return self.move(a, empty, *places, axis_name=self.names)
 
     def from_experts(self, a: Array, empty: Array) -> Array:
-        """Sends the results `a` back; returns `empty`, [k T, ...], with the results that return."""
+        """Sends the results `a` back to the devices of their tokens. Returns `empty`, [k T, ...],
+        filled with the results that this device receives."""
         # In the order of `lax.ragged_all_to_all`. Its last argument has the numbers of rows to
         # receive from each device. They are `send_sizes`, since the rows that this device sent come
         # back.

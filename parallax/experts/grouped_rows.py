@@ -3,10 +3,11 @@
 Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of the expert's
 result for this row. An id equal to the number of experts on the device means no expert.
 
-Each block has rows for one expert; *filling rows* fill up the expert's last block. Filling rows
-must add nothing to the results, so their indices `written` and `pair` are out of range: there
-`_take` gives 0, and `_add` adds nothing. An expert has `trained` arrays, which are differentiated,
-and `others`, which are not.
+Each block has rows for one expert; *filling rows* fill up the expert's last block. Each row of a
+block has an index `written`, the row of the result to add to, and an index `pair`, its pair.
+Filling rows must add nothing to the results, so both of their indices are out of range. For such an
+index `_take` gives 0, and `_add` adds nothing. An expert has `trained` arrays, which are
+differentiated, and `others`, which are not.
 
 Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
@@ -152,12 +153,12 @@ def _table(
     within = jnp.arange(size, dtype=jnp.int32)
 
     def block(j):
-        """Returns block j. The block's expert is the first expert e with `ends[e]` > j.
+        """Returns block j.
 
-        `order` sorts the pairs by expert. `starts[e]` counts pairs: it is the place of the first
-        pair of expert e among the sorted pairs. `ends[e]` counts blocks: it is the number of blocks
-        of the experts 0 to e. `place` are the places of the block's rows among the sorted pairs;
-        `within` has the numbers 0, ..., size - 1 of the rows in the block.
+        `ends[e]` is the number of blocks of the experts 0 to e, so the block's expert is the first
+        e with `ends[e]` > j. `order` sorts the pairs by expert. `starts[e]` is the place of the
+        first pair of expert e among the sorted pairs. `place` are the places of the block's rows
+        among the sorted pairs; `within` has the numbers 0, ..., size - 1 of the rows in the block.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.
@@ -187,7 +188,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
         def body(j, y):
-            """Returns `y` with the weighted results of block j."""
+            """Returns `y` with the weighted results of block j added."""
             # For each row of the block: `read` and `written` are its row in x and y, and `pair` is
             # its pair. In filling rows `written` and `pair` are out of range: `_take` gives a
             # weight of 0, and `_add` ignores them.

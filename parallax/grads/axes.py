@@ -1,6 +1,6 @@
 """The axes along which a parameter or a gradient differs between devices, and a record of the
-gradient functions that JAX is tracing at the moment. These functions change the types of the
-parameters.
+gradient functions that JAX is tracing at the moment. The record is needed because a gradient
+function changes the types of its parameters.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
@@ -20,7 +20,7 @@ from parallax.collectives.types import varying_axes
 
 
 class Enclosing(NamedTuple):
-    """The changes that gradient functions around the code being traced made to parameters' types.
+    """The changes made to parameters' types by gradient functions around the code being traced.
 
     Attributes:
         declared: the axes of the gradient functions that enclose the code being traced. Each

@@ -98,8 +98,8 @@ def accumulated(
         return jnp.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
 
     def wrapped(params, batch):
-        """Returns the mean loss and gradients over the microbatches, and the result of `aux` for
-        the auxiliary values."""
+        """Returns the mean loss and gradients over the microbatches. If `grad` returns auxiliary
+        values, the function `aux` combines those of all microbatches."""
         # A single microbatch is the whole batch, so a clipped gradient is right.
         if microbatches > 1:
             refuse_clipped(grad, "grads.accumulated", "the gradients of each microbatch")
@@ -259,13 +259,14 @@ def summed(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """Returns `grad` with its gradients summed over those names in `axis` along which all devices
-    have the same parameter, `A {U_X} -> A`: a term on each device becomes the sum on all.
+    """Returns `grad` with its gradients summed over `axis`: each device has one term before, and
+    the whole sum after, `A {U_X} -> A`.
 
-    Use it if each device computes a part of one loss. In sequence parallelism, for example, each
-    device normalises only some of the tokens, so the device's gradient of the norm's weight is one
-    term of the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own
-    type.
+    A gradient is summed only over those names in `axis` along which all devices have the same
+    parameter. Use `summed` if each device computes a part of one loss. In sequence parallelism, for
+    example, each device normalises only some of the tokens, so the device's gradient of the norm's
+    weight is one term of the sum. Sums are taken in float32 or wider, and rounded once, to the
+    gradient's own type.
 
     Args:
         grad: a gradient function.
@@ -324,8 +325,8 @@ def value_and_sums(
     loss: bool = True,
     scatter: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Returns `(value, gradients)`. The gradients are summed over `axis`; if `loss` is true, so is
-    the loss.
+    """Returns `(value, gradients)`. The gradients are summed over `axis`. If `loss` is true, the
+    loss is summed too.
 
     A gradient is summed over those axes along which the devices have copies of its parameter,
     unless the backward pass has summed it already. The sums and the auxiliary values are sent in
@@ -464,9 +465,9 @@ def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
     }
     _check_equal_rows(
         rows,
-        f"One spec splits both over {sorted(uneven_axes)}, so a table such as a weight for each "
-        "class would be cut as rows are. Give each leaf a spec of its own in in_specs: P() for a "
-        "table, which all devices need.",
+        f"One spec splits both leaves over {sorted(uneven_axes)}, so a table, such as a weight for "
+        "each class, would be split like the rows of the batch. Give each leaf a spec of its own "
+        "in in_specs: P() for a table, which all devices need.",
     )
 
 
@@ -652,8 +653,8 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 
 
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `function(params, ...)`, whose gradients are summed over `axis` in the backward pass,
-    `A {U_X} -> A`: each device has one term of the sum before, and the whole sum after.
+    """Returns `function` with the gradients of its parameters summed over `axis` in the backward
+    pass, `A {U_X} -> A`: each device has one term of the sum before, and the whole sum after.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
     gradients of each layer. The messages can overlap with the work of the next iteration. These

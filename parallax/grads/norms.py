@@ -28,11 +28,11 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
     """Returns `grad` with its gradients scaled down so that their global norm, over all shards, is
     at most `max_norm`.
 
-    The gradients of a whole step must be clipped, so use `clipped` outside `averaged`,
-    `accumulated` and `precision.unscaled`. A gradient that varies along an axis counts as a shard
-    of a larger gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the sum of
-    squares is all-reduced by the algorithm of this axis, here `ring`. Along any other axis
-    `jax.lax` reduces it.
+    Use `clipped` outside `averaged`, `accumulated` and `precision.unscaled`, so that it gets the
+    gradients of the whole step. A gradient that varies along an axis counts as a shard of a larger
+    gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the sum of squares is
+    all-reduced by the algorithm of this axis, here `ring`. Along any other axis `jax.lax` reduces
+    it.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)

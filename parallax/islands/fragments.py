@@ -140,7 +140,8 @@ def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
     """Returns the fragment of the layers from `start` to before `stop`."""
 
     def get(model):
-        """Returns the layers of the model's blocks, and None for all other leaves."""
+        """Returns a tree like the model: its blocks with only the layers from `start` to before
+        `stop`, and None for all other leaves."""
         # `tree_at` replaces the leaves of the blocks in a tree in which all leaves are None. None
         # counts as a leaf only with this `is_leaf`.
         layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
@@ -238,9 +239,9 @@ def _check_apart(fragments: Sequence[Fragment], model: PyTree) -> None:
 
 
 def _indices(fragment: Fragment, model: PyTree) -> dict[str, list[np.ndarray]]:
-    """Returns a dict from the path of each leaf that the fragment has to a list of one array for
-    each dim: the indices along this dim of the leaf's elements that are in the fragment. Leaves
-    without dims, and leaves without elements in the fragment, are left out."""
+    """Returns, for each leaf, the indices of its elements that are in the fragment. The result is a
+    dict from the path of a leaf to a list of arrays: one array for each dim, with the indices along
+    this dim. Leaves without dims, and leaves without elements in the fragment, are left out."""
     found: dict[str, list[np.ndarray]] = {}
     for dim in range(max((leaf.ndim for leaf in jax.tree.leaves(model)), default=0)):
 

@@ -102,8 +102,8 @@ def local(
     """
     if every < 1:
         raise ValueError(
-            f"islands.local needs every of 1 step or more between rounds; got {every}. Use "
-            "every=50, or 1 to exchange in each step."
+            f"islands.local needs 1 step or more between rounds; got every={every}. Use every=50, "
+            "or every=1 to exchange in each step."
         )
     if not 0 <= stream.delay < every:
         raise ValueError(
@@ -187,7 +187,7 @@ class _Round(eqx.Module):
 
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
         """Returns `(inner, state)`, the states of this island and of all islands, after a whole
-        round: the exchange, and the outer optimizer's step with its result."""
+        round: an exchange, and a step of the outer optimizer with the exchange's result."""
         inner, state = states
         return self.received(inner, state, *self.sent(inner, state))
 
@@ -201,8 +201,8 @@ class _Round(eqx.Module):
         inner, state = states
 
         def stored(state):
-            """Returns the two parts of a state to replace: the field `sent`, the exchange's result,
-            and the rounding error, both of fragment number `k`."""
+            """Returns the two parts of a state that an exchange replaces: the exchange's result (in
+            the field `sent`) and the rounding error, each for fragment number `k`."""
             return state.sent[self.k], state.error[self.k]
 
         # The method `sent` makes the exchange. Without rounding to int8 there is no error, so None
@@ -454,11 +454,12 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
-    """Raises `ValueError` if islands would train on the same data: if no array of the batch varies
-    along all axes of the islands, or if an array varies along other axes and not along all of
-    these. An array that is the same on all devices, such as a table, is accepted.
+    """Raises `ValueError` if islands would train on the same data.
 
-    If there is only one island, or if the batch has no arrays, nothing is raised.
+    At least one array of the batch must vary along all axes of the islands, and so must each array
+    that varies along any axis. Other arrays, which are the same on all devices, are accepted: a
+    table, for example. If there is only one island, or if the batch has no arrays, nothing is
+    raised.
     """
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
     if axis_size(names) == 1 or not leaves:
@@ -477,8 +478,8 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
     """Raises `ValueError` if a train step makes a value that varies along the islands' axis.
 
-    The step's arguments do not vary along that axis (`hidden`), so such a value shows that an
-    operation of the step works along it.
+    The types of the step's arguments do not vary along that axis: `_alone` has removed it from
+    them. So a value that varies shows that an operation of the step itself uses the axis.
     """
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):

@@ -28,8 +28,8 @@ from parallax.islands.fragments import ALL_AT_ONCE, Stream
 
 
 class SentChanges(eqx.Module):
-    """An exchange's result that no island has used yet. The specs of its arrays are kept in a
-    `SentChanges` too.
+    """An exchange's result that no island has used yet. A tree of its specs is a `SentChanges` too,
+    with a spec in place of each array.
 
     Attributes:
         mean: the mean change of the present islands.
@@ -43,7 +43,8 @@ class SentChanges(eqx.Module):
 
 
 class State(eqx.Module):
-    """The state that a step of islands changes. The specs of its arrays are kept in a `State` too.
+    """The state that a step of islands changes. A tree of its specs is a `State` too, with a spec
+    in place of each array.
 
     Attributes:
         inner: the training states of all islands. Arrays are [islands, ...], except `step`, which
@@ -184,8 +185,8 @@ def state_init(
     begin = jax.jit(make, out_shardings=shardings)
 
     def with_static(state):
-        """Returns `state`, with the leaves that are no arrays taken from the state of one
-        island."""
+        """Returns `state` with its non-array leaves, such as functions, copied from the state of
+        one island."""
         return eqx.tree_at(_inner, state, eqx.combine(state.inner, static))
 
     def with_sharding(leaf, sharding):
@@ -294,7 +295,8 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
     """
 
     def resized(x):
-        """Returns the shape of an array [islands, ...] with the saved number of islands."""
+        """Returns the shape of `x`, [islands, ...], with the number of islands in the checkpoint as
+        its first dim."""
         if not trees.is_array(x):
             return x
         # None: the first dim is not split.
@@ -345,7 +347,8 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
-        """Returns an empty exchange for the new islands, or None if the stream has no delay."""
+        """Returns zeros in place of `sent`, an exchange's result, for the new number of islands: no
+        island took part. Returns None if `sent` is None."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)

@@ -326,7 +326,7 @@ class _TrainArrays(NamedTuple):
         return eqx.combine(new, self.static), info
 
     def lower(self, state: PyTree, windows: Any, *options: Any) -> Any:
-        """Returns the lowered program, which takes only the state's arrays."""
+        """Returns the lowered program. In place of `state`, it takes only the arrays in `state`."""
         return self.train.lower(eqx.filter(state, meshes.is_array), windows, *options)
 
 
@@ -390,7 +390,8 @@ def loss_step(
 
 def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | None = None) -> Any:
     """Returns the model of a state under `layout` with its blocks as [L, ...], as a model on one
-    device has them. A tree without such a model is returned unchanged.
+    device has them. `model` may also be a tree that contains models of the family; other leaves of
+    the tree are returned unchanged.
 
     If `Compute` has a schedule, pass it as `schedule`: the schedule gives the order of the chunks.
     """
@@ -475,9 +476,10 @@ def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
 
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function that applies `change` to the blocks of each model of the family in a tree.
-    `family.model` is the class of the models, and `family.where` picks the blocks of one model. A
-    state is such a tree: its parameters are a model, and so are the optimizer's moments.
+    """Returns a function that takes a tree with models of the family in it, such as a state, and
+    applies `change` to the blocks of each of these models. `family.model` is the class of the
+    models, and `family.where` picks the blocks of one model. In a state, the parameters are a
+    model, and so are the optimizer's moments.
     """
 
     def is_model(leaf):

@@ -418,7 +418,8 @@ def _with_segments(
     local_segments = comms.context_tokens(segments, dim=1)
 
     def wrap_attention(attend):
-        """Returns `attend`, wrapped by `comms`, with the segments of this device's tokens."""
+        """Returns `attend`, wrapped by `comms`. Each call passes the segments of this device's
+        tokens to it, as the argument `segments`."""
         return functools.partial(comms.wrap_attention(attend), segments=local_segments)
 
     return comms._replace(wrap_attention=wrap_attention)

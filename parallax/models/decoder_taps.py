@@ -86,7 +86,8 @@ def block(
     """
 
     def tapped(weights, x, layer):
-        """Returns the output of the block. The taps of its weights report the layer's number."""
+        """Returns the output of the block. The taps of the block's weights report the number of
+        the layer together with the weights."""
         with recording.at(layer=layer):
             return apply(
                 taps.tap_tree(weights, "blocks.*", where(specs), without=GATHERED, loops=loops),
@@ -118,8 +119,8 @@ def ends(
 
 
 def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-    """Returns the gradient function `grad` with taps of the gradients that it returns, which the
-    optimizer gets. `specs` are the specs of the gradients.
+    """Returns the gradient function `grad` with a tap at each gradient that it returns. These are
+    the gradients that the optimizer gets, and `specs` are their specs.
     """
 
     def tapped(*arguments):

@@ -126,7 +126,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
     """
 
     def on_islands(change):
-        """Returns `change`, a function of one model, as a function of a state of islands."""
+        """Returns a function that applies `change`, a function of one model, to all models in a
+        state of islands."""
         change_stacked = eqx.filter_vmap(change)  # for arrays [islands, ...]
 
         def changed(state):

@@ -305,7 +305,7 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
     layout, axes, where = setup.layout, setup.axes, setup.family.where
 
     def stage(*arguments):
-        """Returns the stage's output without its terms of the loss."""
+        """Returns the stage's output without the auxiliary losses of the stage's blocks."""
         return output(stage_with_terms(*arguments)).x
 
     def head(*arguments):

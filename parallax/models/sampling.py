@@ -1,7 +1,8 @@
 """Text from a trained decoder, one token after another.
 
-`sampled` draws tokens with a `Writer`; `sampler` makes the function `sample` of a family. Keys and
-values are kept from token to token, so each new token costs a forward pass of only one token.
+`sampled` draws tokens; it takes the model as a `Writer`, a record of the model's functions.
+`sampler` makes the public function of a family of models, such as `gpt2.sample`. Keys and values of
+attention are kept from token to token, so each new token costs a forward pass of only one token.
 
 Legend: L layers, B batch, P tokens of the prompt, S places, G heads of keys and values, K head
 width, V vocabulary. The *place* of a token is its number in the text, from 0 on. The *window* is
@@ -81,8 +82,8 @@ class Writer(NamedTuple):
 
 
 def cached(parts: DecoderParts, model: Any) -> Cached:
-    """Returns the functions of a whole `model` that keep keys and values. For each sequence these
-    are 2 x layers x places x heads of keys x head width numbers.
+    """Returns the functions of a whole `model` that keep keys and values. For each sequence the
+    keys and values are 2 L S G K numbers: L layers, S tokens, and G heads of keys of width K.
 
     Under `jax.jit`, the cache of a model that is placed over a mesh is split as the model is: by
     heads of keys and values. If sequences are split over devices, so is their cache.
@@ -311,7 +312,8 @@ def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[.
         top_p = _scalar(f"{name} needs a top_p from 0 to 1", top_p, 1.0)
 
     def token_of(row, key, unknown):
-        """Returns the token drawn from a row of logits, [V], or -1."""
+        """Returns the token drawn from `row`, the logits [V]. Returns -1 if one of the filtered
+        logits is nan, or if `unknown` is true."""
         scores = filtered(row, temperature, top_k=top_k, top_p=top_p)
         token = jax.random.categorical(key, scores).astype(jnp.int32)
         return jnp.where(jnp.isnan(scores).any() | unknown, NOTHING, token)

@@ -14,7 +14,7 @@ example, belongs to no leaf, so its owner is None. A moment is an array of the s
 shape of its leaf's gradient. A share is a device's part of a gradient or a parameter. A `Value`
 says how an array of the program is computed: `leaves` has the numbers of the leaves that the array
 is computed from. `mixes` is the reason why the array is not computed element by element, or "" if
-it is. The number `WHOLE` stands for any array that is the same on all devices.
+it is. In `leaves`, the number `WHOLE` stands for any array that is the same on all devices.
 """
 
 import functools
@@ -158,9 +158,10 @@ class _Update:
         axes: Callable[[Any], frozenset[str]],
         at: str,
     ):
-        """Reads the leaves and the owners of the state's arrays from the arguments, which are
-        (gradients, state, parameters that have a gradient). `specs` has the parameters' specs by
-        path, `axes(x)` returns the axes that split an array `x`, and `at` is the caller's name."""
+        """Reads from `arguments` the leaves, and the leaf that each array of the state belongs to
+        (its owner). `arguments` are (gradients, state, parameters that have a gradient), `specs`
+        has the parameters' specs by path, `axes(x)` returns the axes that split an array `x`, and
+        `at` is the caller's name."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -344,12 +345,12 @@ class _Update:
             # of an update. An update without sources (`leaves` is empty) passes: its elements are
             # all equal, as zeros are.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
-                self.refuse("its update has nothing of the leaf's own elements", owner)
+                self.refuse("its update does not depend on the leaf's own elements", owner)
 
     def split_alike(self, i: int, j: int) -> bool:
         """Returns whether the leaves of numbers i and j are surely split along the same dim. This
-        is sure if neither leaf is open (`is_open`), one axis alone splits both, and their shapes
-        are equal, on a device and as a whole."""
+        is sure if the spec of each leaf tells which dim is split, one axis alone splits both
+        leaves, and their shapes are equal, on a device and as a whole."""
         a, b = self.leaves[i], self.leaves[j]
         same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
         # A leaf is open if it is split over an axis that its spec does not name. That axis may
@@ -396,10 +397,11 @@ class _Update:
             if not leaf.is_shard:
                 raise UnfitOptimizer(
                     f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, "
-                    f"a share of {np.shape(leaf.weight)} as zero.reduce_scattered makes it, and "
-                    "the optimizer takes whole gradients. Wrap it: zero.sharded(optimizer, axis, "
-                    "specs) or ZeRO.optimizer, and pass step.init an optimizer_rule that splits "
-                    "the state into such shares: ZeRO.optimizer_rule, for example."
+                    f"a share of the whole shape {np.shape(leaf.weight)}, as zero.reduce_scattered "
+                    "returns; the optimizer takes whole gradients. Wrap the optimizer: "
+                    "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and pass step.init an "
+                    "optimizer_rule that splits the state into such shares: ZeRO.optimizer_rule, "
+                    "for example."
                 ) from error
         # The state was made for whole leaves, or has shapes of its own.
         for path, x in arrays_of_leaves:
@@ -440,9 +442,9 @@ class _Update:
         if not split:
             return message
         return (
-            f"{message} Or, if the optimizer chooses leaves by their size, which differs on a "
-            f"shard along {_spelt(split)}, wrap it in optimizers.whole(optimizer, {_spelt(split)}, "
-            "specs)."
+            f"{message} Or, if the optimizer chooses leaves by their size, wrap it in "
+            f"optimizers.whole(optimizer, {_spelt(split)}, specs): a shard along {_spelt(split)} "
+            "is smaller than the whole leaf."
         )
 
 

@@ -11,9 +11,9 @@ Leaves are parameters, named by numbers from 0 on. Two more numbers are used in 
 optimizer has marked: the mark says that the result is right on shards, even if the computation of
 the result mixes elements. The *sources* of a value are a `Value`: the leaves that it is computed
 from, and whether it mixes. `met` joins the sources of several values into one `Value`, and `run`
-follows a program inside an equation, such as a branch. A call of
-`linear(x, forward=..., backward=..., name=...)` is one equation of the program, and the argument
-`name` can *mark* the result of the equation.
+follows a program inside an equation, such as a branch. A wrapper marks a result by a call of
+`linear(x, forward=..., backward=..., name=...)`, from `parallax.collectives.types`: the call is one
+equation of the program, and the argument `name` is the mark.
 """
 
 import dataclasses
@@ -170,8 +170,8 @@ class _Elements(jaxprs.Following):
         ]
 
     def plain(self, eqn: JaxprEqn, operands: list[Value], aval: Any) -> Value:
-        """Returns the sources of a result, of type `aval`, of an equation that counts as one
-        operation, even if the equation has a program inside."""
+        """Returns the sources of the result of `eqn`, which counts as one operation, even if it has
+        a program inside. `aval` is the type of the result."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
         # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
         # A result with the mark `RIGHT_IF_GIVEN` (`_marked_like`) is right if the operands that it

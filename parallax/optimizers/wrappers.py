@@ -125,8 +125,8 @@ def by_matrix(
     """
 
     def leading(path, ndim):
-        """Returns the number of first dims that are layers, 0 for a leaf that is not stacked: the
-        number in `layers`, else the number of dims before the last two."""
+        """Returns how many first dims of a leaf are layers; 0 if the leaf is not stacked. This is
+        the number in `layers`, or, if `layers` has none, the number of dims before the last two."""
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]
@@ -135,7 +135,7 @@ def by_matrix(
             raise ValueError(
                 f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how "
                 "many of the first are layers: a convolution has none, attention weights [L, D, "
-                f"H, K] have one. Pass layers={{{path!r}: 1}}, or another number of dims."
+                f"H, K] have one. Pass layers={{{path!r}: 1}}, or another number in place of 1."
             )
         return counts[0] if counts else max(ndim - 2, 0)
 
@@ -180,9 +180,10 @@ def _on_owners(
     """Returns `optimizer`, applied to leaves that are moved to the devices that update them. The
     updates are moved back.
 
-    `specs` is a tree of the specs of the shares. `leads(path, ndim)` returns how many first dims
-    are layers in the leaf at the dotted path `path`, which has `ndim` dims. With `by_layer`, each
-    layer is updated by one device, and an optimizer that combines leaves is refused.
+    `specs` is a tree with the spec of each leaf, which says how the leaf is split into the devices'
+    shares. `leads(path, ndim)` returns how many first dims are layers in the leaf at the dotted
+    path `path`, which has `ndim` dims. With `by_layer`, each layer is updated by one device, and an
+    optimizer that combines leaves is refused.
     """
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
     # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
@@ -221,9 +222,9 @@ class _Owners(NamedTuple):
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """Returns the groups of leaves that the optimizer sees together. The dims of layers of a
-        group's leaves have the same sizes in `tree`, so that one `vmap` can run over the layers of
-        all these leaves. A group is returned as a pair: these sizes, and the paths of its
+        """Returns the groups of leaves that the optimizer sees together. All leaves of a group have
+        the same sizes of their dims of layers in `tree`, so that one `vmap` can run over the layers
+        of all these leaves. A group is returned as a pair: these sizes, and the paths of its
         leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
@@ -302,10 +303,11 @@ def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns the layers of `x` that this device owns, with whole matrices, or all of `x` if it has
-    no layers. `x` is a gradient or a parameter. The shape and type of the parameter `weight` show
-    whether `x` is a share or whole. `way.splits` are the splits of the leaf, `way.lead` is the
-    number of the leaf's first dims that are layers, and `way.inner` divides the layers further."""
+    """Returns the layers of `x` that this device owns, and each of these layers whole. If `x` has
+    no layers, returns all of `x`. `x` is a gradient or a parameter. The shape and type of the
+    parameter `weight` show whether `x` is a share or whole. `way.splits` are the splits of the
+    leaf, `way.lead` is the number of the leaf's first dims that are layers, and `way.inner` is the
+    split of the layers over the axes that split no dim of the leaf."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)

@@ -268,8 +268,8 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
-    """Returns whether `rule` is a `match("**", P())` for which it is no mistake if every leaf gets
-    its spec from an earlier rule.
+    """Returns whether `rule` is a `match("**", P())` that is accepted even if earlier rules give
+    all leaves their specs.
 
     A last rule that matches every leaf serves as a default, and earlier rules may leave no leaf for
     it. `taken` maps the index of a leaf to the `Placement` (the spec) that an earlier rule gave it.
@@ -324,7 +324,7 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
             "no-such-axis",
             f"{rule}",
             no_axis(f"rule {rule}", missing[0], mesh),
-            "use one of these, or the rules inside without the fsdp",
+            "use one of these axes, or replace the fsdp by the rules inside it",
         )
         return
     size = math.prod(mesh.shape[axis] for axis in entry_axes(rule.axis_name))

@@ -180,8 +180,9 @@ def _sizes_refused(
 ) -> Iterator[Refusal]:
     """Yields an error for each dim whose axes do not fit: the mesh lacks one of these axes, or the
     size of the dim is not a multiple of the number of devices along these axes. `stacked` are the
-    axes that seem to split the layers of all leaves. The caller has checked that the spec has no
-    more entries than the leaf has dims."""
+    axes that seem to split the dim of layers, since they split the same dim, of the same size, in
+    several leaves (see `stacked_axes`). The caller has checked that the spec has no more entries
+    than the leaf has dims."""
     for dim, entry in enumerate(p.spec):
         subject = f"{p.path}: dim {dim} of shape {p.leaf.shape}"
         missing = [axis for axis in entry_axes(entry) if axis not in mesh.shape]

@@ -459,7 +459,8 @@ class Checkpoints:
         if others := records.differences(record.numbers, numbers):
             self._say(
                 f"the plain numbers of step {step} differ from this program's, and the stored ones "
-                f"are used: {others}. A number that belongs to the code should be a static field."
+                f"are used: {others}. A constant of the program should be a static field, which is "
+                "not stored."
             )
         # The shapes as Orbax stores the arrays: random keys are integers.
         template = {name: stored.plain(leaf) for name, leaf in arrays.items()}

@@ -57,6 +57,7 @@ def interrupted(number: signal.Signals, count: int) -> NoReturn:
     calls it with the signal and the number of signals so far.
     """
     end(
-        f"{number.name}: ended at once. The same command goes on from the last checkpoint.\n",
+        f"{number.name}: ended at once. Run the same command again to go on from the last "
+        "checkpoint.\n",
         128 + number,  # the exit code with which a shell reports a signal
     )

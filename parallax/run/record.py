@@ -1,9 +1,9 @@
 """`Record`, the contents of a checkpoint's manifest. If a malformed manifest is read, an error
 names the file, and the checkpoint is passed over.
 
-contents.json    the record alone, written first: it says to which run the folder belongs
+contents.json    the record alone, written first: it says to which run the folder belongs.
 manifest.json    the record and, as `files`, the size and hash of every other file,
-                 contents.json too; written last
+                 contents.json too; written last.
 
 `contents.json` and `manifest.json` also hold the number of their format, `format`.
 `manifest.need(condition, place, what, value)` raises `Damaged`, with the other arguments in its

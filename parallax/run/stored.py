@@ -112,8 +112,8 @@ def _of_arrays(
     statics = []
 
     def of_arrays(arrays):
-        """Returns the arrays of `f(tree)`, and adds the tree of this result's other leaves to
-        `statics`."""
+        """Returns the arrays of the result of `f` for the whole tree: `arrays`, and the leaves that
+        are no arrays. Adds the other leaves of the result, as a tree, to the list `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
         return result

@@ -1,10 +1,10 @@
 """Reads and writes models in Hugging Face's folders, for any family of models: `config.json`,
 safetensors, and files such as those of a tokenizer.
 
-A family has one `Format`, a record of tables. The tables say which number each field of
-`config.json` states, which values of each field the code supports, and which leaf of the model each
-tensor stores. The code that reads, checks and writes is the same for all families. A field or a
-tensor that is not in the tables is refused with an error that names the file.
+A family has one `Format`, a record of tables. The tables say which setting of the model each field
+of `config.json` gives, which values of each field the code supports, and which leaf of the model
+each tensor stores. The code that reads, checks and writes is the same for all families. A field or
+a tensor that is not in the tables is refused with an error that names the file.
 """
 
 from parallax.models.files.fields import Fields, Number, Part

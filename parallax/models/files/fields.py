@@ -71,7 +71,8 @@ class Number:
 
 @dataclass(frozen=True)
 class Part:
-    """A value of the model that several fields state together, such as a record.
+    """A value of the model that several fields state together, such as the scaling of rotary
+    positions.
 
     Args:
         names: the fields that the value is read from.

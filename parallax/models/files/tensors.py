@@ -187,8 +187,8 @@ def weight_map(index: Path) -> dict[str, str]:
             r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", name
         ):
             raise ValueError(
-                f"{index}: {short(tensor)} needs the name of a file beside it; got {short(name)}. "
-                f"{again}"
+                f"{index}: {short(tensor)} must be in a file beside the index; got the file name "
+                f"{short(name)}. {again}"
             )
     return names
 
@@ -322,8 +322,8 @@ def _check_names(
 
     `needed` is a dict from the name of each tensor to its leaf, and `copies` is a dict from the
     name of each copy to its leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for:
-    GPT-2 of ...") describe the model in errors. `some` returns, for example, "wte.weight (and 2
-    more) is".
+    GPT-2 of ...") describe the model in errors. The function `some` names tensors in errors, as in
+    "wte.weight (and 2 more) is".
     """
     files = _files_of(stored)
     if adapters := [

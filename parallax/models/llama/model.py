@@ -267,7 +267,8 @@ def rules(
         """Returns the spec of a leaf of the key or value projection, or None for other leaves.
 
         Weights have the dims [layers, D, G, K], and biases [layers, G, K]; with stages, there are
-        two dims of layers. `layers` has the spec's entries for these leading dims.
+        two dims of layers. The variable `layers` of the enclosing function holds the entries of the
+        spec for the dims of layers.
         """
         projection, _, name = path.rpartition(".")
         if projection not in ("blocks.attention.key", "blocks.attention.value"):

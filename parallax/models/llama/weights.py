@@ -1,5 +1,5 @@
-"""Weights of Llama, Qwen 2, Qwen 3 and Mixtral in Hugging Face's layout, by the tables of
-`configuration`.
+"""Reads and writes the weights of Llama, Qwen 2, Qwen 3 and Mixtral in Hugging Face's layout. The
+tables in `configuration` say which tensor stores which leaf.
 
 A tensor in a file is one of our leaves at one layer, transposed: `q_proj`, [H K, D], is our [D, H,
 K]. Rotary positions turn the two halves of a head, as in transformers, so no row is permuted. Our
