@@ -400,8 +400,7 @@ class _Update:
                     f"a share of the whole shape {np.shape(leaf.weight)}, as zero.reduce_scattered "
                     "returns; the optimizer takes whole gradients. Wrap the optimizer: "
                     "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and pass step.init an "
-                    "optimizer_rule that splits the state into such shares: ZeRO.optimizer_rule, "
-                    "for example."
+                    "optimizer_rule that splits the state alike, such as ZeRO.optimizer_rule."
                 ) from error
         # The state was made for whole leaves, or has shapes of its own.
         for path, x in arrays_of_leaves:
