@@ -7,13 +7,14 @@ axis. `inner(eqn)` are the jaxprs that the equation `eqn` holds, such as the bod
 A fact about a value is any object. `Following` computes the facts about an equation's results from
 the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
 the facts about it are `first | second`, where `first` and `second` are the facts about the two
-values and `|` joins them. A value that is computed from several operands has the facts
-`met(operands)`.
+values and `|` joins them. The method `Following.met` combines the facts about several operands to
+the facts about a value that is computed from all of them; by default it joins them by `|` too.
 
 One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three
 masks with a bit for each argument. `at_all` has the arguments on which the value depends at all,
-and `alone` those on which it depends through a chain of operations without a collective. `met` has
-those arguments in `alone` that were combined with data (the batch), as a weight is in a matmul.
+and `alone` those on which it depends through a chain of operations without a collective. The third
+mask, also called `met`, is a part of `alone`: the arguments that were combined with data (the
+batch) in such a chain, as a weight is in a matmul.
 """
 
 import functools
@@ -104,7 +105,7 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
     The jaxpr is the equation's only one, and has as many arguments and results as the equation has
     operands and results. Only these counts are compared, not the types, so the body of a `scan` is
-    returned too. Callers that must exclude a `scan` test the primitive's name first.
+    returned too. A caller that does not want it checks the primitive's name first.
     """
     bodies = inner(eqn)
     fits = (
@@ -150,9 +151,10 @@ COLLECTIVES = frozenset(
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes over which an equation, or an equation inside it, communicates.
 
-    A collective of this library is an equation of `linear`, which holds Python functions instead of
-    a jaxpr, so these functions are traced here. No mesh is passed for this: call `sent_over` while
-    the `shard_map` around the equation is traced, so that its axes are known.
+    A collective of this library is an equation of the primitive `linear_collective`. Such an
+    equation holds Python functions instead of a jaxpr, so these functions are traced here. No mesh
+    is passed for this: call `sent_over` while the `shard_map` around the equation is traced, so
+    that its axes are known.
     """
     bodies = (
         [collective_types.linear_jaxpr(eqn, None, check_vma=True)]
@@ -208,8 +210,8 @@ def uses(
     then on each of `weights`.
 
     A `Uses` has two bools for each argument. `reached` says whether the result depends on the
-    argument. `unsent` says whether the argument is combined with data in a chain of operations that
-    leads to the result without a collective.
+    argument. `unsent` says whether a chain of operations without a collective leads from the
+    argument to the result, and combines the argument with data.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
     may be added to a loss. If an argument goes into a `ppermute` anywhere, `unsent` is false for
@@ -407,8 +409,8 @@ class _Ways(FollowingAlong):
         self.passed_on = 0
 
     def constant(self, aval: Any, value: Any) -> Reach:
-        """Returns the dependence of a constant: one that differs between devices counts as data,
-        unless it is a weight."""
+        """Returns the `Reach` of a constant. A constant that is no weight, and whose type varies
+        along the axis, counts as data, like an argument that is a batch."""
         differs = self.axis in collective_types.axes_of_type(aval)
         return self.of_weights.get(id(value), self.of_constants if differs else Reach())
 
@@ -432,8 +434,8 @@ class _Ways(FollowingAlong):
         return joined if differs else Reach(joined.at_all)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the dependence of a result that combines all operands: an operand's arguments are
-        `met` if any other operand depends on data."""
+        """Returns the `Reach` of a result that combines all operands. The mask `met` of the result
+        gets the arguments in an operand's `alone` if any other operand depends on data."""
         joined = functools.reduce(operator.or_, operands)
         # Each operand is combined with all other operands.
         for i, operand in enumerate(operands):

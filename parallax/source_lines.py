@@ -29,7 +29,8 @@ UNKNOWN = "unknown line"
 
 
 def source(eqn: JaxprEqn) -> str:
-    """Returns the line that made an equation, as "folder/file.py:12", with the whole path.
+    """Returns the line that made an equation: the whole path of its file and its number, such as
+    "/folder/file.py:12".
 
     The result is the innermost line of the user's code. If there is none, the result is the
     innermost line of this library outside `lint` and `collectives`, since the function that calls a
@@ -75,8 +76,8 @@ def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
 
     JAX keeps the trace of one of its own functions for later calls, so the lines in the trace may
-    belong to an earlier call. For this check, Equinox is not a part of JAX: a jaxpr of
-    `eqx.filter_jit` has Equinox's file, but the user's lines.
+    belong to an earlier call. For this check, Equinox is not a part of JAX: `eqx.filter_jit` traces
+    a function of Equinox that calls the user's function, so the equations have the user's lines.
     """
     # The first folder of `_LIBRARIES` is JAX's.
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])

@@ -8,13 +8,14 @@ under `scan`, `checkpoint`, `vmap`, `shard_map` and in pipelines. In a jaxpr a t
 JAX's sense), so transformations treat it like any other operation. Users call `tap` as
 `bisect.tap`, so errors use this name.
 
-`tap_p` is the primitive. Its operands are the value, the device's index along each axis, the
-numbers of the microbatch and the layer, and, for dims that are not split into equal blocks in
-order, the positions of the block's elements in the whole array. Its `way` says what the tap
-reports: FORWARD means the value; LINEAR, for the tap of a tangent, means nothing; BACKWARD means
-the cotangent; AFTER means a value that is computed after the backward pass. Its `mark`, a `Mark`,
-has the name of the tap (`path`), and says how the value is split (`dims`, `terms`). Its `recorder`
-is the object to which the tap reports. `RECORDER` holds the recorder that is active now, and `AT`
+`tap_p` is the primitive. Its first operands are the value (a device's block of a whole array), the
+device's index along each axis, and the numbers of the microbatch and the layer. If some dims are
+not split into equal blocks in order, the last operands are the positions of the block's elements
+along each of these dims in the whole array. Its `way` says what the tap reports. A FORWARD tap
+reports the value, a BACKWARD tap the cotangent, and an AFTER tap a value that is computed after the
+backward pass. A LINEAR tap stands in the derivative, on the value's tangent. It reports nothing,
+and its transpose is the BACKWARD tap. Its `mark`, a `Mark`, has the name of the tap (`path`), and
+says how the value is split (`dims`, `terms`). Its `recorder` is the object to which the tap reports. `RECORDER` holds the recorder that is active now, and `AT`
 holds the numbers of the microbatch and the layer that `recording.at` set.
 """
 

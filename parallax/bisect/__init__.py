@@ -1,8 +1,9 @@
 """Finds the first value in which a split run differs from a run on one device.
 
-The values of a model have names, and two runs are compared name by name:
+`tap` gives a value of the model a name, and `compare` compares two runs name by name. A tap adds
+nothing to the program unless the run is recorded:
 
-    x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model; free without a record
+    x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model
     print(bisect.compare(one_device, split))
 """
 

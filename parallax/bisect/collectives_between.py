@@ -93,13 +93,14 @@ class _Body(NamedTuple):
 
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
-    """Returns the part of a program before the taps with this `path` and `way`: the nearest earlier
-    taps, and the collectives and functions that compute the reported values from the values of
-    these earlier taps.
+    """Returns the part of a program that computes a reported value from the values reported just
+    before it: the taps of these earlier values, and the collectives and functions in between.
 
-    A tap also reports the number of the microbatch and the number of the layer. If `numbers` is
-    true, the part also has the code that computes these two numbers, since a right value may be
-    reported under a wrong number.
+    A *tap* is an equation that reports a value. `path` is the name of the computed value, and `way`
+    is the pass that it belongs to: "forward", "backward", or "after" the backward pass. A tap also
+    reports the number of the microbatch and the number of the layer. If `numbers` is true, the part
+    also has the code that computes these two numbers, since a right value may be reported under a
+    wrong number.
     """
     # `follow` goes back from an operand to the nearest taps, and collects what is on the way.
     reader = _SliceReader()
@@ -118,8 +119,9 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program before its result number `place`: the nearest taps before this
-    result, and the collectives and functions between these taps and the result."""
+    """Returns the part of a program before its result number `place`: the nearest taps (equations
+    that report a value) before this result, and the collectives and functions between these taps
+    and the result."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
@@ -160,8 +162,9 @@ class _SliceReader:
         self.callers: set[str] = set()
 
     def program_slice(self) -> ProgramSlice:
-        """Returns the collected taps and collectives, the functions that made the equations between
-        these taps and the value, and the callers of these functions."""
+        """Returns the collected taps (equations that report a value) and collectives, the functions
+        that made the equations between these taps and the value, and the callers of these
+        functions."""
         return ProgramSlice(
             tuple(self.taps),
             tuple(self.collectives),
@@ -186,16 +189,18 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Collects the tap, or the collectives and functions, of the equation `eqn` of `body`.
-        Returns the operands from which `eqn` computes its result `atom`, each with the body whose
-        jaxpr it belongs to. `follow` goes on from these operands.
+        """Collects the equation `eqn` of `body` if it is a tap, else the collectives that it runs
+        and the Python functions that made it. Returns the operands from which `eqn` computes its
+        result `atom`, each with the body whose jaxpr it belongs to. `follow` goes on from these
+        operands.
 
-        There are three kinds of equations. A tap (an equation that reports a value) ends the
-        search, unless its `way` is LINEAR: the tap is collected, and no operand is returned. A call
-        of a function, or a `scan`, is opened: the result of its jaxpr that becomes `atom` is
-        returned, and `follow` goes on in this jaxpr. For any other equation, such as a `while` or a
-        `cond`, the Python functions that made it and the collectives that it runs are collected,
-        and so are those of all equations inside its jaxprs.
+        There are three kinds of equations. A tap (an equation that reports a value) is collected
+        and ends the search: no operand is returned. A call of a function, or a `scan`, is opened:
+        the result of its jaxpr that becomes `atom` is returned, and `follow` goes on in this jaxpr.
+        For any other equation, such as a `while` or a `cond`, the Python functions that made it and
+        the collectives that it runs are collected, and so are those of all equations inside its
+        jaxprs. A tap whose `way` is LINEAR belongs to a derivative and reports no value, so it is
+        treated as such an equation, and the search goes on from the tapped value.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -242,9 +247,8 @@ class _SliceReader:
         variable is returned with the body whose jaxpr it belongs to.
 
         The returned list has the operand that the equation around `body` passes as `atom`. If
-        `atom` is the carry of a loop, the list also has the carry that the iteration before
-        returned, which is a result of the loop's body. The list is empty for an argument of the
-        whole program and for a constant.
+        `atom` is the carry of a loop, the list also has the carry that the previous iteration
+        returned. The list is empty for an argument of the whole program and for a constant.
         """
         if body.eqn is None or body.parent is None or atom not in body.jaxpr.invars:
             return []
@@ -290,8 +294,9 @@ class _SliceReader:
 
 def _is_cached(jaxpr: Jaxpr | None) -> bool:
     """Returns whether a jaxpr belongs to a function of JAX itself, such as jnp.where, and has no
-    tap. JAX caches such jaxprs, so the source lines in them may be those of another call. A jaxpr
-    with a tap also has code of the model, so it must be opened to find the tap."""
+    tap (an equation that reports a value). JAX caches such jaxprs, so the source lines in them may
+    be those of another call. A jaxpr with a tap also has code of the model, so the search must go
+    on inside it, to find the tap."""
     if jaxpr is None or not is_jax_function(jaxpr):
         return False
     return not any(eqn.primitive.name == "tap" for eqn in every(jaxpr))

@@ -82,10 +82,10 @@ class Comparison(NamedTuple):
     """The result of `compare`.
 
     Attributes:
-        first: the first value that differs; None if all are equal.
+        first: the first value that differs by more than the bound; None if there is none.
         compared: the number of values that both runs have, those after `first` included.
-        worst: the largest difference that the bound still allows, and the name of the value that
-            has this difference. Only values before `first` count.
+        worst: the largest difference among the values before `first`, which are all within the
+            bound, and the name of the value that has this difference.
         alone: the names of the values that only one run has.
     """
 
@@ -96,12 +96,13 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the first value that differs, as text. If no value differs by more than the bound
-        allows, returns the largest of the allowed differences."""
+        allows, the text has the largest difference that was found."""
         if self.first is not None:
             return str(self.first)
         off, name = self.worst
         return (
-            f"All {self.compared} values are equal; the largest difference is {off:.2g}, in {name}."
+            f"All {self.compared} values are equal within the bound; the largest difference is "
+            f"{off:.2g}, in {name}."
         )
 
 
@@ -183,9 +184,10 @@ def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
 
 
 def _kind(key: Key) -> tuple[str, str]:
-    """Returns the kind of a value: the `way` of the value's key, and the first one or three names
-    in the key's path. The moments of an optimizer are one kind, for example. Values of one kind
-    have numbers of similar magnitude.
+    """Returns the kind of a value: the `way` of the value's key, and the beginning of the key's
+    path. This beginning has three names for an argument or a result of the run, such as
+    "result.0.model", and one name for a value that a tap reported. Values of one kind, such as the
+    moments of an optimizer, have numbers of similar magnitude.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.

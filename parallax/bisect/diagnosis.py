@@ -48,8 +48,8 @@ def diagnose(
         return f"not a number, or not computed, at {np.isnan(wrong).mean():.0%} of the places"
     if differs:
         return (
-            "not summed, or not the same weights: the devices along "
-            f"{differs[0]!r} have different copies"
+            f"not summed over {differs[0]!r}, or computed from weights that differ there: the "
+            "devices along this axis have different copies of the value"
         )
     if not np.any(wrong):
         return "zero: not summed, masked, or never sent"
@@ -139,14 +139,14 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text that suggests another random key, if the two values are 0 in different places,
-    for example by another dropout mask. The text has the share of places in which exactly one of
-    the two values is 0. Both values must have zeros."""
+    """Returns a text that says that the runs seem to have used different random keys, if the two
+    values are 0 in different places, for example by different dropout masks; else "". The text has
+    the share of places in which exactly one of the two values is 0. Both values must have zeros."""
     # A share below FEW may be chance. Two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
         return ""
-    return f"another random key: {share:.0%} of the numbers are zero in one of the two alone"
+    return f"another random key: {share:.0%} of the numbers are zero in only one of the two runs"
 
 
 def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:

@@ -2,19 +2,20 @@
 
 A *tap* is a call in the model that reports a value. A device reports a block of the whole value, a
 term of a sum, or a copy of the value. The partition spec that the tap was given and JAX's
-replication types tell which of the three it is. For a cotangent, sums and copies change places: if
-devices have copies of a value that is typed as varying, each device has a term of the cotangent; if
-devices have terms of a sum, each device has a copy of the cotangent. A loss is a mean over equal
-parts of the batch. A device reports the cotangents of the loss of one part of the batch, so this
-module multiplies these cotangents by 1 / the number of parts.
+replication types tell which of the three it is. For a cotangent it is the other way round. If each
+device has a copy of a value that is typed as varying, each device has a term of the value's
+cotangent. If each device has a term of the value, each device has a copy of the value's cotangent.
+A loss is a mean over equal parts of the batch. A device reports the cotangents of the loss of one
+part of the batch, so this module multiplies these cotangents by 1 / the number of parts.
 
 A `Report` (in taps.py) has a device's block as its `value`, the device's index along each mesh axis
 as `device`, the number of the microbatch as `microbatch` (-1 on a pipeline stage that had none to
-compute), and the number of the layer as `layer` (-1 if there is none). For each of the dims
-`mark.placed`, `places` has the positions of the block's elements in the whole array. The report's
-`mark` has the facts of the tap: `terms`, the axes along which devices have terms of a sum;
-`varying`, the axes along which the value is typed as varying; `dims`, the axes that split each dim.
-In `terms` and `dims`, BATCH stands for all axes that split the rows of the batch.
+compute), and the number of the layer as `layer` (-1 if there is none). The report's `mark` has the
+facts of the tap: `terms`, the axes along which devices have terms of a sum; `varying`, the axes
+along which the value is typed as varying; `dims`, the axes that split each dim; `placed`, the dims
+that are not split into equal blocks in order. In `terms` and `dims`, BATCH stands for all axes that
+split the rows of the batch. For each dim in `placed`, the report has an array in `places`, with the
+positions of the block's elements in the whole array.
 
 A `_Form` tells how the blocks that devices report form a value. `row_dim` is the dim of the batch's
 rows, or None if there is none. `dims` has the axes that split each dim. Devices have different
@@ -150,14 +151,16 @@ def load(path: str | Path) -> Record:
 
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     """Returns the key of one saved value, and the value. `whole` is the value's array. `entry` has
-    the path, the layer and the way of the key, and the fields `differs` and `rows` of `Value`.
-    Raises an error for other data; `load` turns this error into one with the file's name."""
+    the fields `path`, `layer` and `way` (the phase of the run) of the `Key`, and the fields
+    `differs` and `rows` of the `Value`. Raises an error for other data; `load` turns this error
+    into one with the file's name."""
     # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
     if way not in PHASES or whole.dtype.kind not in "biuf":
         raise ValueError(
-            f"{path!r} needs numbers of a phase in {PHASES}; got {whole.dtype} of the phase {way!r}"
+            f"the value {path!r} needs a numeric array, and a phase that is one of {PHASES}; got "
+            f"an array of {whole.dtype}, and the phase {way!r}"
         )
     differs = {axis: float(off) for axis, off in differs.items()}
     return Key(str(path), int(layer), way), Value(
@@ -200,9 +203,9 @@ def record(
         result_arrays = jax.block_until_ready(compiled(arrays))
     if not recorder.reports:
         raise ValueError(
-            "bisect.record needs a program with taps, traced now; this one reported nothing. Put "
-            "bisect.tap into the model, and let `run` make the function: a function that was "
-            "traced before reports nothing."
+            "bisect.record needs a program with taps that is not traced before `run` is called; "
+            "this program reported nothing. Put bisect.tap into the model, and let `run` make a "
+            "new function: a function that was traced before reports nothing."
         )
     tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
     values = argument_values | tapped | _of_arrays(result_arrays, RESULT)
@@ -265,9 +268,10 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
 
     def order(key: Key) -> tuple[int, ...]:
         """Returns the sort key of a value: the number of its phase, the place of the first tap in
-        its group (taps that are neighbours in the trace), the number of its layer, and the place of
-        its own tap. The last three are negative for a cotangent, so that cotangents are sorted in
-        reverse."""
+        the group of its tap, the number of its layer, and the place of its own tap. Taps inside
+        layers form one group if no tap outside layers was traced between them; any other tap is a
+        group by itself. The last three numbers are negative for a cotangent, so that cotangents are
+        sorted in reverse."""
         place = (group[key.path], key.layer, paths[key.path])
         return (PHASES.index(key.way), *(place if key.way != BACKWARD else (-x for x in place)))
 
@@ -392,10 +396,10 @@ def _once(reports: list[Report]) -> Iterable[Report]:
     """Returns one report for each device and microbatch.
 
     With rematerialisation (`jax.checkpoint`) a value is computed and reported again; only the first
-    report counts. The reports of a cotangent are added up, since the first one may be only a zero:
-    in those steps of its schedule (ticks) that have no microbatch for the embedding, a pipeline
-    still runs the embedding's backward pass, on microbatch 0 and with a cotangent of 0. The reports
-    of these ticks are 0, so they do not change the sum.
+    report counts. The reports of a cotangent are added up instead, since the first one may be only
+    a zero. A pipeline runs the backward pass of the embedding in every step of the schedule. If a
+    step has no microbatch for the embedding, the pipeline uses microbatch 0 and a cotangent of 0.
+    The reports of such steps are 0, so they do not change the sum.
     """
     kept: dict[tuple[tuple[int, ...], int], Report] = {}
     for report in reports:
@@ -447,10 +451,11 @@ def _shape(form: _Form, reports: list[Report]) -> list[int]:
 def _places(form: _Form, report: Report) -> list[np.ndarray]:
     """Returns, for each dim, the indices of a report's block in the whole value.
 
-    For the dims `mark.placed` the report itself has the indices. In any other dim, along which a
-    block has n elements, block number b has the indices from b * n to (b + 1) * n - 1. Blocks are
-    counted over the mesh axes that split the dim, the outermost axis first, and then over
-    microbatches.
+    For the dims in `report.mark.placed`, which are not split into equal blocks in order, the report
+    itself has the indices. In any other dim, along which a block has n elements, block number b has
+    the indices from b * n to (b + 1) * n - 1. The number b counts the blocks over the mesh axes
+    that split the dim, and, in the dim of the batch's rows, also over microbatches. The outermost
+    axis varies slowest, and the microbatch varies fastest.
     """
     index, placed = dict(zip(form.names, report.device, strict=True)), report.mark.placed
     places = []

@@ -15,14 +15,14 @@ def add_checks(commands: Any) -> None:
         commands,
         "compare",
         compare,
-        "Compare the predictions with a program compiled for virtual CPU devices.",
+        "Compare a step's predicted memory and messages with the step compiled for virtual CPUs.",
         model="tiny",
     )
     command = add_command(
         commands,
         "bisect",
         first_difference,
-        "Find the first value of a split step that differs from one device.",
+        "Find the first value in which a split step differs from the step on one device.",
         model="tiny",
     )
     command.add_argument(

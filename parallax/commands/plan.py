@@ -85,7 +85,8 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> str:
     """Returns a plan as text: the predicted memory, traffic and time of a step. With a file and
     `--mesh`, it is the plan of the step in that file. With `--layout`, it is the plan of this
-    layout; with several `--islands`, the text also has the bytes that the islands exchange. With
+    layout. With several `--islands`, groups of devices that train separately and exchange their
+    weights every `--every` steps, the plan of a layout also has the bytes that they exchange. With
     neither a file nor `--layout`, the best layouts are searched. A search and the plan of a file do
     not use `--islands`.
 
@@ -117,11 +118,13 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
-    """Returns a text in several parts: a table of the fastest layouts of `--devices`; the plan of
-    the simplest layout among those that are nearly as fast as the fastest one; a table with the
-    algorithm (such as a ring) that is predicted to be the fastest for the collectives of `jax.lax`
-    along each axis of this layout, if the plan has such collectives; and the best interval between
-    checkpoints, if `--failures-per-device-year` is given.
+    """Returns a text in several parts:
+
+    * a table of the fastest layouts of `--devices`;
+    * the plan of one layout: the simplest of those that are nearly as fast as the fastest one;
+    * if this plan has collectives of `jax.lax` along single mesh axes: for each such axis, the
+      collective algorithm (such as a ring) that is predicted to be the fastest;
+    * if `--failures-per-device-year` is given: the best interval between checkpoints.
 
     Raises:
         ValueError: `--devices` is missing; `--devices` or `--batch` is below 1; `--precision` is

@@ -231,7 +231,9 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
     """
     for path in among:
         if path.relative_to(folder).as_posix() not in files:
-            raise Damaged(f"{path}: the manifest must list this file, and does not list it.")
+            raise Damaged(
+                f"{path}: needed a file that the manifest lists, found one that it does not list."
+            )
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:

@@ -20,8 +20,8 @@ from parallax.trees import entry_axes
 
 
 def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for each pair of an attention in `args` and a source line whose operation
-    reshapes one device's outputs of this attention into as many heads as the whole model has.
+    """Yields, for each attention in `args`, a finding for each source line at which a device
+    reshapes its part of the attention's outputs into as many heads as the whole model has.
 
     `program` was traced for the arguments `args`, which are whole arrays, not shards.
     """
@@ -45,9 +45,9 @@ def _is_attention(node: Any) -> bool:
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields a pair for each argument of the shape `shape` of a `shard_map`, if the argument is
-    split along its dim of outputs: the axes that split this dim, and the number of devices along
-    them.
+    """Yields a pair `(axes, devices)` for each argument of a `shard_map` that has this `shape` and
+    whose dim of outputs is split. `axes` are the axes that split this dim, and `devices` is the
+    number of devices along them.
 
     `shape` is the shape of a projection's whole weight, [..., outputs, inputs].
     """

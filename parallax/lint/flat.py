@@ -1,8 +1,8 @@
 """Makes a program one list of operations: the operations of a called function stand in the list in
 place of the call, and each value (array) has an id.
 
-Ids are ints: 0, 1, 2, ... Functions take and return ids, since the arrays do not exist before a
-run. A collective of this library is one equation, `linear_collective`. The function `ours` returns
+Ids are ints: 0, 1, 2, ... The functions here take and return ids, since the arrays do not exist
+before a run. A collective of this library is one equation, `linear_collective`. The function `ours` returns
 the jaxpr that the equation stands for, which sends by `ppermute`s or calls other collectives.
 """
 
@@ -176,9 +176,9 @@ class Flat:
     def _conditional(self, eqn: JaxprEqn, inputs: tuple[int, ...], scope: Scope) -> tuple[int, ...]:
         """Adds the operations of a conditional, and returns the ids of its results.
 
-        The conditional becomes a `COND`, the operations of all branches, and a `CHOSEN` for each
-        result. Result j depends on the predicate and on result j of every branch, whichever branch
-        runs.
+        The conditional becomes an operation named `COND`, which marks its place, then the
+        operations of all branches, and then an operation named `CHOSEN` for each result. Result j
+        depends on the predicate and on result j of every branch, whichever branch runs.
         """
         predicate, *operands = inputs
         self._node(COND, eqn, inputs, types=[], sent=None, scope=scope)

@@ -39,7 +39,7 @@ class Sum(NamedTuple):
     Attributes:
         aval: the type of the sum's operand.
         axes: the mesh axes over which the sum goes.
-        where: the caller's source line.
+        where: the line of the user's program that makes the sum.
     """
 
     aval: Any
@@ -67,10 +67,10 @@ class Loop:
     def summed(
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
-        """Notes a sum of `value` over devices, and returns the sums and carries (`parts`) of which
-        the result of this sum is a linear function: those of `value`, and the new sum. `only_added`
-        decides later whether the sum could stand after the loop. `aval` is the type of `value`, and
-        `where` the source line of the sum.
+        """Notes a sum of `value` over devices, and returns the `parts` of its result: the sums and
+        carries of the loop of which the result is a linear function. These are the `parts` of
+        `value`, and the noted sum itself. `only_added` decides later whether the sum could stand
+        after the loop. `aval` is the type of `value`, and `where` the source line of the sum.
         """
         # A sum that depends on a carry must stay in the loop, and so must the sums that were added
         # to this carry: each iteration needs the carry's value. The new sum is not spoiled itself.
@@ -82,8 +82,8 @@ class Loop:
         return value.parts | {("sum", len(self.sums) - 1)}
 
     def carried(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the carries (`values`) at the beginning of an iteration: each
-        carry is a linear function of itself only."""
+        """Returns the facts about the carries (`values`) as they are at the beginning of an
+        iteration, when nothing was added to a carry: its only part is the carry itself."""
         return [value._replace(parts=frozenset({("carry", i)})) for i, value in enumerate(values)]
 
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:
@@ -100,8 +100,8 @@ class Loop:
         return parts
 
     def spoil(self, values: Sequence[Value]) -> None:
-        """Notes that the sums and carries of which these values are linear functions are used in
-        another way than by adding them up."""
+        """Marks the `parts` of these values (sums and carries) as spoiled: the loop's body uses
+        them in another way than by adding them up."""
         self.spoiled.update(part for value in values for part in value.parts)
 
     def only_added(self, carries: Sequence[Value], stacked: Sequence[Value]) -> list[Sum]:
@@ -126,10 +126,11 @@ class Loop:
     def _lets_sums_move(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]
     ) -> bool:
-        """Returns whether the sums over devices among `parts`, which come before an equation in the
-        loop's body, may be moved behind the loop. `parts` are the parts of the equation's operands,
-        `values`. The equation's result must be a linear function of `parts`, and the equation's
-        factors and masks must allow the move.
+        """Returns whether an equation in the loop's body allows that the sums over devices in
+        `parts` are moved behind the loop. `values` are the facts about the equation's operands, and
+        `parts` are the sums and carries of which any operand is a linear function. The equation's
+        result must be a linear function of `parts` too, and the equation's factors and masks must
+        allow the move.
 
         A factor that is the same in all iterations can be applied after the sum that follows the
         loop. A mask that is the same on all devices can be applied before that sum, in each

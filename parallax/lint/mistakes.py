@@ -1,10 +1,11 @@
 """Makes the findings in a program: each function returns the `Finding` for one kind of mistake.
 
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
-devices along them together. `where` is the caller's source line. `trips` is the number of
-iterations of a loop, or None if it is not known. `sent` is a collective. `sent.kind` is its kind,
-and `sent.permutes` says whether it is made of `ppermute`s, which wait for all devices of the
-program. A `Value` records what the lint knows about one value (array) of the program.
+devices along them together. `where` is the source line of the operation in the user's program.
+`trips` is the number of iterations of a loop, or None if it is not known. `sent` is a collective.
+`sent.kind` is its kind, and `sent.permutes` says whether it is made of `ppermute`s, which wait for
+all devices of the program. A `Value` records what the lint knows about one value (array) of the
+program.
 """
 
 import math
@@ -85,7 +86,7 @@ def same_every_trip(
         f"this {sent.kind} over {named(axes)} takes {shown(aval)}, {_bytes(nbytes(aval))}, and "
         f"runs {_times(trips)}, but no trip of the loop changes its operand.",
         "Move it before the loop and use its result in each trip (for parameters: "
-        "zero.gathered_once round grads.accumulated).",
+        "zero.gathered_once(grads.accumulated(...), ...)).",
     )
 
 
@@ -98,9 +99,9 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
         "is only added to the loop's "
         f"carry: {_bytes(nbytes(aval))} each time instead of once.",
         "Add up the parts of each device in the loop and sum over the devices after it: "
-        "grads.averaged round grads.accumulated. "
-        "If JAX made this sum, of a gradient, cast the parameters to varying before they are "
-        "differentiated, as both functions do.",
+        "grads.averaged(grads.accumulated(...), axis). "
+        "If this is a sum of gradients that JAX itself inserted, cast the parameters to varying "
+        "before they are differentiated, as grads.averaged does.",
     )
 
 
@@ -160,10 +161,9 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
     return Finding(
         "layers-not-gathered",
         where,
-        f"this loop runs over the {aval.shape[0]} layers of a device's {shown(aval)}, whose "
-        "layers dim is split over "
-        f"{named(axes)}, as the batch is, and gathers no layer: each of {size} replicas runs other "
-        "layers, on its own rows.",
+        f"this loop runs over the {aval.shape[0]} layers of a device's {shown(aval)} and gathers "
+        f"no layer. The dim of the layers is split over {named(axes)}, as the batch is: each of "
+        f"{size} replicas runs its own rows through its own layers only.",
         "Split another dim, rules.fsdp(..., keep={'blocks.**': (0,)}), and gather each layer with "
         "zero.gathered; or split the "
         "layers over an axis of their own, as pipeline.value_and_grad does.",
@@ -179,12 +179,12 @@ def reduced_over_a_split_dim(
         "reduced-over-a-split-dim",
         where,
         f"this {operation} of {shown(aval)} goes over a dim that is split along {named(axes)}, or "
-        "over groups that are cut by that split, "
-        "and its result is combined with an array that has that dim, with no collective between: "
+        "over groups that are cut by that split. No collective completes the result before it is "
+        "combined with an array that has the split dim: "
         f"each of {size} devices takes the mean or norm of its own part.",
         f"Complete it first: jax.lax.pmean or psum over {named(axes)}, or pmax for the "
-        "maximum of a softmax. Or split whole groups or heads, and use the number of them that "
-        "one device has.",
+        "maximum of a softmax. Or give each device whole groups or heads, and reshape into the "
+        "number of groups or heads that one device has.",
     )
 
 
@@ -195,11 +195,10 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
         "parts-of-a-split-dim",
         where,
         f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts. "
-        "The parts are joined here, like those of a fused matrix. But each of "
-        f"{size} devices cut its own block, so it joins other parts than the whole layer does.",
+        "The parts are combined here, as the queries and keys of a fused matrix are. But each of "
+        f"{size} devices cut its own block, so its parts are not its blocks of the whole parts.",
         "Give the parts a dim of their own, [parts, units, ...], and split the units; or keep a "
-        "matrix for each. An "
-        "eqx.nn.LSTMCell or GRUCell, whose gates are stacked, stays whole.",
+        "matrix for each part. Do not split an eqx.nn.LSTMCell or GRUCell: its gates are stacked.",
     )
 
 
@@ -225,9 +224,9 @@ REPEATED = {  # kind: the numbers, the harm and the cure
 def repeated_on_each_device(
     kind: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for numbers that are the same on each device, although each device has
-    different elements of a split dim. For each `kind`, the table `REPEATED` has three texts: which
-    numbers these are, the harm and the cure."""
+    """Returns the finding for random numbers or counts (0, 1, 2, ...) that are the same on each
+    device, although each device has different elements of a split dim. For each `kind`, the table
+    `REPEATED` has three texts: which numbers these are, the harm and the cure."""
     numbers, harm, cure = (text.format(axes=named(axes), size=size) for text in REPEATED[kind])
     meeting = f"{numbers} meet {shown(aval)}, along a dim that is split along {named(axes)}"
     return Finding(kind, where, f"{meeting}: {harm}", cure)
@@ -240,8 +239,8 @@ def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Findi
         "tokens-not-split",
         f"dim {dim} of the batch's {shown(tokens)}",
         f"the targets are the inputs, one token later, so the tokens are in the order of the text. "
-        f"The program expects them in the order of its split over {named(axes)}: each of {size} "
-        "devices masks and numbers its tokens as if they were others.",
+        f"The program splits them over {named(axes)} and expects another order: each of {size} "
+        "devices computes the positions and the masks of other tokens than its own.",
         f"Reorder inputs and targets first: context.split(tokens, {size}). Or pass "
         "order=context.contiguous to every function of context.",
     )

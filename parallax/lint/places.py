@@ -1,4 +1,4 @@
-"""Tells how arrays are split, dim by dim, before and after operations on one device.
+"""Tells how each dim of an array is split before and after an operation that sends nothing.
 
 A `Flat` program is a list of operations, its nodes. The program's values (arrays) have ids, and
 functions take and return these ids. The `Dims` of a value have, for each dim, the axes that split
@@ -18,9 +18,9 @@ LAID_OUT = jaxprs.LAID_OUT  # operations that only move elements, such as a resh
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
-    """Returns the axes that split dims along which a device has several indices. A device's
-    reduction over such a dim covers only this device's part of the dim. `shape` is the shape of the
-    device's block.
+    """Returns the axes that split those dims in which a device's block has a size above 1. A
+    device's reduction over such a dim covers only this device's part of the dim. `shape` is the
+    shape of the device's block.
     """
     # If each device has only one index along a dim, each index may be a separate model, as in an
     # ensemble.
@@ -29,7 +29,8 @@ def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
 
 
 def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the dims of the result of an operation on one device, given the dims of one operand.
+    """Returns the dims of the result of an operation that sends nothing, given the dims of one
+    operand.
 
     Returns None if the result does not have the operand's elements in the same places.
     """

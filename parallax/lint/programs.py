@@ -44,15 +44,15 @@ def program(
       operations compute the update. It finds operations that reduce such a value, or an elementwise
       function of such a value, to a single number. A reduction over only some dims is found only if
       optax's code makes it.
-    * `shards-summed`: a sum over an axis that splits an argument `w`, of a value from which the
-      update `u` of `w` is computed. The sum adds different shards. The value counts only if it
+    * `shards-summed`: a sum over an axis that splits an argument `w`, if the update `u` of `w` is
+      computed from this sum. The sum adds different shards. It is found only if the summed value
       comes from a product, a reduction or a loop, as a gradient does.
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by the norm or the
       maximum of each device's own gradients, and only then summed over the devices. An example is
       `optax.clip_by_global_norm` inside `grads.averaged`. The lint looks for products and quotients
-      that scale gradients, but not inside a function that is differentiated. Each device must have
-      several rows of the batch: if a device has a single row, each example is clipped, as in
-      differentially private training. Clipping of each microbatch's mean is not found.
+      that scale gradients, but not inside a function that is differentiated. A device with a
+      single row of the batch is accepted: it clips the gradient of each example, as differentially
+      private training does on purpose. Clipping of each microbatch's mean is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
       split. The gather goes over the outer axis only, or over both in another order than in the
       argument's spec, so the gathered blocks do not follow each other. Integers, such as tokens,
@@ -65,8 +65,8 @@ def program(
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec splits
       (hidden units, heads), if its result is combined, without a collective first, with an array
       that still has the split dim. A reduction over groups of units (a group norm) is found too, if
-      a device has one element of each group, as when each of 4 devices has 2 of 8 units and makes 2
-      groups of them.
+      a device has one element of each group. For example, if 8 units form 2 groups of 4, and each
+      of 4 devices has 2 units, a device that makes 2 groups of its units has one unit in each.
     * `parts-of-a-split-dim`: different slices of a dim that a weight's spec splits are combined
       with each other. Examples are the queries, keys and values of one fused matrix that is split
       by its outputs, and the stacked gates of an `eqx.nn.LSTMCell`. If the trace fails because
@@ -97,8 +97,8 @@ def program(
     the type of the result says that it varies. Axes of one device do not count.
     `update-mixes-a-shard` and `shards-summed` accept a dim along which a device has only one index,
     since each index may be a separate model, as in an ensemble. `update-mixes-a-shard` also accepts
-    an argument whose elements are rounded to whole numbers or to 8 bits, since each shard may have
-    its own scale. A hand-written pipeline whose stages all hold the same layers is not found: it
+    an update whose computation rounds to whole numbers or to 8 bits, as a quantised optimizer does:
+    each shard may have its own scale. A hand-written pipeline whose stages all hold the same layers is not found: it
     cannot be told from a recurrent net that sends its state to the next device.
 
     Args:

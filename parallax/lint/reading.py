@@ -4,8 +4,8 @@ mistakes.
 A *fact* is one thing that the lint knows about a value (an array), such as "it differs along
 'data'". The facts about an operation's results are computed from the facts about its operands. A
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
-devices. `trip` is the depth of the innermost loop that changes the value. `parts` are those sums
-and carries of a loop of which the value is a linear function. `shard` is the argument from which
+devices. `trip` is the depth of the innermost loop that changes the value. If the value is a linear
+function of sums or carries in a loop, `parts` are these sums and carries. `shard` is the argument from which
 elementwise operations, reshapes, transposes and gathers made the value. `constant` says that the
 value was made only of numbers written into the program, and `narrow` is the 16-bit type that the
 value was cast from.
@@ -117,7 +117,8 @@ class Reading:
         self, program: Flat, arguments: Sequence[Value], results: Sequence[Dims | None] = ()
     ) -> list[Value]:
         """Returns the facts about a program's results, and notes all mistakes in the program: the
-        mistakes that `propagate` notes, and those in updates and in clipped sums.
+        mistakes that `propagate` notes, those in updates of arguments, and gradients that are
+        clipped before they are summed over devices.
 
         `arguments` are the facts about the program's arguments. `results` has, for each result, the
         axes that split each of its dims, or None if these axes are not known.
@@ -265,8 +266,8 @@ class Reading:
 
         Facts are propagated through the body, in silence, until the facts about its carries no
         longer change. Then the body is read once more, to note its mistakes. A loop of one
-        iteration is read like a call of its body. The operands of a `while` begin with `skipped`
-        constants of its condition, which are no arguments of the body.
+        iteration is read like a call of its body. The operands of a `while` begin with the
+        constants of its condition. The body does not take these constants, so they are skipped.
         """
         eqn, program = node.eqn, self.body(node)
         skipped = 0 if node.name == "scan" else eqn.params["cond_nconsts"]
@@ -416,8 +417,9 @@ class Reading:
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
         """Notes a conditional whose predicate differs between devices, if the types of some
-        operands or results do not vary along the axes along which the predicate differs. Axes along
-        which the predicate's own type does not vary do not count.
+        operands or results do not vary along the axes along which the predicate differs. An axis
+        does not count if the predicate's own type does not vary along it: an earlier operation
+        lost this axis.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.

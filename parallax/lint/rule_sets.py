@@ -182,7 +182,7 @@ def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
         "idle-axis",
         f"mesh axis {axis!r}",
         f"neither the batch nor any leaf is split over {axis!r}, so its {size} devices do the "
-        "same work, each on all of it.",
+        "same work on the same data.",
         f"Split the batch or some leaves over {axis!r}, or give its devices to the other axes: "
         f"{axes}, one of them {size} times "
         f"as large.",
@@ -212,7 +212,7 @@ def _too_many(
             "too-many-bytes",
             "the whole tree",
             harm,
-            f"Split the largest further (bytes per device): {names}.",
+            f"Split the largest leaves further. Their bytes per device: {names}.",
         )
     ]
 

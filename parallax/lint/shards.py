@@ -7,9 +7,9 @@ about one value. `known[id(program)]` has the facts about all values of a progra
 values. Three facts say what a value was computed from. `shard` is the argument from which
 elementwise operations, reshapes, transposes and gathers made the value, with the `Dims` of the
 value: for each dim, the axes that split it, the outermost first. `fed` are the axes along which the
-value depends on a split batch, if no collective over the axis stands between the batch and the
-value. `chosen` are the axes along which the value depends on the device's index. `axes_of_blocks`
-gives the axes that split dims along which a device has several indices.
+value depends on a split batch; an axis is left out if a collective over this axis stands between
+the batch and the value. `chosen` are the axes along which the value depends on the device's index.
+`axes_of_blocks` gives the axes that split those dims in which a device's block has a size above 1.
 
 A reduction of one shard is no mistake in two cases. If each device has only one index along a dim,
 each index may be a separate model, as in an ensemble. If the elements are rounded to integers or to
@@ -146,16 +146,16 @@ class ShardMap:
     def origin_facts(
         self, program: Flat, node: Node, inputs: Sequence[Value], note: Note
     ) -> list[dict[str, Any]]:
-        """Returns a dict for each result of an operation, with the facts `shard`, `fed` and
-        `chosen` about the result.
+        """Returns a dict for each result of an operation, with three facts about the result:
+        `shard`, the argument whose elements it has; `fed`, the axes along which it depends on a
+        split batch; and `chosen`, the axes along which it depends on the device's index.
 
-        The `shard` of a result is that of the first operand from which an elementwise operation, a
-        reshape, a transpose or a gather makes the result. In an operation with several results and
-        as many operands, result j gets the `shard` of operand j. Each result has the `fed` and the
-        `chosen` of all operands together. A collective ends the dependence on a split batch (`fed`)
-        along the axes of the collective. It does not end `chosen`: a pipeline's activations were
-        sent, and still count as chosen by the device's index. `note(mistake, node, *details)` is
-        called for a gather that puts blocks in a wrong order.
+        Elementwise operations, reshapes, transposes and gathers pass on the `shard` of their first
+        operand that has one. In an operation with several results and as many operands, result j
+        gets the `shard` of operand j. Each result has the `fed` and the `chosen` of all operands
+        together. A collective removes its axes from `fed`, and not from `chosen`: a pipeline's
+        activations were sent, and still count as chosen by the device's index.
+        `note(mistake, node, *details)` is called for a gather that puts blocks in a wrong order.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
@@ -183,9 +183,11 @@ class ShardMap:
         shard: Shard | None,
         note: Note,
     ) -> Shard | None:
-        """Returns the `shard` of a result, given the `shard` of an operand: the same argument, with
-        the axes that split the result's dims. Returns None for any operation but elementwise ones,
-        reshapes, transposes and gathers, or if the split of the result's dims is not known.
+        """Returns the `shard` of a result, given the `shard` of an operand. A `Shard` names the
+        argument whose elements a value has, and the axes that split each dim of the value. The
+        result has elements of the same argument; the axes are those that split the result's dims.
+        Returns None for any operation but elementwise ones, reshapes, transposes and gathers, or if
+        the split of the result's dims is not known.
         """
         # Of the collectives, only a gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):
@@ -294,7 +296,7 @@ class ShardMap:
     def _note_scaled(self, program: Flat, result: int, axes: frozenset[str]) -> None:
         """Notes operations that scale elements of `result` by the norm of these elements on one
         device. The method searches the program and the bodies of the program's loops. `axes` are
-        the axes of the later sum over devices.
+        the axes over which `result` is summed later.
         """
         known, origins = self.known[id(program)], updates.origins(program, result)
         # With one row per device, the norm is that of one example, as in private training.

@@ -19,10 +19,10 @@ the axes of the split dim as its `within`. `rows` says whether the dim runs over
 batch. `drawn` says whether the dim's elements were drawn at random, and `counted` whether they were
 computed from their indices on the device. `parts` are the slices of split dims from which the dim's
 elements were computed. A *term* is a device's part of a reduction over a split dim. The `Term` of a
-value says whether the value is still a linear function of the term (`is_linear`), whether the
-reduction is a maximum or minimum (`is_peak`), and which operation added to the term a value that is
-the same on all devices (`added`). `shared` are the axes by whose number of devices a value was
-divided.
+value says whether the value is still a linear function of the term (`is_linear`), and whether the
+reduction is a maximum or minimum (`is_peak`). If a value that is the same on all devices was added
+to the term, `added` is the operation that did so. If a value was divided by the number of devices
+along an axis, this axis is in `shared`.
 """
 
 import functools
@@ -109,8 +109,9 @@ class _Operation:
         return [_new_dims(shape) for shape in self.shapes]
 
     def _chosen(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about a result of a conditional that hold whichever branch runs. The
-        operands are the predicate, and the value that each branch returns for this result.
+        """Returns the facts about a result of a conditional that hold whichever branch runs.
+        `inputs` has the facts about the predicate, and then those about the value that each branch
+        returns for this result.
         """
         return functools.reduce(either, inputs[1:])
 
@@ -186,8 +187,8 @@ class _Operation:
         """Returns the facts about a slice of the operand `value`. The slice has this `shape`, and
         `starts` maps a dim to the index of the slice's first element along it.
 
-        The slice of a split dim is kept as the dim's `parts`. Different slices of one split dim
-        must not be combined with each other. A device cuts each slice from its own block. If the
+        If a sliced dim is split, the dim of the result has the slice as its `parts`. Different
+        slices of one split dim must not be combined with each other. A device cuts each slice from its own block. If the
         whole dim were sliced first, and each slice were split then, the device would get other
         elements.
         """
@@ -294,8 +295,8 @@ class _Operation:
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of an elementwise operation: each dim is computed from
-        the operands' dims at the same place. The result may be a term of the same sums as the
-        operands.
+        the operands' dims at the same place. If an operand is a term of a sum that no collective
+        has completed, the result may be a term of this sum too.
         """
         rank = len(self.shapes[0])
         # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.
@@ -319,10 +320,10 @@ class _Operation:
         return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes random numbers, or numbers computed from the indices 0, 1, 2, ..., along a dim of
-        an operand, if they are the same on all devices and this dim of the result is split: each
-        device's part of the dim would get the same numbers. `value` has the facts about the
-        operand, and `dims` the facts about the result's dims.
+        """Notes a mistake if a dim of the result is split, but along this dim an operand has random
+        numbers, or numbers computed from the indices 0, 1, 2, ..., that are the same on all
+        devices. Each device's part of the dim would get the same numbers. `value` has the facts
+        about the operand, and `dims` the facts about the result's dims.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
         for dim, of_value in zip(dims, value.dims or (), strict=True):
@@ -504,8 +505,8 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
     """Returns the facts about a collective's result, given the facts about its operand, `value`.
-    These are the facts about each dim, and the axes along which the result is still one device's
-    term of a reduction over a split dim.
+    The result has facts about each dim, and `terms`: for each axis along which a reduction over a
+    split dim is still not complete, the device's term of this reduction.
 
     `before` is the shape of the operand, and `after` is the shape of the result.
     """
@@ -537,8 +538,8 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
     """
 
     def split_dims(value):
-        """Returns the indices of a value's dims that are split over `axis`, or `within` such a
-        dim."""
+        """Returns the indices of a value's dims that are split over `axis`, or that a reshape has
+        cut from such a dim as its inner part (`within`)."""
         dims = enumerate(value.dims or ())
         return {i for i, dim in dims if axis in dim.split | dim.within}
 

@@ -36,7 +36,8 @@ def split_cells(tree: Any, axes_of: Callable[[str, Any], Iterable[str]]) -> Iter
                 "parts-of-a-split-dim",
                 prefix or "the model",
                 f"the rows of this eqx.nn.{type(cell).__name__} are split over {sorted(axes)}. "
-                "They are its gates, one after another, so a device has rows of some of the gates.",
+                "The rows of each gate follow those of the gate before, so a device has the rows "
+                "of only some gates.",
                 "Keep the cell whole, or use a matrix for each gate and split its hidden units.",
             )
 

@@ -108,14 +108,14 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Reduction]]:
-    """Returns two things: the values from which elementwise operations, transposes and sums over
-    devices compute `result`, each with its dims, and those sums over devices in this computation
-    that add different shards.
+    """Returns the values that hold elements of `result`, each with its dims, and the sums over
+    devices that add different shards.
 
-    A sum over devices adds different shards if an axis of the sum splits the operand of the sum.
-    The operand of such a sum, and the values from which the operand is computed, are not among the
-    returned values. Each returned sum is a `Reduction`: the operation, the operand, and those axes
-    of the sum that split the operand. `dims` are the dims of `result`.
+    The values are those from which elementwise operations, transposes and sums over devices compute
+    `result`. A sum in this computation adds different shards if an axis of the sum splits the
+    operand of the sum. The operand of such a sum, and the values from which the operand is
+    computed, are not among the returned values. Each returned sum is a `Reduction`: the operation,
+    the operand, and those axes of the sum that split the operand. `dims` are the dims of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -169,10 +169,10 @@ def reductions(
     values. Each reduction comes with the axes over which a collective should complete it.
 
     For a reduction of all elements to one number, these are the axes in `split`; a caller that
-    checks an update passes all axes that split the updated argument. A reduction of some dims
-    counts only if optax made it, since a user may mean to reduce only the rows of one device. In
-    this case the axes are those that split the reduced dims. Nothing is yielded if the elements are
-    rounded somewhere, since a quantiser may have one scale for each shard.
+    checks an update passes all axes that split the updated argument. For a reduction of only some
+    dims, they are the axes that split these dims. Such a reduction counts only if optax made it,
+    since a user may mean to reduce only the rows of one device. Nothing is yielded if the elements
+    are rounded somewhere, since a quantiser may have one scale for each shard.
     """
     # The dims of each elementwise function; None if an operation, such as a reshape, moved the
     # elements so that the axes that split its dims are not known.
@@ -260,8 +260,8 @@ def scalings(
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on `start`, the results of a reduction. Each value has the
-    axes over which a collective is still missing.
+    """Returns the values that depend on `start`, the results of a reduction on one device. With
+    each value come those of `axes` over which no collective has completed the reduction.
 
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
     collective over that axis. A value without missing axes is left out. A path goes through

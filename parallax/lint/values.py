@@ -250,8 +250,9 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts about a dim that is one of two: those that hold for both. Only `rows`,
-    whether the dim runs over the rows of the batch, needs to hold for just one of the two."""
+    """Returns the facts about a dim that is either `first` or `second`: the facts that hold for
+    both dims. Only `rows`, whether the dim runs over the rows of the batch, needs to hold for just
+    one of the two."""
     return Dim(
         first.split & second.split,
         first.within & second.within,
