@@ -7,7 +7,7 @@ axis. `inner(eqn)` are the jaxprs that the equation `eqn` holds, such as the bod
 A fact about a value is any object. `Following` computes the facts about an equation's results from
 the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
 the facts about it are `first | second`, where `first` and `second` are the facts about the two
-values and `|` joins them. The method `Following.met` combines the facts about several operands to
+values and `|` joins them. The method `Following.met` combines the facts about several operands into
 the facts about a value that is computed from all of them; by default it joins them by `|` too.
 
 One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three

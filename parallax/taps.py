@@ -15,8 +15,9 @@ along each of these dims in the whole array. Its `way` says what the tap reports
 reports the value, a BACKWARD tap the cotangent, and an AFTER tap a value that is computed after the
 backward pass. A LINEAR tap stands in the derivative, on the value's tangent. It reports nothing,
 and its transpose is the BACKWARD tap. Its `mark`, a `Mark`, has the name of the tap (`path`), and
-says how the value is split (`dims`, `terms`). Its `recorder` is the object to which the tap reports. `RECORDER` holds the recorder that is active now, and `AT`
-holds the numbers of the microbatch and the layer that `recording.at` set.
+says how the value is split (`dims`, `terms`). Its `recorder` is the object to which the tap
+reports. `RECORDER` holds the recorder that is active now, and `AT` holds the numbers of the
+microbatch and the layer that `recording.at` set.
 """
 
 import contextlib

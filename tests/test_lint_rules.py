@@ -183,7 +183,8 @@ def test_too_many_bytes(devices):
     (found,) = lint.rules(TREE, rule, devices, limit=held - 1)
     assert f"each of 8 devices holds {held} bytes, more than the limit of {held - 1}" in found.harm
     assert (
-        found.cure == "Split the largest leaves further. Their bytes per device: a.v (256), a.w (96), b (32)."
+        found.cure
+        == "Split the largest leaves further. Their bytes per device: a.v (256), a.w (96), b (32)."
     )
 
 

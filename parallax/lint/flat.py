@@ -2,8 +2,9 @@
 place of the call, and each value (array) has an id.
 
 Ids are ints: 0, 1, 2, ... The functions here take and return ids, since the arrays do not exist
-before a run. A collective of this library is one equation, `linear_collective`. The function `ours` returns
-the jaxpr that the equation stands for, which sends by `ppermute`s or calls other collectives.
+before a run. A collective of this library is one equation, `linear_collective`. The function `ours`
+returns the jaxpr that the equation stands for, which sends by `ppermute`s or calls other
+collectives.
 """
 
 from collections import defaultdict

@@ -196,7 +196,7 @@ def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where:
         where,
         f"dim {dim} of {shown(aval)}, which is split along {named(axes)}, was cut into parts. "
         "The parts are combined here, as the queries and keys of a fused matrix are. But each of "
-        f"{size} devices cut its own block, so its parts are not its blocks of the whole parts.",
+        f"{size} devices cut only its own block, so its parts differ from those of the whole dim.",
         "Give the parts a dim of their own, [parts, units, ...], and split the units; or keep a "
         "matrix for each part. Do not split an eqx.nn.LSTMCell or GRUCell: its gates are stacked.",
     )
@@ -239,8 +239,8 @@ def tokens_not_split(tokens, dim: int, axes: frozenset[str], size: int) -> Findi
         "tokens-not-split",
         f"dim {dim} of the batch's {shown(tokens)}",
         f"the targets are the inputs, one token later, so the tokens are in the order of the text. "
-        f"The program splits them over {named(axes)} and expects another order: each of {size} "
-        "devices computes the positions and the masks of other tokens than its own.",
+        f"The program expects another order, in which they are split over {named(axes)}: each of "
+        f"{size} devices gives its tokens wrong positions and wrong masks.",
         f"Reorder inputs and targets first: context.split(tokens, {size}). Or pass "
         "order=context.contiguous to every function of context.",
     )

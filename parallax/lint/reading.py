@@ -5,10 +5,10 @@ A *fact* is one thing that the lint knows about a value (an array), such as "it 
 'data'". The facts about an operation's results are computed from the facts about its operands. A
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
 devices. `trip` is the depth of the innermost loop that changes the value. If the value is a linear
-function of sums or carries in a loop, `parts` are these sums and carries. `shard` is the argument from which
-elementwise operations, reshapes, transposes and gathers made the value. `constant` says that the
-value was made only of numbers written into the program, and `narrow` is the 16-bit type that the
-value was cast from.
+function of sums or carries in a loop, `parts` are these sums and carries. `shard` is the argument
+from which elementwise operations, reshapes, transposes and gathers made the value. `constant` says
+that the value was made only of numbers written into the program, and `narrow` is the 16-bit type
+that the value was cast from.
 
 A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
 that a node is, or None if the node is no collective. A collective of this library is one equation,

@@ -188,9 +188,9 @@ class _Operation:
         `starts` maps a dim to the index of the slice's first element along it.
 
         If a sliced dim is split, the dim of the result has the slice as its `parts`. Different
-        slices of one split dim must not be combined with each other. A device cuts each slice from its own block. If the
-        whole dim were sliced first, and each slice were split then, the device would get other
-        elements.
+        slices of one split dim must not be combined with each other. A device cuts each slice from
+        its own block. If the whole dim were sliced first, and each slice were split then, the
+        device would get other elements.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
