@@ -292,7 +292,8 @@ def test_a_moved_forward_or_backward_is_refused(size, data):
         lane[to, s],
         lane[tick, s],
     )  # to a free cell, or two jobs change places
-    with pytest.raises(ValueError, match=r"tick -?\d+, stage \d+: .*(must run in tick|comes before)"):
+    words = r"tick -?\d+, stage \d+: .*(must run in tick|comes before)"
+    with pytest.raises(ValueError, match=words):
         Schedule(*lanes, placement=table.placed)
 
 
