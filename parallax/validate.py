@@ -415,8 +415,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """Returns the number that must divide the tokens of a sequence, and the sentence of the fault
-    for tokens that are not a multiple of this number."""
+    """Returns the number that must divide the number of tokens of a sequence, and the sentence that
+    says so, for a `Fault`."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:

@@ -1,4 +1,4 @@
-"""Reads messages between TPU slices, which a program's text writes as sends and receives.
+"""Finds the messages between TPU slices in a program's text, which has them as sends and receives.
 
 A program for several slices has one text, which each slice runs on its own devices. A collective
 between slices is a pair, a `send` and a `recv`, which have the same *rendezvous* (a name) in their
