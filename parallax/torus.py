@@ -385,8 +385,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     the path's last point back to its first. A first path goes row by row; a second one, for most
     boxes, goes out along one side and comes back through all other points. The sides may be taken
     in any order: the rows lie along the last side, and the second path goes out along the first.
-    For each order there are such paths. Of all these paths `coordinates` takes the one that costs
-    least.
+    The result has the paths of every order of the sides. Of all these paths `coordinates` takes
+    the one that costs least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):
