@@ -265,8 +265,8 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
     collective over that axis. A value without missing axes is left out. A path may lead through
-    collectives over other axes, the carries of loops, and the operations in `PASSED_ON`: elementwise ones,
-    broadcasts, reshapes, transposes, reductions, slices and concatenations.
+    collectives over other axes, the carries of loops, and the operations in `PASSED_ON`:
+    elementwise ones, broadcasts, reshapes, transposes, reductions, slices and concatenations.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
