@@ -40,7 +40,7 @@ def embed(net, part):
 
 
 def stage(net, x, part, position, axis=()):
-    """The layers; the devices of `axis` share each of them."""
+    """`x` after the layers. Each layer is split over the devices of `axis`."""
 
     def layer(x, weights):
         hidden = jnp.tanh(tensor.column(x, weights["up"], None, axis))

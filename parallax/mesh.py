@@ -319,8 +319,8 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
     disk, for example from training to generation: the axes and the number of devices may differ.
     All values stay the same, to the bit, and the given arrays remain valid. The part that a device
     has already is not counted among the moved bytes. A NumPy array is on no device, so all its
-    bytes count. For a model that was trained under `layout` and is to generate on the mesh `wide`
-    (`joined` joins the layers of the pipeline stages):
+    bytes count. In this example, a model that was trained under `layout` moves to the mesh `wide`,
+    to generate text there. `joined` joins the layers of the pipeline stages:
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)

@@ -9,8 +9,8 @@ sum is a binary tree over the cells, whatever the mesh is.
 The step is traced once, as the program of one cell. The program is then run in two kinds of parts.
 A *segment* has equations that do not communicate; it is compiled apart from the rest, and runs for
 one cell after another. A collective works on all cells of the device together. A `Stack` is a value
-of the program with its numbers for all cells of the device. Inside, an equation is a `StepOfCell`,
-and a *key* numbers a value.
+of the program with its numbers for all cells of the device. In the code below, a `StepOfCell` is
+one equation of the program, and a *key* is a number that identifies one value of the program.
 """
 
 import dataclasses
@@ -127,7 +127,8 @@ def spmd(
 
 
 def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
-    """Raises `ValueError` unless the cells are powers of two that the mesh divides, on CPUs."""
+    """Raises `ValueError` unless the mesh is of CPUs, and for each axis the number of cells is a
+    power of two and a multiple of the number of devices."""
     sizes = dict(mesh.shape)
     if (platform := meshes.platform_of(mesh)) != "cpu":
         # Read in programs for v5e: none of the functions of the cells was left.
@@ -152,21 +153,24 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
 
 
 def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> list[Any]:
-    """Returns the results of a `shard_map` over cells, run on `mesh`."""
+    """Returns the results of `eqn`, a `shard_map` that is written as if each cell were a device. It
+    runs on `mesh`, where a device has one cell or several."""
     (body,) = jaxprs.closed(eqn.params)
     # Along an axis with one cell there is nothing to sum and nothing to split.
     counts = {axis: n for axis, n in cells.items() if n > 1}
     opened = _opened(jaxprs.opened(body), eqn.params["mesh"])
 
     def layouts(specs, avals) -> list["TwoForms"]:
-        """Returns the layout of each array as a stack."""
+        """Returns, for each array of the types `avals`, its shape as a global array and as a stack
+        of the blocks of all cells (`TwoForms`). `specs` say how the cells split the arrays."""
         return [TwoForms.of(*pair, counts) for pair in zip(specs, avals, strict=True)]
 
     ins = layouts(eqn.params["in_specs"], jaxprs.types(eqn.invars))
     outs = layouts(eqn.params["out_specs"], jaxprs.types(eqn.outvars))
 
     def on_device(*blocks):
-        """Returns the stacks of the results on this device."""
+        """Runs the program for all cells of this device. Each argument and each result is an
+        array whose first dims count these cells (`Stack`)."""
         walk = Walk(counts, dict(mesh.shape), opened)
         stacks = [Stack(x, layout.axes) for x, layout in zip(blocks, ins, strict=True)]
         results = walk.run(body, stacks)
@@ -199,7 +203,8 @@ class TwoForms(NamedTuple):
 
     @classmethod
     def of(cls, spec: PartitionSpec, aval: Any, counts: Mapping[str, int]) -> "TwoForms":
-        """Returns the layout of an array of this type, which `spec` splits."""
+        """Returns the two forms of a global array of the type `aval`, which `spec` splits. `counts`
+        has the number of cells along each axis."""
         wide, names = [], []
         for size, entry in itertools.zip_longest(aval.shape, spec):
             split = [axis for axis in entry_axes(entry) if axis in counts]
@@ -211,19 +216,20 @@ class TwoForms(NamedTuple):
         return cls(axes, aval.shape, tuple(wide), (*map(names.index, axes), *rest))
 
     def stacked(self, x: Any) -> Any:
-        """Returns the array as a stack."""
+        """Returns the global array `x` as a stack of the blocks of all cells: the first dims count
+        the cells along each of `axes`, and the other dims are those of a block."""
         return x.reshape(self.wide).transpose(self.order)
 
     def whole(self, stack: Any) -> Any:
-        """Returns the array of a stack."""
+        """Returns the global array of a stack of all cells' blocks: the inverse of `stacked`."""
         return stack.transpose(np.argsort(self.order)).reshape(self.shape)
 
 
 def _apart(cell: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, compiled as a computation of its own.
 
-    The compiler joins none of its kernels with those around it, which differ from mesh to mesh. A
-    kernel that is joined with others rounds differently.
+    The compiler then fuses no kernel of this computation with kernels of the surrounding program,
+    which differ from mesh to mesh. A fused kernel rounds differently.
     """
     return xla_metadata_call(cell, inlineable="false")
 
@@ -249,8 +255,8 @@ def _names(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def _operation(eqn: JaxprEqn) -> Any:
-    """Returns a key that is equal for equations with one primitive and equal parameters. If the
-    parameters have no hash, no other key is equal."""
+    """Returns a key that is equal for two equations if they have the same primitive and equal
+    parameters. If the parameters have no hash, the key equals no other key."""
     key = (eqn.primitive, *eqn.params.items())
     try:
         hash(key)
@@ -276,27 +282,29 @@ class Flat(NamedTuple):
 
 
 def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
-    """Returns the steps of a program.
+    """Returns a program as a list of steps, one for each equation.
 
-    A call in which something communicates is opened. A cast leaves no step.
+    If an equation in a call depends on other cells or on the cell's index, the steps of the called
+    program replace the call. An equation that changes only the type of a value is left out.
     """
     numbers = itertools.count()
     constants: dict[int, Stack] = {}
     steps: list[StepOfCell] = []
 
     def new(value) -> int:
-        """Returns the key of a constant."""
+        """Adds a constant, and returns its key: the number that identifies the value."""
         key = next(numbers)
         constants[key] = Stack(value)
         return key
 
     def add(program, inputs) -> list[int]:
-        """Appends the steps of a program, and returns the keys of its results."""
+        """Appends the equations of a program to `steps`. Returns the keys of its results; `inputs`
+        are the keys of its arguments. A key is a number that identifies a value."""
         jaxpr, closed_over = jaxprs.opened(program), map(new, getattr(program, "consts", ()))
         keys = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed_over, *inputs), strict=True))
 
         def key(atom) -> int:
-            """Returns the key of an operand."""
+            """Returns the key of an operand: the number that identifies its value."""
             if jaxprs.is_literal(atom):
                 return new(np.asarray(atom.val, atom.aval.dtype))
             return keys[atom]
@@ -340,7 +348,8 @@ def _needed(steps: Sequence[StepOfCell], results: Sequence[int]) -> list[StepOfC
 class Walk:
     """Runs the program of a cell for all cells of this device, inside a `shard_map`.
 
-    A walk with no `counts` is inside a cell: it runs each equation where it stands.
+    If `counts` is empty, there is only one cell, and its equations run one by one, in the order of
+    the program.
 
     Attributes:
         counts: the cells along each axis with more than one.
@@ -355,7 +364,8 @@ class Walk:
     done: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def in_loop(self) -> "Walk":
-        """Returns the walk for the body of a loop or a branch, whose values end with it."""
+        """Returns a walk for the body of a loop or of a branch. Its `done` is empty at first, since
+        values from inside the body cannot be used outside."""
         return dataclasses.replace(self, done={})
 
     def once(self, f: Callable[..., Any], *operands: Any, key: Any) -> Any:
@@ -381,7 +391,8 @@ class Walk:
         return tuple(axis for axis in self.counts if axis in named)
 
     def over(self, stack: Stack, axes: Sequence[str]) -> Stack:
-        """Returns the value with a dim of cells for each of `axes` too, which holds copies."""
+        """Returns the value with a dim of cells for each of `axes`. A dim that `stack` lacks is
+        added, and has a copy of the value for each cell."""
         wanted = self.ordered((*axes, *stack.axes))
         inside = jnp.shape(stack.array)[len(stack.axes) :]
         thin = [self.here(axis) if axis in stack.axes else 1 for axis in wanted]
@@ -447,7 +458,9 @@ class Walk:
     def _run_cells(
         self, steps: Sequence[StepOfCell], wanted: Sequence[int], flat: Flat, values
     ) -> None:
-        """Computes the values of the `wanted` keys for each cell, and puts them into `values`."""
+        """Runs the steps for each cell of this device, and puts the results with the keys `wanted`
+        into `values`. A key is the number of a value in the program; steps on which no wanted
+        result depends are left out."""
         if not wanted:
             return
         steps = _needed(steps, wanted)
@@ -456,7 +469,8 @@ class Walk:
         axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
 
         def cell(*operands):
-            """Returns the wanted values for one cell."""
+            """Runs the steps for one cell, and returns its values for the keys `wanted`. `operands`
+            are the cell's values for the keys in `reads`."""
             walk = Walk({}, {}, self.opened)
             known = {**flat.constants, **dict(zip(reads, map(Stack, operands), strict=True))}
             for step in steps:
@@ -474,7 +488,8 @@ class Walk:
         sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
         def along_others(slices):
-            """Returns the results for the cells with one index along the first axis."""
+            """Returns the results of all cells that share an index along the first axis. The
+            operands at this index are in `slices`."""
             inside = list(stacks)
             for k, x in slices.items():
                 inside[k] = Stack(x, stacks[k].axes[1:])
@@ -546,16 +561,17 @@ class Walk:
         axes = [self.ordered(types.axes_of_type(aval)) for aval in avals]
 
         def carried(stacks):
-            """Returns the carries, with the axes that they have in all trips."""
+            """Returns the carries as stacks over the axes that their types in the body name. So a
+            carry has the same shape in every iteration."""
             return [self.over(*pair) for pair in zip(stacks, axes, strict=True)]
 
         def trip(carry, slices):
-            """Returns the carries and the stacked results of one trip."""
+            """Returns the carries and the stacked results of one iteration."""
             results = self.in_loop().run(body, [*operands[:constants], *carry, *slices])
             return carried(results[:carries]), results[carries:]
 
         def moved(stack, start, end):
-            """Returns a stack with the dim of the trips at another place."""
+            """Returns `stack` with the dim of the loop's iterations moved from `start` to `end`."""
             return Stack(jnp.moveaxis(stack.array, start, end), stack.axes)
 
         carry, stacked = lax.scan(
@@ -568,17 +584,17 @@ class Walk:
         return carry + [moved(stack, 0, len(stack.axes)) for stack in stacked]
 
     def _while(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
-        """Returns the results of a loop without a fixed number of trips."""
+        """Returns the results of a loop without a fixed number of iterations."""
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         first = eqn.params["cond_nconsts"]
         split = first + eqn.params["body_nconsts"]
 
         def goes_on(carry):
-            """Returns whether there is another trip."""
+            """Returns whether there is another iteration."""
             return self.in_loop().run(test, [*operands[:first], *carry])[0].array
 
         def trip(carry):
-            """Returns the carries of the next trip."""
+            """Returns the carries of the next iteration."""
             return self.in_loop().run(body, [*operands[first:split], *carry])
 
         return lax.while_loop(goes_on, trip, [self.over(stack, ()) for stack in operands[split:]])
@@ -614,10 +630,12 @@ class Walk:
     # Collectives
 
     def tree(self, join, names: Sequence[str], stack: Stack) -> Stack:
-        """Returns the cells' values along `names`, joined by a binary tree over their indices.
+        """Returns the values of all cells along the axes `names`, joined by the function `join` in
+        a binary tree over the cells' indices.
 
-        Along each axis, the branches of this device come first. The other levels double the branch:
-        each device joins its value with that of the device whose index differs in one bit.
+        Along each axis, a device first joins the values of its own cells to one value. Then it
+        joins this value with those of other devices: in each level of the tree, two devices whose
+        indices differ in one bit exchange their values, and both join them.
         """
         x, dtype = stack.array, stack.array.dtype
         if jnp.issubdtype(dtype, jnp.floating):
@@ -640,7 +658,8 @@ class Walk:
         return Stack(x.astype(dtype), tuple(axes))
 
     def _indices(self, names: Sequence[str]) -> Int[Array, " cells"]:
-        """Returns the indices of this device's cells along axes that count as one."""
+        """Returns the indices of this device's cells along the axes `names`, flattened to one axis
+        with the last of them fastest."""
         index = jnp.zeros((1,), jnp.int32)
         for axis in names:
             first = lax.axis_index(axis) * self.here(axis)
@@ -660,19 +679,22 @@ class Walk:
         return x.reshape(*x.shape[: len(rest)], -1, *inside), rest
 
     def _own(self, names, x: Array, rest) -> Stack:
-        """Returns the stack of [cells of `rest`..., own cells along `names`, dims of a cell...]."""
+        """Returns the array `x` as a `Stack`. The first dims of `x` count this device's cells along
+        each axis of `rest`, the next dim counts its cells along all axes of `names` together, and
+        the others are the dims in one cell."""
         given = (*rest, *names)
         counts, inside = map(self.here, given), x.shape[len(rest) + 1 :]
         x, axes = x.reshape(*counts, *inside), self.ordered(given)
         return Stack(x.transpose(*map(given.index, axes), *range(len(given), x.ndim)), axes)
 
     def _shared(self, names, params, stack: Stack) -> Stack:
-        """Returns a value that the program declares equal along `names`, once for all cells."""
+        """Returns `stack` without its dims of cells along `names`. The program declares that the
+        value is equal for all cells along these axes, so the value of the first one is enough."""
         first = tuple(0 if axis in names else slice(None) for axis in stack.axes)
         return Stack(stack.array[first], tuple(axis for axis in stack.axes if axis not in names))
 
     def _all_gather(self, names, params, stack: Stack) -> Stack:
-        """Returns the values of all cells, along a dim of each cell."""
+        """Returns, for each cell, the values of all cells along `names`, gathered along one dim."""
         x, rest = self._of_all(names, stack)
         dim = len(rest) + params["all_gather_dimension"]
         x = jnp.moveaxis(x, len(rest), dim)
@@ -681,7 +703,8 @@ class Walk:
         return Stack(x, rest)
 
     def _reduce_scatter(self, names, params, stack: Stack) -> Stack:
-        """Returns each cell's part of the sum."""
+        """Returns, for each cell of this device, its part of the sum over the cells along
+        `names`."""
         stack = self.tree(lax.add, names, stack)
         x, rest = stack.array, stack.axes
         dim, n = len(rest) + params["scatter_dimension"], math.prod(self.counts[a] for a in names)
@@ -713,9 +736,10 @@ class Walk:
 
 
 def _free(flat: Flat) -> tuple[list[StepOfCell], list[StepOfCell]]:
-    """Returns the steps that read only numbers of the program, and the others.
+    """Returns the *free* steps, which depend only on constants of the program, and the others.
 
-    Each segment that needs the result of a free step runs it again.
+    A segment is a set of steps that is compiled apart from the rest. Each segment that needs the
+    result of a free step runs this step itself.
     """
     free, others, known = [], [], set(flat.constants)
     for step in flat.steps:

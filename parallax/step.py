@@ -326,8 +326,8 @@ def _check_form(path: str, new: Any, old: Any) -> None:
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
             f"step.make: after_update must keep the form of {path}, (shape, type, axes along which "
-            f"it differs) = {form(old)}; it returned {form(new)}. Take means over the axes first, "
-            "as aux=... of grads.averaged does."
+            f"it differs) = {form(old)}; it returned {form(new)}. If the axes differ, average the "
+            "array over the new ones, as grads.averaged does with auxiliary values."
         )
 
 

@@ -10,12 +10,12 @@ the cut with shorter hops along the last axes of the mesh is taken. If these hop
 too, the cut with fewer pieces above 1 is taken: in this cut fewer axes share a dim, and the long
 hops of axes that share a dim would cross the same links.
 
-Along each dim, a device has one coordinate for each axis, from 0 to the axis's piece of the dim
-minus 1. A *laying* of a dim is an array that holds the place along the dim for each combination of
-these coordinates. For pieces (2, 4), [[0, 1, 2, 3], [7, 6, 5, 4]] is a laying: the coordinates
-(1, 0) are at place 7. In the code, `line` is a laying, and `lines` are several. A *path* is the
-order in which the ring of an axis visits the points of the axis's box. `metrics[dim]` is an array
-with the number of links between each two places of the dim.
+Along each dim, a device has one coordinate for each axis. The axis's piece of the dim is the number
+of values that the coordinate can have, from 0 on. A *laying* of a dim is an array that holds the
+place along the dim for each combination of these coordinates. For pieces (2, 4), [[0, 1, 2, 3], [7,
+6, 5, 4]] is a laying: the coordinates (1, 0) are at place 7. In the code, `line` is a laying, and
+`lines` are several. A *path* is the order in which the ring of an axis visits the points of the
+axis's box. `metrics[dim]` is an array with the number of links between each two places of the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -385,8 +385,8 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     the path's last point back to its first. A first path goes row by row; a second one, for most
     boxes, goes out along one side and comes back through all other points. The sides may be taken
     in any order: the rows lie along the last side, and the second path goes out along the first.
-    For each order there are such paths. Of all these paths `coordinates` takes the one that costs
-    least.
+    The result has the paths of every order of the sides. Of all these paths `coordinates` takes
+    the one that costs least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):

@@ -2546,7 +2546,12 @@ TRACED = (
         "and False",
         "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh",
     ),
-    Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
+    Mutant(
+        "daly",
+        "part**2 / 9) - save",
+        "part**2 / 9) + save",
+        "test_plan_faults.py::test_no_interval_loses_less",
+    ),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py -k own_next_device"),
     Mutant(
         "Nested.round",

@@ -802,6 +802,6 @@ def test_a_plain_number_that_the_code_has_changed_is_told(tmp_path):
     checkpoints(tmp_path, say=said.append).restore(small_state(2) | {"loss_scale": 0.25})
     line = (
         "the plain numbers of step 2 differ from this program's, and the stored ones are used: "
-        "loss_scale=0.5 (here 0.25). A number"
+        "loss_scale=0.5 (here 0.25). A constant"
     )
     assert [text for text in said if text.startswith(line)]

@@ -144,8 +144,8 @@ REFUSED = {
     ),
     "too early": (
         "tick,stage 0,stage 1\n0,0F0,1F0\n1,,1I0\n2,0I0,1W0\n3,0W0,\n",
-        "line 2: tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, "
-        "which runs in tick 0. Move it to tick 1 or later.",
+        "line 2: tick 0, stage 1: forward of microbatch 0 must run in tick 1 or later, since the "
+        "forward of this microbatch at the previous place of the model runs in tick 0.",
     ),
     "twice": (
         "tick,stage 0\n0,0F0\n1,0F0\n2,0I0\n3,0W0\n",

@@ -427,7 +427,7 @@ REFUSALS_WITH_A_MESH = {
         rules.first(rules.match("a.w", P("data", "tensor")), B),
         "a.w: dim 0 of shape (6, 8) must be a multiple of 4, the size of its mesh axes ('data' of "
         "size 4; rule match('a.w', ",
-        "no other free dim is a multiple of 4, or replicate this leaf with P().",
+        "no other free dim is a multiple of 4, so replicate this leaf with P().",
     ),
     "data, with its size": (
         a_plain_rule,

@@ -439,7 +439,8 @@ def test_operations_and_bytes_of_a_gpu_program():
 def test_refusals(capsys):
     with pytest.raises(
         ValueError,
-        match=r"needs a machine of one of a100, .*v4, v5e.*; got 'v9:2x2'\. Examples: v5e:2x4",
+        match=r"needs a machine with one of the chips a100, .*v4, v5e.*; got 'v9:2x2'\. "
+        r"Examples: v5e:2x4",
     ):
         targets.target("v9:2x2")
     with pytest.raises(

@@ -339,7 +339,8 @@ def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Chang
     """A change of the layout and its sizes, written as a change of flags.
 
     The default sizes of data, stage and tensor depend on each other. So if the change
-    has one of these axes, and one of them has no flag, the result has all three.
+    has at least one of these axes, and the user did not set the flags of all three, the
+    result has all three.
     """
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}

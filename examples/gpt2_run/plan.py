@@ -203,8 +203,8 @@ def check_folder(plan: Plan) -> None:
     """Refuse with a `ValueError` a folder of results that is not empty and not this
     run's, or that has lost its checkpoints.
 
-    A run that was killed as it began leaves a folder with nothing in it to lose, which
-    is taken.
+    A run that was killed as it began may leave a folder without results. Such a folder
+    is accepted.
     """
     out, stored, written = plan.settings.out, checkpoints_of(plan.settings.out), {}
     if (out / SETTINGS).exists():

@@ -199,8 +199,8 @@ class _SliceReader:
         the result of its jaxpr that becomes `atom` is returned, and `follow` goes on in this jaxpr.
         For any other equation, such as a `while` or a `cond`, the Python functions that made it and
         the collectives that it runs are collected, and so are those of all equations inside its
-        jaxprs. A tap whose `way` is LINEAR belongs to a derivative and reports no value, so it is
-        treated as such an equation, and the search goes on from the tapped value.
+        jaxprs. A tap whose `way` is LINEAR belongs to a derivative and reports no value. So it does
+        not end the search: it is handled like any other equation, and its operands are returned.
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.

@@ -340,10 +340,11 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets) of the chain's first round, for each table that sends in it.
+    """Returns (table, step, offsets) for each table that sends in the first round of `chain`.
 
-    The first round is enough: in each later round a table sends, by the same step, the blocks that
-    just arrived. So the offsets of a round are those of the round before, after one more hop.
+    A chain is a range of rounds. The first round is enough: in each later round a table sends, by
+    the same step, the blocks that just arrived. So the offsets of a round are those of the round
+    before, after one more hop.
     """
     messages = []
     for table, route in enumerate(routes):

@@ -286,8 +286,9 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns, for each key, the length of the longest chain of collectives with that key that one
-    instruction runs. The function `key` gives each collective its key.
+    """Returns the length of the longest chain among the collectives that an instruction runs, for
+    each key. The function `key` gives each collective its key, and the length for a key counts only
+    the collectives with this key.
 
     A collective is a chain of length one. Any other instruction has the chains of the computations
     that it runs. A loop repeats the chain of its body in each trip. `known` has the results for

@@ -292,9 +292,9 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     that is or contains a collective, and that does not wait for the end of the first.
 
     While threads still run a loop, XLA's CPU backend may begin a later instruction that does not
-    use the loop's results. A collective of the loop and one of the later instruction can then meet
-    in one rendezvous, and the process aborts: "Id can't be larger than the number of participating
-    threads". `cpu.sequence_after` makes the later instruction wait for the loop.
+    use the loop's results. A collective of the loop and a collective of the later instruction can
+    then meet in one rendezvous, and the process aborts: "Id can't be larger than the number of
+    participating threads". `cpu.sequence_after` makes the later instruction wait for the loop.
     """
     program = module(compiled)
 
@@ -346,7 +346,8 @@ def _named(text: str) -> np.ndarray:
 
     Each axis is reshaped to three dims. For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8),
     and the middle dim is the named part; for `'a'` alone, the middle dim is the whole axis. The
-    middle dims of all named axes are moved last, since they number the members of a group.
+    middle dims of all named axes become the last dims of the array, since they number the members
+    of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}

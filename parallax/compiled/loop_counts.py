@@ -202,8 +202,8 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
     """Returns the comparison of two numbers, with the direction that is in `attributes`. Returns
-    None if one of the two is no `Number`, or if the direction, such as "EQ", is not in
-    `MIRRORED`."""
+    None if one of the two is no `Number`, or if this module does not handle the direction, such as
+    "EQ"."""
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None

@@ -14,8 +14,9 @@ def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
     """Returns a report of the program as text: the devices, the memory, the collectives, and the
-    estimate of the time. On a torus it also has the mean number of links that a message to the next
-    device of a ring uses. If messages go over a network, it has their bytes.
+    estimate of the time. On a torus the report also has the mean number of links that a message to
+    the next device of a ring uses. If messages go over a network, between slices of TPUs or servers
+    of GPUs, the report has the bytes that all devices together send over it.
 
     Args:
         program: the result of `targets.compile`.
@@ -40,7 +41,9 @@ def table(
         parts += [f"links a hop: {counts}"] if hops else []
     over_network = program.by_link().get("network")
     if over_network:
-        parts.append(f"over the network: {over_network / 1e6:,.1f} MB of all devices")
+        parts.append(
+            f"over the network: {over_network / 1e6:,.1f} MB, sent by all devices together"
+        )
     # The seconds of the step at the chips' full rate. The devices (cores) of a chip share its rate.
     seconds_at_peak = None
     if operations is not None:

@@ -19,9 +19,10 @@ and leaves out the waits of this stage for slower stages.
 
 The `state` of a replay has the time (`now`), the time from which each link is free (`free`), and
 the arguments of `_Replay.run`. For some loops only a mean number of trips is known, such as 1/2.
-`due` has, by the loop's name, the fraction of a trip that later runs of the loop still have to make
-up. A `line` is an instruction; `line.called` has the computations that this instruction runs, each
-with its number of runs (0 if unknown).
+Each run of such a loop adds this mean to `due[name]`, with the loop's name, then runs the whole
+trips in this sum, and leaves the fraction for the next run: with 1/2, every other run has one trip.
+A `line` is an instruction; `line.called` has the computations that this instruction runs, each with
+its number of runs (0 if unknown).
 """
 
 import math

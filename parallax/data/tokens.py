@@ -145,9 +145,9 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     as numbers of two bytes. Every second number is then the upper half of a token, and small. So a
     file is refused if every second number is 0. A file is also refused if two things hold: every
     second number is below 64, and one of the other numbers is 1,024 or more. The first holds for
-    tokens of a vocabulary up to 64 * 2^16 (some 4 million). The second is needed for texts of a
-    small vocabulary, which are right: their numbers may all be below 64. A file of fewer than 32
-    numbers, of an odd count of numbers, or of zeros only is never refused for these reasons.
+    tokens of a vocabulary up to 64 * 2^16 (some 4 million). The second is there so that a valid
+    text of a small vocabulary is not refused: its numbers may all be below 64. A file of fewer than
+    32 numbers, of an odd count of numbers, or of zeros only is never refused for these reasons.
 
     Raises:
         manifest.Damaged: the bytes have another hash.

@@ -11,9 +11,9 @@ that the value was made only of numbers written into the program, and `narrow` i
 that the value was cast from.
 
 A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
-that a node is, or None if the node is no collective. A collective of this library is one equation,
-whose jaxpr `ours` returns. `map` is the `shard_map` around the current operation; outside any
-`shard_map` it is None. `silent` is true while mistakes are not noted.
+that a node is, or None if the node is no collective. A collective of this library is one equation;
+the function `ours` returns the equation's jaxpr. `map` is the `shard_map` around the current
+operation; outside any `shard_map` it is None. `silent` is true while mistakes are not noted.
 """
 
 import contextlib

@@ -264,9 +264,9 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
     each value come those of `axes` over which no collective has completed the reduction.
 
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
-    collective over that axis. A value without missing axes is left out. A path goes through
-    collectives, the carries of loops, and the operations in `PASSED_ON`: elementwise ones,
-    broadcasts, reshapes, transposes, reductions, slices and concatenations.
+    collective over that axis. A value without missing axes is left out. A path may lead through
+    collectives over other axes, the carries of loops, and the operations in `PASSED_ON`:
+    elementwise ones, broadcasts, reshapes, transposes, reductions, slices and concatenations.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]

@@ -1,4 +1,5 @@
-"""Arrays that wait in slots for a later tick, and sums to which idle ticks add nothing.
+"""Buffers in which a pipeline's stage keeps arrays for later steps, and sums to which an idle stage
+adds nothing.
 
 A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is an
 array [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick
@@ -32,7 +33,7 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """Returns the tree if `counts` holds, else zeros."""
+    """Returns the tree if the condition `counts` is true, else zeros."""
     if counts is True:
         return tree
 
@@ -45,8 +46,8 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """Returns `sums` plus `terms` if `counts` holds, else `sums`. A term that is None adds
-    nothing."""
+    """Returns `sums` plus `terms` if the condition `counts` is true, else `sums`. A term that is
+    None adds nothing."""
 
     def leaf(total, term):
         """Returns one sum, with its term added if there is one."""

@@ -239,9 +239,10 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     """Returns all auxiliary values on every stage: those of the head, [M, ...] each, and those of
     the stages, [M, vP, ...] each, in the order of the chunks in the model.
 
-    `sums` has the values of this stage: `sums.of_head`, [M, ...] each, of which those of the last
-    stage are used, and `sums.of_stages`, [M, v, ...] each, of this stage's chunks. On a CPU the
-    all-reduces run only after `after` is computed.
+    `sums` has the values that this stage computed: `sums.of_head`, [M, ...] each, with the head,
+    and `sums.of_stages`, [M, v, ...] each, with its own chunks. Every stage runs the head, but only
+    the last stage's values of it are used, unless the stages compute the head together. On a CPU
+    the all-reduces run only after `after` is computed.
     """
     axis, schedule = jobs.axis, jobs.schedule
 
@@ -254,9 +255,8 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns one value of all chunks in the order of the model, [M, vP, ...], from the values
-        of this stage's chunks, [M, v, ...]. On a CPU the all-reduce in this function waits for
-        `after`."""
+        """Returns one auxiliary value of the stages for every chunk, [M, vP, ...], in the order of
+        the model. The argument has this value for this stage's chunks, [M, v, ...]."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

@@ -58,7 +58,7 @@ class Terms(NamedTuple):
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
         """Returns the `Terms` of a value that is computed from two values, whose `Terms` are
-        `self` and `second`; its `by_index` is None."""
+        `self` and `second`. In the result `by_index` is None: the value itself is unknown."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
@@ -80,8 +80,8 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 
 class _Sums(jaxprs.FollowingAlong):
-    """Reads a program for sums over the devices of an axis. `added` says whether a sum has a term
-    that a stage before the last computed from its `x`."""
+    """Looks in a program for sums over the devices of an axis. `added` says whether a sum has a
+    term that a stage before the last computed from its `x`."""
 
     unknown = Terms()
 
@@ -137,9 +137,10 @@ class _Sums(jaxprs.FollowingAlong):
         which the `x` of all stages stand one after the other.
 
         The gathered dim is followed through operations that keep the shape, reductions of other
-        dims and transposes. A factor or a choice that depends on no argument might leave early
-        stages out, and any other operation might take only the last stage's `x`. These cases are
-        not decided here, so they are accepted.
+        dims and transposes. It is not followed through a product with, or a choice by, a value that
+        depends on no argument: this value may be a mask that leaves early stages out. It is not
+        followed through any other operation either, such as a slice, which may take only the last
+        stage's `x`. In both cases later sums over the dim are accepted.
         """
         name = eqn.primitive.name
         # The index of the first gathered operand, and its gathered dim. A second gathered operand

@@ -12,10 +12,11 @@ runs and send its result. A lane is one kind of job: "forward" (F), "backward" (
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
 on an idle stage. In the same way `row.saved` and `row.deferred` give slots, places in a buffer
 where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
-All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A
-`Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and
-`valid`. In `lockstep` an idle stage computes too, and `task.valid` masks its results. In
-`per_stage` it runs nothing, and `valid` is the Python constant `True`.
+For embed, head and embed_backward a row has one number for all stages, since all stages run these
+on the same microbatch: for example `row.jobs["head"]`. A `Task` is this stage's job: `microbatch`,
+`chunk`, `position` (the chunk's place in the model) and `valid`. In `lockstep` an idle stage
+computes too, and `task.valid` masks its results. In `per_stage` it runs nothing, and `valid` is the
+Python constant `True`.
 
 `Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
 parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
@@ -95,13 +96,13 @@ class Carry(NamedTuple):
     sums: Sums
 
     def with_arrived(self, **fields: PyTree) -> "Carry":
-        """Returns the carry, with the fields of `arrived` that `fields` names replaced by the
-        values in `fields`."""
+        """Returns the carry with new values for some fields of the carry's `arrived`: the keyword
+        arguments are these values, with the names of the fields."""
         return self._replace(arrived=self.arrived._replace(**fields))
 
     def with_sums(self, **fields: PyTree) -> "Carry":
-        """Returns the carry, with the sums that `fields` names replaced by the values in
-        `fields`."""
+        """Returns the carry with new values for some of the carry's sums: the keyword arguments are
+        these values, with the names of the sums."""
         return self._replace(sums=self.sums._replace(**fields))
 
 
@@ -265,12 +266,13 @@ class Jobs(Programs):
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
         """Returns the carry with one microbatch's gradients of the ends (the parameters outside the
-        blocks) added, if `counts` holds on this stage."""
+        blocks) added, if the condition `counts` is true on this stage."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
         """Returns the carry with a task's gradients added: those of its chunk of the blocks,
-        `gradients.blocks`, and those of the ends that the stage reads, `gradients.ends`."""
+        `gradients.blocks`, and those of the parameters outside the blocks that the stage reads,
+        `gradients.ends`."""
         # `scatter`, the user's function, may sum the gradients over devices and keep a share. The
         # index None adds a dim: it takes and returns blocks of one chunk, [1, ...].
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))

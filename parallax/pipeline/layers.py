@@ -3,9 +3,9 @@ chunks are padded to the longest one.
 
 Legend: P stages, v chunks per stage, L layers, n layers in the longest chunk. A place is the
 position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has the number of layers
-of chunk c of stage s, which is at place c P + s. A placement, [v, P], gives each chunk's place.
-Blocks are the parameters of the layers, a tree of arrays. The arrays are [L, ...], or [v, P n,
-...], where dim 1 has P groups of n layers, one group for each stage.
+of chunk c of stage s in row c and column s; this chunk is at place c P + s. A placement, [v, P],
+gives each chunk's place. Blocks are the parameters of the layers, a tree of arrays. The arrays are
+[L, ...], or [v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -54,8 +54,9 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns `blocks`, [layers, ...], in the order of the model, as [chunks, stages x n, ...],
-    where the longest chunk has n layers. Dim 1 of the result is to be split over the stages.
+    """Returns `blocks` with padding, as [chunks, stages x n, ...], where the longest chunk has n
+    layers. The argument `blocks` is [layers, ...], with the layers in the order of the model. Dim 1
+    of the result is to be split over the stages.
 
     The padding repeats the last layer of a chunk. `run_layers` drops the outputs of the padding by
     a `where`, so the gradient of the padding is 0. These outputs must be finite all the same: in
@@ -86,9 +87,9 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns padded blocks, [chunks, stages x n, ...] with n layers in the longest chunk, as
-    [layers, ...], in the order of the model and without the padding: the inverse of
-    `pad_layers`."""
+    """Returns `blocks` without the padding, as [layers, ...], with the layers in the order of the
+    model: the inverse of `pad_layers`. The argument `blocks` is [chunks, stages x n, ...], where
+    the longest chunk has n layers."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
     # The indices of the rows that are not padding, among all v P n rows.

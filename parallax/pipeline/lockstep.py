@@ -227,8 +227,8 @@ def _stretches(
     """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
     stretch of `pattern` is a pair: the names of the lanes (kinds of job) that run, and the number
     of ticks in which they run. `lanes` has pairs of a lane's name and its function, and `ticks` the
-    rows of all ticks of the pattern. `is_first` says whether `carry` is the one before all ticks,
-    for which `jobs` already waits."""
+    rows of all ticks of the pattern. If `is_first` is true, `carry` is the carry before the first
+    tick of the program, and the parameters in `jobs` already wait for it."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
@@ -292,8 +292,8 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
-    """Returns how many times in a row the `period` stretches from `begin` on occur; this is at
-    least 1."""
+    """Returns how many times in a row a pattern of stretches occurs, which is at least 1. The
+    pattern is `stretches[begin : begin + period]`."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

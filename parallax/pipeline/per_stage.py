@@ -179,8 +179,9 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 has
-    computed the cotangent of the input of the model's first chunk, so the message of stage 0 is the
-    cotangent of the embedding's output. The other stages use a cotangent of 0."""
+    computed the cotangent of the input of the model's first chunk, which is the embedding's output.
+    On stage 0 this tick's message, `carry.arrived.sent`, is this cotangent. The other stages use a
+    cotangent of 0."""
     # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs embed_backward in a
     # loop, and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message
     # depend on such a number, its second argument, and so on the loop. Otherwise XLA would compute
@@ -194,11 +195,12 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     """Returns this stage's message in this tick, as head and embed_backward read it.
 
-    `microbatch` is the row's number for the part that reads the message; it is -1 only in a tick in
-    which this part does not run. So wherever the message is read, the condition `microbatch >= 0`
-    is true. The condition makes the message depend on the part's loop, since `_if_runs` adds the
-    loop's index to each number of the row. Without it, XLA would run the part's collectives before
-    the loop, in all ticks.
+    `microbatch` is the number of the microbatch of the part that reads the message (head or
+    embed_backward), from the row of this tick; it is -1 only in a tick in which this part does not
+    run. So wherever the message is read, the condition `microbatch >= 0` is true. The condition
+    makes the message depend on the part's loop, since `_if_runs` adds the loop's index to each
+    number of the row. Without it, XLA would run the part's collectives before the loop, in all
+    ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 

@@ -51,9 +51,9 @@ from parallax.split_backward import split
 
 
 class Functions(NamedTuple):
-    """The user's functions, and the fields `blocks` and `trainable`, which pick from the parameters
-    the layers that are split over the stages and the trained leaves. All are arguments of
-    `pipeline.value_and_grad`, with these names."""
+    """The user's functions `embed`, `stage` and `head`; `blocks`, which picks from the parameters
+    the layers that are split over the stages; and `trainable`, which says which leaves of the
+    parameters are trained. All are arguments of `pipeline.value_and_grad`, with these names."""
 
     embed: Callable[..., Any]
     stage: Callable[..., Any]
@@ -275,8 +275,8 @@ class Programs:
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
         """Returns a function of the user as a program; the first argument of the program is a
         `Parameters`. `name` is "embed", "stage" or "head". Refuses a function that reads a trained
-        parameter by closure, and an embed or a head that reads blocks: what they read in this way
-        would have no gradient."""
+        parameter by closure, and an embed or a head whose results depend on the blocks in its
+        parameters: the arrays read would get no gradient from this function."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
@@ -304,8 +304,8 @@ class Programs:
 
     def _trace_stage(self) -> None:
         """Traces `stage`, and sets the attributes that describe the stage's input and output: `x`,
-        `moving`, `_read_by_stage`, and `terms`: zeros like the loss and the values to log that a
-        stage returns, from which the sums over microbatches get their types."""
+        `moving`, `_read_by_stage` and `terms`. `terms` has zeros like the loss and the values to
+        log that a stage returns; the sums over microbatches get their types from these zeros."""
 
         def stage(params, x, rows, position, number):
             with recording.at(microbatch=number):
@@ -361,9 +361,9 @@ class Programs:
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
-        """Runs the stage, as a function that `save` can differentiate (see save.py): returns
-        `((moving, loss), (still, aux))`. Only the first pair is differentiated, with respect to
-        `trained` and `x`."""
+        """Runs the stage, and returns `((moving, loss), (still, aux))`, the form that `save` takes
+        (see save.py). `moving` are the floating-point leaves of the stage's output, and `still` its
+        other leaves. Only the first pair is differentiated, with respect to `trained` and `x`."""
         # `trained.ends` has None for the ends that the stage does not read; they come from `given`.
         # `combine` takes each leaf from its first argument, or if that is None from the second.
         ends = eqx.combine(trained.ends, given.params.ends)

@@ -57,8 +57,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns the transposed function, whose residuals are the saved and the known arrays in
-        the order that `forward` left in `of_last_trace`."""
+        """Returns the transposed function. Its residuals are the arrays in `saved` and leaves of
+        `trained` and `given`, in the order that `forward` has written into `of_last_trace`."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]

@@ -10,12 +10,13 @@ memory of activations comes from the trace of the step (`tracing`). The time is 
 of matrix products, passes over memory and messages. Overlap would shorten this time.
 
 Legend: L layers, D width, T tokens, V rows of the vocabulary, t tensor devices. A *product* is a
-matmul. A `Sizes` has the sizes of a microbatch on a device, and how often a step calls each part:
-`forward` (F) and `backward` (I, the input's gradient) of a stage, the gradients of its `weights`
-(W), and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a
-model without closed forms. `recomputed` gives the operations that the backward pass runs again.
-`kernel` says whether attention runs in a kernel that keeps no scores. `hardware.short` is the bytes
-that the hardware uses for a number of a 16-bit type: 2, or 4 if its compiler widens such numbers.
+matmul. A `Sizes` has the sizes of a microbatch on a device, and the number of calls of each part in
+a step: `forward`, `backward` and `weights` count a stage's calls for its output (F), its input's
+gradient (I) and its weights' gradients (W), and `heads` counts calls of the head, which computes
+the loss. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a model
+without closed forms. `recomputed` gives the operations that the backward pass runs again. `kernel`
+says whether attention runs in a kernel that keeps no scores. `hardware.short` is the bytes that the
+hardware uses for a number of a 16-bit type: 2, or 4 if its compiler widens such numbers.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -334,8 +335,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
     If all stages run the same kinds of job in a tick (lockstep), all calls decide the time of the
     step. If each stage has its own job in a tick, all stages wait for the most expensive job of the
     tick, and only that job counts. A call of one of the three kinds of job (`forward`, `backward`,
-    `weights`) costs the seconds of its matmuls and of its passes over memory. All other calls are
-    counted as in `traffic.sizes`.
+    `weights`) costs the seconds of its matmuls and of its passes over memory. The calls of other
+    parts, such as the head, are counted as in `traffic.sizes`.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -442,15 +443,17 @@ def model_flops(config: Config, batch: int) -> Number:
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
     """Returns the floating-point operations of one device in a step of `batch` sequences in all.
 
-    A job counts in each tick in which the device runs it. This includes ticks in which the device's
-    stage is idle, and runs the job on garbage. Operations that the backward pass runs again count
-    again.
+    The operations of a pipeline's job, such as a stage's forward pass of one microbatch, are added
+    for each tick (step of the schedule) in which the device runs the job. This includes ticks in
+    which the device's stage is idle, and runs the job on garbage. Operations that the backward pass
+    runs again count again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
 
 def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
-    """Returns the floating-point operations of the calls in `size` on one device."""
+    """Returns the floating-point operations of one device for the calls of a stage and of the head
+    that `size` counts."""
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     # The share of (query, key) pairs that is computed. In zigzag order a device has the queries of
@@ -494,7 +497,7 @@ def _passes(
     kernel: bool,
 ) -> Number:
     """Returns the bytes that a device reads and writes between matmuls, in the forward and backward
-    calls of `size`.
+    calls of a stage that `size` counts.
 
     A pipeline also copies the arrays that a layer keeps to a buffer (slots), and copies them back
     from there. If `kernel` is true, attention writes no scores to memory.

@@ -94,7 +94,7 @@ def layer_of(config: Config) -> Layer:
 
 
 def ends_of(config: Config) -> Ends:
-    """Returns the arrays of the two ends of the model."""
+    """Returns the paths of the arrays of the embedding and of the head."""
     if isinstance(config, gpt2.Config):
         return Ends(frozenset({"wte", "wpe"}), frozenset({"norm.weight", "norm.bias", "wte"}))
     rows = "table" if config.tied else "head"

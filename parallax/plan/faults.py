@@ -134,9 +134,9 @@ def young(between: float, save: float) -> float:
 
 
 def daly(between: float, save: float) -> float:
-    """Returns Daly's interval: Young's interval with two more terms of its series, minus the save.
-    If `save` is at least twice `between`, the formula no longer holds, and the interval is
-    `between`."""
+    """Returns Daly's interval, sqrt(2 save between) (1 + p / 3 + p^2 / 9) - save, where p is
+    sqrt(save / (2 between)). The first factor is Young's interval. If `save` is at least twice
+    `between`, the formula no longer holds, and the interval is `between`."""
     if save >= 2 * between:
         return between
     part = math.sqrt(save / (2 * between))
@@ -158,8 +158,8 @@ def table(found: Faults) -> str:
     if math.isinf(found.between):
         return "no failure is expected: no interval between saves is best"
     return (
-        f"a failure every {_spelt(found.between)}; a save of {_spelt(found.save)} every "
-        f"{_spelt(found.interval)} loses least (Young: {_spelt(found.young)})\nlost: "
+        f"a failure every {_spelt(found.between)}\nbest: a save of {_spelt(found.save)} every "
+        f"{_spelt(found.interval)} (by Young's formula: {_spelt(found.young)})\nlost: "
         f"{found.lost:.1%} of the time (saves {found.saves:.1%}, restarts {found.restarts:.1%}, "
         f"steps done again {found.repeated:.1%})"
     )

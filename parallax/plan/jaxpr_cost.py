@@ -4,10 +4,10 @@ moves, and lists its operations, from which `liveness` computes the peak of memo
 A `Value` is one array. It is either *held* in a `Buffer`, or *fused*: then each operation that
 reads it computes it again. `reads` are the buffers from which a value is computed, with the bytes
 that are read of each. A value is held as soon as a matmul, a message or a loop needs it as an
-array. An expensive value that several operations read is held at once. The `root` of a value is the
-value with the same numbers before reshapes. `near` are the buffers that the value reads element by
-element; it may be written over one of these buffers. `is_zeros` marks an array of zeros, since some
-compilers keep all such arrays of a size in one buffer.
+array. An expensive value that several operations read is held as soon as it is computed. The `root`
+of a value is the value with the same numbers before reshapes. `near` are the buffers that the value
+reads element by element; it may be written over one of these buffers. `is_zeros` marks an array of
+zeros, since some compilers keep all such arrays of a size in one buffer.
 
 A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
 for equations take the operands, whether each result is needed (`used`), and how many operations
@@ -361,9 +361,9 @@ class Reading:
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
         """Returns the result of an elementwise operation or a view. The result of a reshape has the
-        root of its operand (the value before reshapes). A broadcast of 0 is an array of zeros
-        (`is_zeros`). The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if several
-        operations read it, unless it is made only of literals."""
+        same `root` as its operand: the value before all reshapes. A broadcast of 0 is an array of
+        zeros (`is_zeros`). The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if
+        several operations read it, unless it is made only of literals."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
@@ -376,7 +376,7 @@ class Reading:
 
     @staticmethod
     def _zeros(eqn: JaxprEqn) -> Value:
-        """Returns the result of `lax.empty`, which this backend fills with zeros."""
+        """Returns the result of `lax.empty`, for a backend that fills such arrays with zeros."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         value.is_zeros = True
         return value
@@ -665,7 +665,8 @@ class Reading:
 
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
         """Returns the copies that a backend makes of the slices of stacked arrays, in a backward
-        loop whose body has several layers. Each copy is a pair of its bytes and a buffer.
+        loop whose body has several layers. The result has a pair for each slice: the bytes of all
+        copies of the slice together, and a buffer that stands for one copy.
 
         There are `habits.slices` copies of each slice for every layer of the loop's body after the
         first. A loop that runs forward has no such copies.
@@ -686,10 +687,10 @@ class Reading:
 
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
-        """Returns the arrays that a backward loop with several layers in its body (unrolled)
-        computes from the loop's constants and the slices of its stacked arrays alone. These are
-        gathered weights, and values that are computed again. The first of the layers does not
-        count.
+        """Returns the arrays that do not depend on a carry, for a backward loop that is unrolled,
+        so that its body has several layers. The loop computes these arrays from its constants and
+        from slices of its stacked arrays: gathered weights, and values that are computed again. The
+        first of the layers does not count.
 
         XLA computes the gathered weights and recomputed values for all layers of a body before the
         backward pass of the first layer. The result has a pair for each array: the array's bytes,
@@ -745,8 +746,8 @@ class Reading:
         body's variable `var`.
 
         If the body needs the slice (`wanted`), the whole stacked operand gets a buffer before the
-        loop. The slice itself has no buffer: operations that read the slice read at most as many
-        bytes of the operand as the slice has.
+        loop. The slice itself has no buffer: an operation that uses the slice counts as a read of
+        the operand's buffer, of at most the bytes of the slice.
         """
         if wanted:
             self.hold(value)

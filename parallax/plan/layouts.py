@@ -6,7 +6,8 @@ and the memory of a device.
 
 The closed forms rank all layouts, each with the fastest algorithm along each of its axes. Then the
 steps of the layouts are traced, the fastest layout first, and the traced memory tells whether a
-layout fits. `plan` computes the plan of one layout, and `config.sizes` has a model's sizes by name.
+layout fits. `plan` computes the plan of one layout. `config.sizes` is a dict of a model's sizes,
+with keys such as "heads".
 """
 
 import itertools
@@ -207,8 +208,8 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
     """Yields dicts of fields of `Layout`: the sizes of the axes, and the numbers of microbatches
-    and chunks. The layers and heads of the model, and the `batch` sequences, are multiples of the
-    numbers that split them. `sequences` are the sizes of a microbatch to try."""
+    and chunks. Each of these numbers divides what it splits: the layers or heads of the model, or
+    the `batch` sequences. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
         # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward over

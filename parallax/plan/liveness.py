@@ -40,8 +40,8 @@ class Buffer:
         fixed: bool = False,
         carry: bool = False,
     ):
-        """Makes a buffer of `nbytes` bytes. The equation `eqn` computes its array, or `what` says
-        in words what the buffer is.
+        """Makes a buffer of `nbytes` bytes. `eqn` is the equation that computes the array in the
+        buffer. If there is none, `what` describes the buffer in words.
 
         `fixed` marks an argument, a result or a constant, which does not count as a temporary.
         `carry` marks a loop's carry or stacked result; it may be written over the array with which
@@ -104,8 +104,8 @@ def peak(
     early: bool = False,
 ) -> Peak:
     """Returns the temporaries of a frame at the moment when they have the most bytes: these bytes,
-    the buffers, and the operation that runs at this moment. Also sets each buffer's `into`, the
-    buffer over which it is written; `Buffer.place` needs this.
+    the buffers, and the operation that runs at this moment. If a buffer is written over an older
+    one, also sets the new buffer's `into` to the older buffer; `Buffer.place` needs this.
 
     Args:
         operations: the operations, in the order in which they run.

@@ -8,8 +8,8 @@ In a round every device sends its messages at once. The round takes the largest 
 message, plus the time of the link that carries the most bytes. In a `Link`, alpha is the latency in
 seconds, and beta the seconds per byte. A *route* is a table of messages, round by round; an
 algorithm that runs several routes side by side has a tuple of routes (`Tables`). The devices of a
-mesh are numbered with the last axis fastest. `tests/test_networks.py` simulates the same, message
-by message.
+mesh are numbered with the last axis fastest. `tests/test_networks.py` compares the seconds with a
+simulation of every single message.
 """
 
 import functools
@@ -99,9 +99,9 @@ class Nested(NamedTuple):
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
         message, and the bytes of one message. A message uses the links inside the smallest group
         that has both its sender and its receiver. It also uses the links by which it leaves each
-        smaller group. The devices of a group share the links by which messages leave the group. The
-        total rate of these links is the total rate of the devices' links (`Level.link` of the level
-        above), divided by `shared` of the level above.
+        smaller group. The devices of a group share the links by which messages leave the group. For
+        a group of n devices, these links together have n / `shared` times the rate of `link`. Here
+        `shared` and `link` are fields of the `Level` of the next larger groups.
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0

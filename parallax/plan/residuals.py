@@ -1,6 +1,6 @@
 """Counts the bytes that a decoder's layer keeps for its backward pass. In a pipeline, one job may
-compute the gradient of a layer's input, and a later job those of its weights: also counts the bytes
-that the first job hands to the second.
+compute the gradient of a layer's input, and a later job the gradients of its weights. The module
+also counts the bytes that the first of these jobs hands to the second.
 
 The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these bytes,
 `search` drops layouts that cannot fit, before it traces any step.

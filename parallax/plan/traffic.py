@@ -208,9 +208,9 @@ class _Step:
     """The collectives of one step, as `Term`s. Each method yields those of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Takes the arguments of `terms`. Computes the axes with their algorithms, and the sizes
-        that the module's docstring defines, such as `stream` and `wide`. Sums have float32 numbers
-        (4 bytes) or wider ones."""
+        """Takes the arguments of `terms`. Sets `self.axes`, which has each axis by name with its
+        collective algorithm, and the sizes that the module's docstring defines, such as `stream`
+        and `wide`. Sums have float32 numbers (4 bytes) or wider ones."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -261,14 +261,16 @@ class _Step:
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of an all-reduce that takes `nbytes` bytes on each device and runs
-        `times` times in a step: one `Term` for each group of `axes`. `what` is a name for the data.
-        `itemsize` is the bytes of a number (None: `self.compute`)."""
+        `times` times in a step. `axes` are divided into groups of neighbouring axes with the same
+        algorithm, and each group has one `Term`. `what` is a name for the data. `itemsize` is the
+        bytes of a number (None: `self.compute`)."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of a reduce-scatter that takes `nbytes` bytes on each device and runs
-        `times` times in a step: one `Term` for each group of the axes `over`, the first axis first.
+        `times` times in a step. The axes `over` are divided into groups of neighbouring axes with
+        the same algorithm. Each group has one `Term`, in the order of the axes.
 
         After the reduce-scatter over a group of n devices, each device has 1/n of the bytes for the
         next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
@@ -282,7 +284,8 @@ class _Step:
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of an all-gather that takes `nbytes` bytes on each device and runs
-        `times` times in a step: one `Term` for each group of the axes `over`, the last axis first.
+        `times` times in a step. The axes `over` are divided into groups of neighbouring axes with
+        the same algorithm. Each group has one `Term`, in the reverse order of the axes.
 
         After the all-gather over a group of n devices, each device has n times as many bytes for
         the next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
@@ -472,9 +475,9 @@ class _Step:
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: state_bytes.Leaf) -> int:
-        """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3: once per
-        microbatch, or in a pipeline in each tick that runs a kind of job (a lane) which computes
-        these gradients.
+        """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3. Without a
+        pipeline, this is once per microbatch. A pipeline scatters them each time that a stage runs
+        a job of the kind (the lane) that computes these gradients.
 
         A job that computes no gradient of the leaf scatters zeros. If a ring scatters the zeros,
         XLA sends them only once in a step, for all leaves of the same shape. If `lax.psum_scatter`

@@ -198,16 +198,16 @@ def _sizes_refused(
         if p.leaf.shape[dim] % size:
             fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
             others = (
-                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}"
+                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}, or"
                 if fit
-                else f"no other free dim is a multiple of {size}"
+                else f"no other free dim is a multiple of {size}, so"
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = (
                 f"{subject} must be a multiple of {size}, the size of its mesh axes ({sizes}; "
                 f"rule {p.by})"
             )
-            cure = f"{others}, or replicate this leaf with P()"
+            cure = f"{others} replicate this leaf with P()"
             # In a leaf of stacked layers, another dim or P() would let each device run all layers.
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size

@@ -105,13 +105,15 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
     created: list[Path] = []
     try:
         for _ in range(TRIES):
-            # Another run that releases its lock meanwhile may remove the folder or the file.
-            with contextlib.suppress(FileNotFoundError):
+            # Another run that releases its lock meanwhile may remove the folder or the file. If the
+            # folder is gone just after `mkdir` found it, filelock raises `FileExistsError`.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
                 _make(folder, created)
                 file_lock.acquire()
                 return Lock(folder, file_lock, created)
             time.sleep(0.01)
-        raise FileNotFoundError(errno.ENOENT, "it cannot be made")  # caught below
+        reason = "a file has its name" if folder.exists() else "it cannot be made"
+        raise FileNotFoundError(errno.ENOENT, reason)  # caught below
     except filelock.Timeout:
         raise Held(
             f"{folder} belongs to another run: {_holder(folder)} holds it. Wait until it has "

@@ -197,9 +197,9 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
 
 
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement that the jobs of all stages, one sequence per stage, imply: a stage's
-    chunks have the places that occur among its jobs, in ascending order. Raises `ValueError` if
-    this is no placement."""
+    """Returns the placement: the place in the model of each chunk of each stage. `jobs` has one
+    sequence of jobs for each stage. The places that occur in a stage's jobs, in ascending order,
+    are those of its chunks. Raises `ValueError` if this is no placement."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:

@@ -20,7 +20,8 @@ There are two ways to run a table, and the table decides which (`per_stage`):
   of the model.
 
 The head computes the loss from the output of the model's last place. The head has no table, but it
-makes the cotangent with which the backward pass begins. This is a `Message` of the lane "head".
+makes the cotangent with which the backward pass begins. This cotangent is a `Message` whose lane is
+"head".
 
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
 tables. `lanes` has the table of each lane, `_costs` the time of one chunk in each lane, `_homes`
@@ -243,11 +244,13 @@ class Schedule:
         """Returns the total time of the ticks. Each tick ends with an exchange of messages that
         takes the time `hop`.
 
-        In lockstep, the time of a tick is the sum of the times of all lanes of which any stage runs
-        a job. Per stage, a tick takes the time of its most expensive job. A cost is the time of one
-        microbatch through a whole stage, in any unit; one chunk costs this time divided by the
-        number of chunks per stage. By default `backward` is 1 if a backward job is only the input
-        gradient, and 2 if it is both gradients, so that schedules of the same work can be compared.
+        In a schedule that runs per stage (`per_stage`), a tick takes the time of its most expensive
+        job. In any other schedule the stages run in lockstep, first all forward, then all backward,
+        then all weight jobs of a tick. The tick then takes the sum of the times of those kinds of
+        which at least one stage has a job. A cost is the time of one microbatch through a whole
+        stage, in any unit; one chunk costs this time divided by the number of chunks per stage. By
+        default `backward` is 1 if a backward job is only the input gradient, and 2 if it is both
+        gradients, so that schedules of the same work can be compared.
         """
         costs = self._costs(forward, backward, weight)
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
@@ -267,9 +270,10 @@ class Schedule:
         """Returns, for each lane, the number of ticks whose time in `makespan` includes one job of
         the lane.
 
-        In lockstep, these are the ticks in which any stage runs the lane. Per stage (`per_stage`),
-        these are the ticks whose most expensive job, over all stages, is of the lane. The costs are
-        those of `makespan`; in lockstep they make no difference here.
+        A lane is a kind of job: forward, backward or weight. In a schedule that runs per stage
+        (`per_stage`), a tick counts for the lane of its most expensive job. In any other schedule,
+        where the stages run in lockstep, a tick counts for each lane of which at least one stage
+        has a job. The costs are those of `makespan`; in lockstep they make no difference here.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
@@ -477,7 +481,8 @@ class Schedule:
 
     @cached_property
     def _when(self) -> dict[str, Int[np.ndarray, "microbatches places"]]:
-        """For each lane, the tick of each job, in an array [microbatches, places]."""
+        """For each lane (kind of job), the tick of each of its jobs, in an array [microbatches,
+        places of the model]."""
         return {lane: _once(self, lane) for lane in self.lanes}
 
     def _costs(
@@ -549,9 +554,9 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 
 def _check(schedule: Schedule) -> None:
     """Refuses, with a `ValueError` or `CannotRun`, a schedule without a job, or with a job that is
-    missing, runs twice or runs before a job that it needs. In lockstep it also refuses a job that
-    uses a neighbouring place's output later than in the next tick, a placement other than
-    `looped_placement`, and a tick in which no stage has a job.
+    missing, runs twice or runs before a job that it needs. Unless the schedule runs `per_stage`, it
+    also refuses a placement other than `looped_placement`, a tick in which no stage has a job, and
+    a job that does not run in the tick right after the neighbouring chunk's job that it needs.
     """
     if not schedule.microbatches:
         raise ValueError(
@@ -607,10 +612,10 @@ def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
             "one."
         )
-    source = "before" if lane == "forward" else "after"
+    source = "previous" if lane == "forward" else "next"
     return (
-        f"needs its {lane} at the place {source}, which runs in tick {tick}. Move it to tick "
-        f"{tick + 1}{' or later' if schedule.per_stage else ''}."
+        f"must run in tick {tick + 1}{' or later' if schedule.per_stage else ''}, since the {lane} "
+        f"of this microbatch at the {source} place of the model runs in tick {tick}."
     )
 
 

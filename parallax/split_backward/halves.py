@@ -18,10 +18,10 @@ Words of this file: "first" or half 0 is I (the cotangents of the inputs), "seco
 those that W reads come to W as `handed` arrays. `late` variables exist only in W. A `Step` is an
 equation of a half, and a `Cut` has the steps of both halves, `first` and `second`. A `CutLoop` is a
 scan in two halves; its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are
-indices of operands; any other place is the index of an equation in a jaxpr. `values` maps each
-variable to its value. The operands of a scan are its constants, the initial values of its carries
-(indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose result i is
-operand i.
+indices of operands, while a variable named `place` is the index of an equation in a jaxpr. `values`
+maps each variable to its value. The operands of a scan are its constants, the initial values of
+its carries (indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose
+result i is operand i.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
 here, dead-code elimination on any traced program, is our own.
@@ -175,8 +175,8 @@ class Cut(NamedTuple):
 
     @property
     def handed_count(self) -> int:
-        """The number of arrays that go from the first half to the second, including the arrays that
-        scans of the first half stack for the second half."""
+        """The number of arrays that go from the first half to the second. If the first half has
+        scans, the arrays that these stack for the second half are included."""
         # A scan stacks each array that its trips hand over, and hands it over too. All such scans
         # are in `first`: to a scan that runs only in the second half, nothing is handed.
         return len(self.handed) + sum(
@@ -302,9 +302,9 @@ class CutLoop(NamedTuple):
 
         def trip(carry, slices):
             """Runs one half of one iteration, as the body of `lax.scan`. Returns the carry, and a
-            pair to stack: the other results, and the arrays for the other half. `inits` and
-            `sliced` are the indices of this half's carries and slices among the arguments of an
-            iteration, `variables`."""
+            pair to stack: the other results, and the arrays for the other half. `variables` are the
+            arguments of an iteration; among these, `inits` and `sliced` are the indices of this
+            half's carries and slices."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
@@ -399,7 +399,7 @@ def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
 
 
 def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
-    """Returns those results of a barrier whose operand is in `variables`."""
+    """Returns the results of a barrier that belong to the operands in `variables`."""
     # Result i of a barrier depends only on operand i.
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     return {out for atom, out in pairs if not is_literal(atom) and atom in variables}
@@ -441,8 +441,9 @@ def _cut_loop(
 ) -> CutLoop:
     """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
     `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
-    `late` are the variables that only the second half has. There is no argument for the operands
-    that only the first half has, since the first half hands them over to the second.
+    `late` are the variables whose values only the second half has, so the first half cannot read
+    them. A value that only the first half has needs no such argument: the first half hands it over
+    if the second half reads it.
 
     A stacked result moves to the first half if the first half computes its values anyway.
     """
