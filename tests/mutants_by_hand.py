@@ -219,8 +219,8 @@ LAYERS = (
     ),
     Mutant(
         "check_places",
-        "if not uses_positions and",
-        "if False and",
+        "if uses_positions:",
+        "if True:",
         "test_context.py::test_a_mask_by_its_own_count_is_refused",
     ),
     Mutant(

@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from parallax import jaxprs
@@ -58,9 +59,9 @@ def check_places(
     """Raises `ValueError` if `attend` makes its mask from arrays 0, 1, 2, ... of its own, and not
     from `positions`.
 
-    `attend` is traced, and refused if its program compares two *counts* (arrays 0, 1, 2, ... that
-    the program makes itself) and no result of the program depends on `positions`. Attention without
-    a mask compares no counts, so it passes.
+    `attend` is traced, and refused if no result of its program depends on `positions`, and the
+    program compares two *counts* (arrays 0, 1, 2, ... that the program makes itself) or has a
+    constant mask. Attention without a mask has neither, so it passes.
 
     Args:
         attend: the attention function.
@@ -78,14 +79,34 @@ def check_places(
     program = jax.make_jaxpr(of_positions)(positions)
     opened = jaxprs.opened(program)
     uses_positions = _reached(opened, {*opened.invars}) & set(opened.outvars)
-    if not uses_positions and _compares_counts(opened, {})[0]:
+    if uses_positions:
+        return
+    queries, keys = arrays[0].shape[1], arrays[1].shape[1]
+    if _compares_counts(opened, {})[0] or _has_constant_mask(program, (queries, keys)):
         raise ValueError(
             "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for "
-            f"its mask. But the {positions[0].shape[0]} queries of a device need not be the first "
-            f"{positions[0].shape[0]} of the {tokens} tokens in the order of the sequence. Compare "
-            "positions[0], of the queries, with positions[1], of the keys, as context.blockwise "
-            "does."
+            f"its mask or bias. But the {queries} queries of a device need not be the first "
+            f"{queries} of the {tokens} tokens in the order of the sequence. Compare positions[0], "
+            "of the queries, with positions[1], of the keys, as context.blockwise does."
         )
+
+
+def _has_constant_mask(program: Any, scores: tuple[int, int]) -> bool:
+    """Returns whether a program has a constant [..., queries, keys], such as a mask or a bias, that
+    is not the same for all queries.
+
+    A constant is the same on all devices, but their queries have different positions. `scores` is
+    (queries, keys).
+    """
+    for constant in getattr(program, "consts", ()):
+        # The arguments of `attend` are constants too, but as tracers, which have no numbers here.
+        if isinstance(constant, Tracer) or np.shape(constant)[-2:] != scores:
+            continue
+        numbers = np.asarray(constant)
+        if np.any(numbers != numbers[..., :1, :]):
+            return True
+    bodies = [body for eqn in jaxprs.opened(program).eqns for body in jaxprs.closed(eqn.params)]
+    return any(_has_constant_mask(body, scores) for body in bodies)
 
 
 def _reached(program: Any, start: set[Any]) -> set[Any]:

@@ -42,8 +42,8 @@ def gathered(
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.
 
-    The returned function raises `ValueError` if `attend` ignores the positions, and numbers queries
-    and keys itself for its mask.
+    The returned function raises `ValueError` if `attend` ignores the positions, and makes its mask
+    or bias from numbers 0, 1, 2, ... of its own or takes it from a constant table [..., T_X, T].
     """
     axis = Axis.of(axis)
 
