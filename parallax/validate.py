@@ -57,7 +57,8 @@ class Fault(NamedTuple):
 
     Attributes:
         needed: the sentence that says what was needed and what was given. The sentence is a format
-            string: a name in braces is replaced by that name with its value.
+            string: a name in braces, such as {stage}, is replaced by the name and its value, such
+            as `stage=4`.
         changes: the cures, the best first. A cure is a change of fields or sizes that removes the
             fault, as a dict of new values by name.
         note: words that follow the first cure in the message.

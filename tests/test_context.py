@@ -458,7 +458,9 @@ ERRORS = {
         "q": (2, 8, 2, 2),
         "heads": (8, 2),
     },
-    "a device has 3 of the 12 heads of queries, so it cuts in two a group of 2, which": {
+    "a device has 3 of the 12 heads of queries, so it splits the 2 heads of queries "
+    "that share a head of keys into unequal parts: 3 is neither a multiple nor a divisor of 2. "
+    "Use another number of devices on the axis: a divisor or a multiple of the 6 heads of keys.": {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(heads of queries, heads of keys) of the whole model": {"heads": (6, 4)},

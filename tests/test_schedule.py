@@ -696,8 +696,8 @@ FILES = {
     "cells": ("tick,stage 0\n0\n", "{path}: line 2: needs tick 0 and 2 cells, got '0'."),
     "cell": (
         "tick,stage 0\n0,0F0 B0\n",
-        "{path}: line 2, stage 0: 'B0' is no job. Write a job as 5F3: the place, one of F, I, "
-        "W and B, and the microbatch.",
+        "{path}: line 2, stage 0: 'B0' is no job. Write a job as 5F3: the place, then a "
+        "letter (F, I, W or B), then the microbatch.",
     ),
     "two jobs of a lane": (
         "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",

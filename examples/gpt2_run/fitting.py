@@ -158,8 +158,9 @@ def _axes(settings: Settings, devices: int) -> Change:
 
 
 def refusal(settings: Settings, world: World) -> str | None:
-    """Why a run of these flags cannot be, and which flags to take instead; None if it
-    can."""
+    """Returns a message that says why a run with these flags is impossible, or None if
+    the run is possible. The message proposes flags to use instead, if some are
+    found."""
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
         found = list(

@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
     Attributes:
         name: the name of the instruction's result.
         result: the type of its result, such as "f32[8,16]{1,0}"; for a tuple, the types of its
-            elements without the brackets around them.
+            elements without the parentheses around them.
         opcode: the operation, such as "dot".
         operands: the names of the instruction's operands, and of other instructions that it waits
             for.
@@ -241,8 +241,8 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
 
 def _instruction(name: str, definition: str) -> Instruction:
     """Returns the instruction of a line `name = definition`. The definition is the text `type
-    opcode(operands), attributes`; the type of a tuple is in brackets."""
-    # `_closed` returns the text inside the first bracket, and the text after it.
+    opcode(operands), attributes`; the type of a tuple is in parentheses."""
+    # `_closed` returns the text inside the first pair of parentheses, and the text after it.
     if definition.startswith("("):
         result, call = _closed(definition)
     else:
@@ -266,8 +266,8 @@ def runs(program: Module) -> Iterator[Run]:
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
         """Yields the collectives of the computation `name`, which runs `times` times. `conditional`
-        says that the computation is in a branch and may run less often. `unbounded` says that the
-        computation is in a loop of unknown length and may run more often.
+        says that the computation is in a branch, so it may run less often than `times`. `unbounded`
+        says that it is in a loop of unknown length, so it may run more often than `times`.
         """
         for instruction in program[name]:
             if instruction.collective:

@@ -74,8 +74,9 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
 
     Args:
         timeline: the estimated times, as `timeline.of` returns them.
-        peak: the seconds that the step would take at the chips' full rate. If it is None, the text
-            has no share of the peak rate.
+        peak: the seconds that the step would take at the chips' peak rate. The first line then also
+            has the share of the peak rate that the program reaches. If `peak` is None, the first
+            line does not have this share.
     """
 
     def share(seconds: float) -> str:

@@ -43,7 +43,8 @@ def gathered(
             `zigzag`.
 
     The returned function raises `ValueError` if `attend` ignores the positions, and makes its mask
-    or bias from numbers 0, 1, 2, ... of its own or takes it from a constant table [..., T_X, T].
+    or bias from its own count 0, 1, 2, ... of the queries and of the keys, or from a constant table
+    [..., T_X, T].
     """
     axis = Axis.of(axis)
 

@@ -156,8 +156,8 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {form(path, given)}, since its "
-                f"output is the next stage's input; it returned {form(path, leaf)}. Move what "
-                "changes the shape into embed or head."
+                f"output is the next stage's input; it returned {form(path, leaf)}. Change the "
+                "shape or the dtype only in embed or head."
             )
 
 

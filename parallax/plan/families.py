@@ -44,8 +44,9 @@ class Layer(NamedTuple):
 
     @property
     def column_parallel(self) -> int:
-        """The number of elements per token in the results of the column-parallel matmuls: queries,
-        keys, values and the feed-forward's inputs."""
+        """The number of elements per token in the results of the column-parallel matmuls. These
+        results are queries, keys, values, and `inputs` arrays of the feed-forward, each of the
+        width `hidden`."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 

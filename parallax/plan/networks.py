@@ -4,12 +4,12 @@ messages of the collective. Messages that use the same link share the bandwidth 
     network = networks.of(hardware.A100, devices=16_384)
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
 
-In a round every device sends its messages at once. The round takes the largest latency of any
-message, plus the time of the link that carries the most bytes. In a `Link`, alpha is the latency in
-seconds, and beta the seconds per byte. A *route* is a table of messages, round by round; an
-algorithm that runs several routes side by side has a tuple of routes (`Tables`). The devices of a
-mesh are numbered with the last axis fastest. `tests/test_networks.py` compares the seconds with a
-simulation of every single message.
+In a round every device sends its messages at the same time. The round takes the largest latency of
+any message, plus the longest time that any link needs for the bytes of its messages. In a `Link`,
+alpha is the latency in seconds, and beta the seconds per byte. A *route* is a table of messages,
+round by round; an algorithm that runs several routes side by side has a tuple of routes (`Tables`).
+The devices of a mesh are numbered with the last axis fastest. `tests/test_networks.py` compares the
+seconds with a simulation of every single message.
 """
 
 import functools
@@ -29,8 +29,8 @@ from parallax.validate import divisors
 
 
 class Group(NamedTuple):
-    """The devices of one mesh axis: `size` devices whose numbers are `stride` apart. All groups
-    along the axis have the same form, and run at once.
+    """A group of devices along one mesh axis: `size` devices whose numbers are `stride` apart. All
+    groups along the axis have the same size and stride, and send at the same time.
 
     Attributes:
         size: devices along the axis.
@@ -78,8 +78,8 @@ class Level(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """Groups of groups, such as a machine, a leaf switch and the spine. The last level has all
-    devices in one group.
+    """Nested groups of devices, for example the devices of a machine, the machines of a leaf
+    switch, and the leaf switches of the spine. The last level has all devices in one group.
 
     Attributes:
         levels: one `Level` for each size of a group, from the smallest groups to the group of all
@@ -390,9 +390,10 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the cost of the collective `kind` by the algorithm `name` of `makers`. The alpha of
-    the cost is the seconds for an array of no bytes, and the beta the seconds for each byte of the
-    array that the collective takes.
+    """Returns the cost of the collective `kind`, such as "all_reduce", by the algorithm `name`,
+    such as "ring". `name` is one of the names that `makers` yields. The alpha of the cost is the
+    seconds for an array of no bytes, and the beta the seconds for each byte of the array that the
+    collective takes.
 
     The time of a collective is linear in the bytes of the array, so two simulations give the time
     for arrays of all sizes. A search needs thousands of sizes.

@@ -10,12 +10,12 @@ The lock is a `filelock.FileLock` on FOLDER/.lock, which uses the kernel's `floc
 releases the lock when the process is gone, also after kill -9. The file may then stay behind, and
 the next run takes the file over. Processes that only read the folder need no lock.
 
-Of the network file systems, NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or
-`nolock`), CephFS, GPFS, SMB and Lustre mounted with `flock` enforce the lock between the processes
-of all machines. A machine that dies keeps the lock until the server notices (with NFSv4, after some
-90 s). Lustre with `localflock`, and BeeGFS by default, enforce the lock only between the processes
-of one machine. On a file system without locks, a line is printed, and nothing keeps a second run
-out.
+These network file systems enforce the lock between the processes of all machines: CephFS; GPFS;
+SMB; Lustre, if it is mounted with `flock`; NFS on Linux 2.6.12 or newer, if it is not mounted with
+`local_lock` or `nolock`. A machine that dies keeps the lock until the server notices (with NFSv4,
+after some 90 s). Lustre with `localflock`, and BeeGFS by default, enforce the lock only between the
+processes of one machine. On a file system without locks, a line is printed, and nothing keeps a
+second run out.
 """
 
 import atexit

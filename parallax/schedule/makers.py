@@ -66,15 +66,16 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns 1F1B with separate jobs for the input gradient (I) and the weight gradient (W).
+    """Returns the schedule of `one_f_one_b_lockstep`, but with separate jobs for the input gradient
+    (I) and the weight gradient (W), as in arXiv 2401.10241.
 
     With P stages of v chunks each, the bubble (the idle time of a stage) is (P-1)(F+I)/v, where F
     and I are the times of the forward pass and the input gradient of one microbatch on a stage: no
     stage is idle while W runs. W needs no exchange, so it may run late: on stage s it runs s ticks
     after the I of the same chunk and microbatch. With this delay all stages run W in the same
-    M v ticks, where M is the number of microbatches. The delay costs memory: stage s holds
-    residuals of up to P + (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv
-    2401.10241).
+    M v ticks, where M is the number of microbatches. The delay costs memory: stage s holds the
+    residuals of up to P + (P-1-s)/v microbatches. In `one_f_one_b_lockstep` the first stage, s = 0,
+    holds as many, and the later stages hold fewer.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or the schedule's table would have

@@ -7,10 +7,10 @@ A call is an equation that runs a program of its own, such as `jit`; a jaxpr is 
 Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
 loop; an atom is a variable or a literal. `values` maps each variable to its value.
 
-Three functions are those of `jaxprs`. `opened(program)` is the jaxpr of a program, which may be a
-closed jaxpr or a plain one. `closed(params)` are the programs among an equation's parameters.
-`called(eqn)` is the program that an equation calls, or None: the equation's only program, if it
-takes and returns as many values as the equation does.
+Three functions come from `parallax.jaxprs`. `opened(program)` is the jaxpr of `program`; `program`
+may be a closed jaxpr or a plain one. `closed(params)` are the programs among an equation's
+parameters. `called(eqn)` is the only program among the equation's parameters, if that program takes
+and returns as many values as the equation does; otherwise None.
 """
 
 from collections.abc import Collection, Iterator, Sequence

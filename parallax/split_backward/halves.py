@@ -75,10 +75,11 @@ def split(
     I, so W may run later.
 
     Args:
-        backward: a jaxpr that takes the cotangents first, and then the arrays that both I and W may
-            read. It returns the cotangents of its inputs, and then the gradients of the weights.
+        backward: the backward pass, as a jaxpr. It takes the cotangents of the forward pass's
+            outputs, and then the arrays that both I and W may read. It returns the cotangents of
+            the forward pass's inputs, and then the gradients of the weights.
         cotangents: the number of cotangents that `backward` takes.
-        inputs: the number of inputs whose cotangents `backward` returns.
+        inputs: the number of cotangents that `backward` returns.
 
     Returns:
         `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
@@ -142,8 +143,8 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the step's equation, an equation of `jaxpr` that is not a scan, and adds its results
-        to `values`."""
+        """Runs the equation `eqn`, and adds the equation's results to `values`. `eqn` must be an
+        equation of `jaxpr`, and not a scan."""
         if is_barrier(self.eqn):
             # Only on the operands that this half has; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
@@ -159,9 +160,9 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: the variables of the first half that the second half reads. The first half hands
-            over their values, and then the arrays that its scans stack.
-        made: all variables that only the first half has.
+        handed: those variables in `made` that the second half reads. The first half hands over the
+            values of these variables, and then the arrays that its scans stack.
+        made: the variables that only the first half computes or takes as arguments.
         reads: the arguments that the first half reads, and the arguments that the second half
             reads, as a pair of sets.
     """
@@ -303,7 +304,7 @@ class CutLoop(NamedTuple):
         def trip(carry, slices):
             """Runs one half of one iteration, as the body of `lax.scan`. Returns the carry, and a
             pair to stack: the other results, and the arrays for the other half. `variables` are the
-            arguments of an iteration; among these, `inits` and `sliced` are the indices of this
+            arguments of an iteration. `inits` and `sliced` are the indices, in `variables`, of this
             half's carries and slices."""
             sliced_values, handed = slices
             arguments = consts | dict(
@@ -439,11 +440,11 @@ def _may_run_in(
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
-    `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
-    `late` are the variables whose values only the second half has, so the first half cannot read
-    them. A value that only the first half has needs no such argument: the first half hands it over
-    if the second half reads it.
+    """Returns the scan `loop`, whose equation is `eqn`, as two scans: the first half computes the
+    results `first`, and the second half the rest of `results`. `first` and `results` are sets of
+    indices. `late` are the variables whose values only the second half has, so the first half
+    cannot read them. No argument lists the variables that only the first half has: the first half
+    hands over those values that the second half reads.
 
     A stacked result moves to the first half if the first half computes its values anyway.
     """
@@ -456,8 +457,8 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Of the results with these indices, returns those that are carries, as variables of the
-        body's jaxpr.
+        """Returns the carries among the scan's results with the indices `results`, as arguments of
+        the body's jaxpr.
         """
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
