@@ -6,9 +6,9 @@ A *fact* is one thing that the lint knows about a value (an array), such as "it 
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
 devices. `trip` is the depth of the innermost loop that changes the value. If the value is a linear
 function of sums or carries in a loop, `parts` are these sums and carries. `shard` is the argument
-from which elementwise operations, reshapes, transposes and gathers made the value. `constant` says
-that the value was made only of numbers written into the program, and `narrow` is the 16-bit type
-that the value was cast from.
+from which elementwise operations, reshapes, transposes and all-gathers made the value. `constant`
+says that the value was made only of numbers written into the program, and `narrow` is the 16-bit
+type that the value was cast from.
 
 A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` has the kind and
 the axes of a collective; `sent` is None if the node is no collective. A collective of this library
