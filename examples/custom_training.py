@@ -40,8 +40,8 @@ MICROBATCHES = 4  # in a replica's part of the batch
 
 
 class Mixer(eqx.Module):
-    """Each layer has two pairs of matrices, `up` and `down`: one mixes patches, the
-    other channels."""
+    """An MLP-Mixer. Each layer has two pairs of matrices (`up`, `down`): the first pair
+    mixes the patches, and the second pair mixes the channels."""
 
     embed: jax.Array  # [pixels of a patch, width]
     # [chunk, layers, inputs, outputs]: the pipeline splits the second dim.

@@ -88,7 +88,8 @@ def bias_of(model):
 
 
 def balanced(model, statistics):
-    """`model` after a step: the bias moves towards an even load. No loss trains it."""
+    """Returns `model` with new biases, which make the load of the experts more even. A
+    bias is added to an expert's score; no gradient trains the biases."""
     bias = experts.rebalanced(bias_of(model), statistics.load, RATE)
     return eqx.tree_at(bias_of, model, bias)
 

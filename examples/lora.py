@@ -1,8 +1,9 @@
-"""LoRA (Hu et al., arXiv 2106.09685): a net that reads digits learns to read mirrored
-digits, and trains only 5% as many numbers as it has weights.
+"""LoRA (Hu et al., arXiv 2106.09685): a net that reads digits is trained to read
+mirrored digits, while its weights are frozen.
 
-Run: python examples/lora.py. First the whole net learns digits on eight devices; then
-it is frozen, and its factors learn.
+Run: python examples/lora.py. First the whole net is trained on eight devices. Then each
+weight matrix gets a pair of thin matrices, the factors, whose product is added to the
+frozen matrix. Only the factors are trained; they have 5% as many numbers as the net.
 """
 
 # Estimate: 64 x 256, 256 x 256 and 256 x 10 are 84 k weights, 0.34 MB in float32, which

@@ -145,8 +145,9 @@ def mean(
         return mean_loss, (d_x, d_table)
 
     def backward(gradients, cotangent):
-        """Returns the gradients times the loss's cotangent; targets and weights have no
-        gradient."""
+        """Returns the gradients of `x` and of `table`, multiplied by the cotangent of the loss. The
+        targets, and the factors `weights` of the tokens' losses, get None: they have no gradient.
+        """
         # The loss is a mean, but the kept gradients are of the sum.
         scaled = [
             (g * (cotangent / count)).astype(leaf.dtype)
@@ -191,7 +192,8 @@ def _in_blocks(leaf: Array, blocks: int) -> Array:
     """Returns `leaf`, which has a row for each token, cut into blocks of t tokens,
     `[blocks, t, ...]`.
 
-    Zeros fill up the last block: an `x` of zeros adds nothing to the table's gradient.
+    Zeros fill up the last block. In `mean`, a token whose `x` is zeros adds nothing to the gradient
+    of the vocabulary's table.
     """
     padding = [(0, -len(leaf) % blocks)] + [(0, 0)] * (leaf.ndim - 1)
     return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])

@@ -10,8 +10,9 @@ written down before any estimate was made, and not changed to fit measurements. 
   volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
   nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. The rate of
   NVLink is for one direction. The network between machines is the network of a DGX; each of the
-  eight devices of a DGX has an eighth of the network's rate. The latencies of a hop, 3.4 and 14 us,
-  are the base latencies in NCCL's model of rings (src/graph/tuning.cc).
+  eight devices of a DGX has an eighth of the network's rate. The latencies of a hop, 3.4 us over
+  NVLink and 14 us over the network, are the base latencies in NCCL's model of rings
+  (src/graph/tuning.cc).
 * TPU: cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x. The rates of links, and 1 us for a hop,
   are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. For
   the v4 and the TPU7x, the rate of the network between slices is not stated: the table has the rate
@@ -20,9 +21,10 @@ written down before any estimate was made, and not changed to fit measurements. 
   v5p and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the
   book's 90 GB/s for these three chips.
 * The compiler for a TPU states times in cycles; the clock turns cycles into seconds. Up to v5p, the
-  clock is the operations of matrix products per second, divided by those per cycle: 2 x 128 x 128
-  for each of the 4 matrix units of a core. From v6e on, the number of units is not stated, and the
-  table has the 1.75 GHz of a v5p.
+  clock is computed: the rate of matrix products is divided by the chip's operations per cycle. Each
+  matrix unit does 2 x 128 x 128 operations per cycle, and a core has 4 such units; a v5e has one
+  core, a v4 or v5p two. From v6e on, the number of units is not stated, and the table has the 1.75
+  GHz of a v5p.
 * Some shares of the stated figures are assumed: large products reach 0.75 of the rate. In the
   estimate of a compiled program's time, operations that only read and write a GPU's memory reach
   0.9 of its bandwidth, and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares,
@@ -109,9 +111,9 @@ class Hardware:
 
     def link(self, span: int, links: float = 1.0) -> Link:
         """Returns the times of a hop in a group of devices: the seconds per hop (`alpha`), per byte
-        sent (`beta`) and per received byte that the device adds to its own numbers (`gamma`). The
-        hop is over fast links if all devices of the group are in one domain, the devices that fast
-        links join; else it is over the network.
+        sent (`beta`) and per received byte that the device adds to its own numbers (`gamma`). A
+        domain is a set of devices that fast links join. The hop is over fast links if all devices
+        of the group are in one domain; else it is over the network.
 
         Args:
             span: the number of devices from the first device of the group to the last, in the order
@@ -162,7 +164,7 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     `memory` is in GB. `rate` is the rate of products in 16 bits, and `full_rate` the rate of
     products of float32 arrays, both in 10^12 operations per second. `bandwidth`, `nvlink` and
     `network` are in GB per second. `nvlink` is the rate of all links of a device inside a machine,
-    and `network` is the rate of a device between machines.
+    and `network` is the rate of a device over the network between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte
@@ -180,7 +182,7 @@ def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware
     `memory` is in GB of 2^30 bytes, `rate` is in 10^12 operations per second, `bandwidth`, `link`
     and `network` are in GB per second, and `clock` is in GHz. `chips` is the number of chips of the
     largest slice. `link` is the rate of one link between neighbours, and `network` is the rate of a
-    chip between slices.
+    chip over the network between slices.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
     # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte

@@ -346,10 +346,11 @@ class Layout:
     ) -> "Layout":
         """Returns the layout of these fields, or raises `ValueError` with the first fault.
 
-        `misread` has a sentence for each mistake in the text. `written` has the fields, with names
-        and values already corrected as the message will propose them. The layout must fit `sizes`,
-        the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
-        `wording` says how the message writes the corrected fields.
+        The fields were read from a text of `name=value` parts, or from JSON. `misread` has a
+        sentence for each mistake in this text. `written` has the fields, with names and values
+        already corrected as the message will propose them. The layout must fit `sizes`, the sizes
+        of a model and a batch; if `sizes` is empty, only the fields are checked. `wording` says how
+        the message writes the corrected fields.
         """
         # If the text has a mistake, there is always an error message, which begins with the first
         # mistake. The proposal has the fields in `written` and the fields that it changes, but no

@@ -165,9 +165,9 @@ def spmd(
     Raises:
         ValueError: a spec names an axis that the mesh lacks, or one axis twice; a spec is longer
             than its array's rank, or splits a dim that is no multiple of the number of devices; or
-            an array has the spec None. The message names the leaf. It is raised too if the call is
-            inside another `spmd` or `shard_map`, or under `jax.set_mesh` of a mesh with other axes;
-            or if some axes are Auto and others Explicit.
+            an array has the spec None. In these cases the message names the leaf. The error is also
+            raised if the call is inside another `spmd` or `shard_map`; if `jax.set_mesh` has set a
+            mesh with other axes or sizes; or if some axes are Auto and others Explicit.
     """
 
     def mapped(*arguments):
@@ -237,7 +237,8 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
 def _in_context(mesh: AnyMesh) -> AnyMesh:
     """Returns `mesh`; under `jax.set_mesh`, with the axis types of the mesh that was set.
 
-    Raises `ValueError` inside a map, under another mesh of `jax.set_mesh`, or for mixed axis types.
+    Raises `ValueError` if the call is inside an `spmd` or a `shard_map`; if `jax.set_mesh` has set
+    a mesh with other axes or sizes; or if some axes are Auto and others Explicit.
     """
     context = jax.sharding.get_abstract_mesh()
     # Inside a map, JAX would map over the other axes only, and there are none.
@@ -275,7 +276,8 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """
 
     def leaf(array, spec):
-        """Returns one array, laid out by its spec if its own mesh or `mesh` has Explicit axes."""
+        """Returns `array`. If `mesh` or the mesh of `array` has Explicit axes, the result is laid
+        out as `spec` says; otherwise it is `array` unchanged."""
         if AxisType.Explicit in mesh.axis_types:
             return jax.reshard(array, NamedSharding(mesh, spec))
         # Here `mesh` has Auto axes, which `jax.reshard` refuses in a spec.
@@ -319,8 +321,8 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
     disk, for example from training to generation: the axes and the number of devices may differ.
     All values stay the same, to the bit, and the given arrays remain valid. The part that a device
     has already is not counted among the moved bytes. A NumPy array is on no device, so all its
-    bytes count. For a model that was trained under `layout` and is to generate on the mesh `wide`
-    (`joined` joins the layers of the pipeline stages):
+    bytes count. In this example, a model that was trained under `layout` moves to the mesh `wide`,
+    to generate text there. `joined` joins the layers of the pipeline stages:
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)

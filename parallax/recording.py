@@ -60,10 +60,11 @@ def numbered(count: int) -> Int[Array, " count"] | None:
 
 
 def job(microbatch: Int[Array, ""] | int, valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """Returns a number for `at`: the microbatch of a pipeline stage's job, or -1 if not `valid`.
+    """Returns the microbatch of a pipeline stage's job, or -1 if `valid` is false. The result is an
+    argument for the function `at`.
 
-    A stage without a job in this tick is not `valid`. Returns None outside of
-    `with taps.recording()`.
+    `valid` is false if the stage has no job in this tick. Outside of `with taps.recording()`, the
+    result is None.
     """
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
 

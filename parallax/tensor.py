@@ -103,7 +103,7 @@ def comms(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Com
     and `local_tokens` is the identity. The vocabulary is split over `axis` and also over the axes
     `shared`, such as the stages of a pipeline. Both `sum_partials` (after the look-up of the
     embeddings) and `all_tokens` (before the output layer) communicate over all these axes. `on_tpu`
-    is that of `column` and `row`.
+    is passed to `column` and `row`.
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -159,7 +159,7 @@ def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*
         raise ValueError(
             f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of "
             f"shape {x.shape}, is the same along {sorted(same)}, and would be counted once per "
-            "device. Split the weights of the layer before `reduce_from`, or leave out "
+            "device. Split the weights of the layer whose result `reduce_from` sums, or leave out "
             "`reduce_from`."
         )
     return axis.all_reduce(x)
@@ -231,8 +231,8 @@ class ColumnLinear(eqx.Module):
     """`eqx.nn.Linear` with its outputs split over an axis: `W[J_X, I] · A[B, I] + b[J_X] -> [B,
     J_X]`.
 
-    `ColumnLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
-    gives its specs.
+    Replace `linear` in a model by `ColumnLinear(linear, axis)`, for example with `eqx.tree_at`.
+    `tensor.rule(model)` gives the specs of the new layer.
 
     Attributes:
         linear: the layer, with weight [outputs, inputs] and bias [outputs]. Both have all outputs
@@ -261,8 +261,8 @@ class RowLinear(eqx.Module):
     """`eqx.nn.Linear` with its inputs split over an axis, and its bias added once: `W[J, I_X] ·
     A[B, I_X] + b[J] -> [B, J]`.
 
-    `RowLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
-    gives its specs.
+    Replace `linear` in a model by `RowLinear(linear, axis)`, for example with `eqx.tree_at`.
+    `tensor.rule(model)` gives the specs of the new layer.
 
     Attributes:
         linear: the layer, with weight [outputs, inputs] and bias [outputs]. The weight has all
@@ -291,8 +291,9 @@ class Embedding(eqx.Module):
 
     A call takes one all-reduce of the size of the result.
 
-    `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`.
-    `rule` gives its specs. A call takes one id, as `eqx.nn.Embedding` does, or an array of ids.
+    Replace `embedding` in a model by `Embedding(embedding, axis)`, for example with `eqx.tree_at`.
+    `tensor.rule(model)` gives the specs of the new layer. A call takes one id, as
+    `eqx.nn.Embedding` does, or an array of ids.
 
     Attributes:
         embedding: the table, with weight [rows, width]. It has all rows outside `shard_map`, and
@@ -471,10 +472,11 @@ def check_row(
     of_x, of_weight = names.intersection(varying_axes(x)), names.intersection(varying_axes(weight))
     if same := sorted(of_weight - of_x):
         raise ValueError(
-            f"{name} needs an x whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{x.shape}, is the same along {', '.join(map(repr, same))}, so devices would multiply "
-            "the same inputs by different weights. Use the result of the column-parallel layer "
-            "before it, or give each device its slice of the inputs."
+            f"{name} needs an x that is split over {axis.names!r} along the layer's inputs; this "
+            f"x, of shape {x.shape}, is the same along {', '.join(map(repr, same))}, so devices "
+            "would multiply the same inputs by different weights. Use the result of the "
+            "column-parallel layer before this row-parallel layer, or give each device its slice "
+            "of the inputs."
         )
     if same := sorted(of_x - of_weight):
         raise ValueError(
@@ -643,9 +645,9 @@ def affine(
 
 
 def unstacked(x: Shaped[Array, "..."], dim: int) -> list[Shaped[Array, "..."]]:
-    """Returns the arrays that `jnp.stack` along `dim` joins to `x`. In the backward pass, the
-    gradients of these arrays are stacked again. With indexing, as in `x[0], x[1]`, the backward
-    pass would sum arrays padded with zeros.
+    """Returns the arrays whose `jnp.stack` along `dim` is `x`. In the backward pass, the gradients
+    of these arrays are stacked again. With indexing, as in `x[0], x[1]`, the backward pass would
+    sum arrays padded with zeros.
     """
     return [jnp.squeeze(part, dim) for part in lax.split(x, (1,) * x.shape[dim], dim)]
 
@@ -663,7 +665,7 @@ def add_bias(
     rows = y.shape[: y.ndim - bias.ndim]
 
     def repeated(bias):
-        """Returns the bias for each row of `y`."""
+        """Returns `bias` broadcast to the shape of `y`, the array to which `add_bias` adds it."""
         return jnp.broadcast_to(bias, y.shape)
 
     def sum_of_rows(cotangent):

@@ -87,8 +87,8 @@ def twice(paths: Sequence[str]) -> list[str]:
 class SpecsByPath(dict[str, PartitionSpec]):
     """A dict from path to spec that is also a rule: a function of (path, leaf) that returns a spec.
 
-    For a path that is not in the dict the rule returns None. `rules.specs` refuses most rules that
-    give no leaf a spec; an empty dict is allowed.
+    For a path that is not in the dict the rule returns None. `rules.specs` refuses a dict that
+    gives no leaf a spec, unless the dict is empty.
     """
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:

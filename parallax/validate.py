@@ -57,7 +57,8 @@ class Fault(NamedTuple):
 
     Attributes:
         needed: the sentence that says what was needed and what was given. The sentence is a format
-            string: a name in braces is replaced by that name with its value.
+            string: a name in braces, such as {stage}, is replaced by the name and its value, such
+            as `stage=4`.
         changes: the cures, the best first. A cure is a change of fields or sizes that removes the
             fault, as a dict of new values by name.
         note: words that follow the first cure in the message.
@@ -415,8 +416,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """Returns the number that must divide the tokens of a sequence, and the sentence of the fault
-    for tokens that are not a multiple of this number."""
+    """Returns the number that must divide the number of tokens of a sequence, and the sentence that
+    says so, for a `Fault`."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -493,8 +494,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     """Returns new sizes of axes, by name, so that the product of all axes is the machine's number
     of devices. If possible, only `data` changes.
 
-    If the product of all axes but `data` does not divide the number of devices, each of these axes
-    gets the size closest to its old size by which both the devices and the model can be split.
+    If the product of all axes but `data` does not divide the number of devices, these axes get new
+    sizes: those that fit the devices and the model, as close as possible to the old ones.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]

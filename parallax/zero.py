@@ -1,15 +1,20 @@
 """ZeRO: the replicas split the optimizer's state, the gradients and the parameters.
 
 The n devices of an axis split the batch. Plain data parallelism all-reduces every gradient and
-keeps n equal copies of everything. Here each device keeps a share:
+keeps n equal copies of everything. Here each device keeps only a share, 1/n:
 
-    ZeRO-1  `reduce_scattered` around `accumulated`; `sharded` optimizer   state 1/n
-    ZeRO-2  `accumulated` around `reduce_scattered`; `sharded` optimizer   also gradients 1/n
-    ZeRO-3  `averaged` around `gathered` blocks; `gathered_once` the rest  also parameters 1/n
+    stage   share of            gradient function                           optimizer
+    ZeRO-1  optimizer's state   reduce_scattered(accumulated(grad))         sharded(optimizer)
+    ZeRO-2  also gradients      accumulated(reduce_scattered(grad))         sharded(optimizer)
+    ZeRO-3  also parameters     averaged(gathered_once(accumulated(grad)))  optimizer
+
+`accumulated` and `averaged` are functions of `grads`. In ZeRO-3 the loss wraps its blocks in
+`gathered`, and `gathered_once` gathers all other parameters.
 
 ZeRO-1 sends as many bytes as data parallelism: over n devices, 2 (n - 1)/n of the parameters' bytes
-per step, by one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3
-gathers twice per microbatch (again in the backward pass) and scatters once.
+per step, by one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. In each
+microbatch, ZeRO-3 gathers the blocks in the forward pass and (with `remat.gathers`) again in the
+backward pass, and scatters the blocks' gradients once.
 
 A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
@@ -65,8 +70,8 @@ def reduce_scattered(
     keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
-    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. If
-    `reduce_scatter` has already scattered a gradient inside `grad`, the gradient is only divided.
+    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. A gradient that
+    `reduce_scatter` has already scattered inside `grad` is divided by n, but not scattered again.
 
     Args:
         grad: a gradient function.
@@ -419,8 +424,8 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
 
 @dataclass(frozen=True, eq=False)
 class ZeRO:
-    """All functions of one stage of ZeRO, made to fit each other from the stage, the axis and the
-    model's own sharding rule.
+    """All functions of one stage of ZeRO. They are made from the same stage, axis and sharding rule
+    of the model, so they fit each other.
 
         >>> devices, rule, optimizer = mesh.make(data=8), rules.match("**", P()), optax.adam(0.1)
         >>> make_model, loss = lambda: jnp.ones((16, 64)), lambda w, x: jnp.mean((x @ w) ** 2)
@@ -445,8 +450,10 @@ class ZeRO:
         keep: dims that are not split, as in `rules.fsdp`.
 
     Attributes:
-        optimizer_rule: the rule of the shares, by which `step.init` splits the optimizer's state.
-        specs: the specs of the shares, a tree like the model, for the functions of this module.
+        optimizer_rule: the rule that splits leaves as `inside` does, and also over `axis`, into one
+            share for each device. `step.init` splits the optimizer's state by this rule.
+        specs: the specs that `optimizer_rule` gives, a tree like the model, for the functions of
+            this module.
 
     Raises:
         ValueError: there is no such stage, or no such axis in the mesh; or `rules.specs` refuses
@@ -490,14 +497,14 @@ class ZeRO:
 
     @property
     def rule(self) -> Rule:
-        """The rule of the parameters, for `step.init`: in stage 3 `optimizer_rule`, the rule of the
-        shares; otherwise `inside`, the rule of the model without ZeRO."""
+        """The rule of the parameters, for `step.init`. In stage 3 this rule is `optimizer_rule`,
+        which splits leaves into shares; otherwise it is `inside`, the model's rule without ZeRO."""
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `loss` for the parameters as they are stored: in stage 3 the result checks the
-        shapes of the parameters, and gathers them first; in the other stages `loss` is returned
-        unchanged."""
+        """Returns `loss` for the parameters as they are stored. In stage 3 the result checks the
+        shapes of the parameters, gathers the parameters, and then calls `loss`. In the other stages
+        the result is `loss` itself."""
         return (
             self._checked(gathered(loss, self.axis, self.specs), "loss")
             if self.stage == 3
@@ -511,7 +518,8 @@ class ZeRO:
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
         microbatch, and adds up the shares. In stage 3 the gradients are scattered in the backward
         pass of `loss`, so this function sums only the gradients of leaves that stay whole. In all
-        stages, parameters that are not split as `rule` says are refused.
+        stages the returned function raises `ValueError` if the parameters on this device do not
+        have the shapes that `rule` gives.
         """
 
         def scattered_grad(params, batch):
@@ -536,8 +544,9 @@ class ZeRO:
         return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Returns `function(params, ...)`, which refuses parameters that are not split as `rule`
-        says. `name` is the name of the method that calls this one, for messages."""
+        """Returns `function(params, ...)` with a check. A call raises `ValueError` if the
+        parameters on this device do not have the shapes that `rule` gives. `name` is the name of
+        the calling method, for messages."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
         wholes = {
             trees.dotted(path): leaf.shape
@@ -557,10 +566,10 @@ class ZeRO:
             needed = NamedSharding(self.mesh, specs[path]).shard_shape(wholes[path])
             if shape != needed:
                 raise ValueError(
-                    f"ZeRO.{name}: in stage {self.stage}, by the spec {specs[path]}, a device "
-                    f"needs the shape {needed} of {path or 'the parameter'}, whose whole shape is "
-                    f"{wholes[path]}; got {shape}. Give step.init this object's rule, ZeRO.rule, "
-                    f"and run the step on its mesh, {dict(self.mesh.shape)}."
+                    f"ZeRO.{name}: in stage {self.stage}, a device needs a part of shape {needed} "
+                    f"of {path or 'the parameter'}; got {shape}. The whole shape is "
+                    f"{wholes[path]}, and the spec is {specs[path]}. Give step.init this object's "
+                    f"rule, ZeRO.rule, and run the step on its mesh, {dict(self.mesh.shape)}."
                 )
 
         def wrapped(params, *arguments):

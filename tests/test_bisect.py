@@ -256,11 +256,27 @@ def _meant(grad, axis):
     return lambda net, batch: lax.pmean(grad(net, batch), "data")
 
 
+def _unchecked(grad, axis):
+    """The loss is averaged, and each device keeps the gradients of its shares. `grads.averaged`
+    would refuse the product of own rows with a share."""
+
+    def unchecked(net, batch):
+        value, gradients = grad(net, batch)
+        return lax.pmean(value, "data"), gradients
+
+    return unchecked
+
+
 # Weights split over the data axis are refused, and the fourth mistake there is a step that waits
 # for ever.
 ON_PURPOSE = {
     "rows and weights split over one axis": (
-        {"weights": P("data"), "of": P("data"), "joined": lambda x: ring.all_reduce(x, "data")},
+        {
+            "weights": P("data"),
+            "of": P("data"),
+            "joined": lambda x: ring.all_reduce(x, "data"),
+            "grad": _unchecked,
+        },
         "hidden",
         "not computed, at 75% of the places",
     ),
@@ -275,6 +291,10 @@ ON_PURPOSE = {
 @pytest.mark.parametrize("name", ON_PURPOSE)
 def test_what_is_wrong_on_purpose_is_named(name):
     options, where, kind = ON_PURPOSE[name]
+    if options["grad"] is _unchecked:
+        checked, arguments = purpose_run(4, **options | {"grad": grads.averaged})()
+        with pytest.raises(ValueError, match=r"down, here of shape .2, 1., differs along 'data'"):
+            jax.eval_shape(checked, *arguments)
     found = first(purpose_run(1), purpose_run(4, **options))
     assert str(found.key) == where
     assert kind in found.diagnosis

@@ -402,8 +402,9 @@ def test_blocks_of_another_shape_are_refused(placement, shape, move):
     """Also where the placement is the model's order, in which nothing moves."""
     with pytest.raises(
         ValueError,
-        match=rf"^pipeline\.{move.__name__}: 2 chunks on 2 stages need arrays of the blocks of "
-        r"shape \[2, L / 2, \.\.\.\], with L, the number of layers, a multiple of 4; got "
+        match=rf"^pipeline\.{move.__name__}: 2 chunks on each of 2 stages need blocks whose "
+        r"arrays have the shape \[2, L / 2, \.\.\.\], where L, the number of layers, is a "
+        r"multiple of 4; got "
         rf"{re.escape(str(shape))}\.",
     ):
         move(jnp.zeros(shape), np.array(placement))
@@ -503,7 +504,7 @@ def test_what_all_devices_must_run_at_once_is_refused():
         ringed,
         table,
         r"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\)\. "
-        rf"All devices must run this collective at once\. {cure}",
+        rf"All devices must run this collective at the same time\. {cure}",
     )
     summed = along(lambda x, _: (lax.psum(x, "stage") / 4 + 0 * x, None))
     refused(

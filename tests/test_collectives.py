@@ -598,8 +598,8 @@ ERRORS = {
     "devices on the axis. Pad it to 8, "
     "or choose another dim.": (lambda f, x: f(x, "x", tiled=True), "reduce_scatter"),
     "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of "
-    "devices on the axis, since tiled=False drops it. Pass tiled=True to split a longer dim, "
-    "or reshape.": (
+    "devices on the axis, since tiled=False drops this dim. Pass tiled=True to split a longer "
+    "dim, or reshape.": (
         lambda f, x: f(x, "x", scatter_dimension=-1),
         "reduce_scatter",
     ),

@@ -76,7 +76,8 @@ def test_a_million_blanks_are_encoded_or_refused(tokenizer, blank):
     blanks = len(text) - 2
     with pytest.raises(
         ValueError,
-        match=rf"cannot encode .*: the longest run, at character 1, has {blanks}\. Shorten",
+        match=rf"cannot encode .*\. The longest run, at character 1, has {blanks} characters\. "
+        "Shorten",
     ):
         tokenizer.encode(text)
 

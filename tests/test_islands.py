@@ -357,7 +357,7 @@ def test_a_step_that_reduces_over_the_islands_is_refused(axis):
     train = step.make(grads.averaged(grad, axis), ADAMW)
     with pytest.raises(
         ValueError,
-        match=r"the train step works along \('island',\) itself, by .* Leave that axis out",
+        match=r"the train step itself uses the axes \('island',\) of the islands, .* Leave these",
     ):
         runs(train)
 
@@ -412,7 +412,7 @@ def test_refusals():
         (
             2,
             islands.Stream(APART, delay=2),
-            "a delay of 0 to 1 steps, less than every=2; got 2. Use one of these, or a larger",
+            "a delay of 0 to 1 steps, less than every=2; got 2. Use a delay in this range, or",
         ),
         (
             2,

@@ -111,8 +111,8 @@ def test_a_gradient_of_a_python_number_is_refused():
     state, specs = step.init(floats, sgd, rules.match("**", P()), world)
     train = step.make(grads.averaged(jax.value_and_grad(floats_loss), "data"), sgd)
     message = (
-        "The gradients have a leaf 'scale', and that parameter is 2.0, which is not an array, so "
-        "it is not trained. Use eqx"
+        "The gradients have a leaf 'scale', but the parameter at this path is 2.0, and only arrays "
+        "are trained. Use eqx"
     )
     with pytest.raises(ValueError, match=message):
         on(world, train, (specs, P("data")), (specs, P()))(state, np.ones((16, 8)))

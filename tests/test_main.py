@@ -50,7 +50,7 @@ from parallax.commands.options import HARDWARE, layout_of, model
         (
             f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e "
             "--failures-per-device-year 0.2",
-            ("data=256", "collective-permute", "bound by", "a failure every 7.1", "loses least"),
+            ("data=256", "collective-permute", "bound by", "a failure every 7.1", "best: a save"),
         ),
     ],
 )

@@ -272,8 +272,8 @@ REFUSALS = {
             "stage": lambda params, x, part, position: x | {"skip": x["skip"][:, :2]},
         },
         "pipeline: a stage must return what it takes, skip: float64[2, 4], since its output is "
-        "the next stage's input; it returned skip: float64[2, 2]. Move what changes the shape "
-        "into embed or head.",
+        "the next stage's input; it returned skip: float64[2, 2]. Change the shape or "
+        "the dtype only in embed or head.",
     ),
     "auxiliary value": (
         {
@@ -380,7 +380,7 @@ def test_a_head_that_some_stages_share_is_refused():
     [
         (
             lambda: pipeline.layers_per_stage(3, 4),
-            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a stage without a "
+            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a chunk without a "
             "layer. Use at least 4 layers, or fewer stages or chunks.",
         ),
         (

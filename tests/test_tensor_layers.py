@@ -250,9 +250,9 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
     "an x that is the same under a row": (
         lambda x, w: tensor.row(x[:, :2], w, None, "tensor"),
         P("tensor"),
-        "tensor.row needs an x whose inputs are split over 'tensor'; this one, of shape (3, 2), is "
-        "the same along 'tensor', so devices would multiply the same inputs by different weights. "
-        "Use",
+        "tensor.row needs an x that is split over 'tensor' along the layer's inputs; this x, of "
+        "shape (3, 2), is the same along 'tensor', so devices would multiply the same inputs by "
+        "different weights. Use",
     ),
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),

@@ -225,7 +225,7 @@ def test_a_gather_over_the_outer_axis_is_refused_and_its_cure_works():
     with pytest.raises(
         ValueError,
         match=(
-            r"dim 0 of w is split over \('fsdp', 'tensor'\).* In the spec, name \('fsdp',\) last, "
+            r"Dim 0 of w is split over \('fsdp', 'tensor'\).* In the spec, name \('fsdp',\) last, "
             r"as in \('tensor', 'fsdp'\)"
         ),
     ):
@@ -242,7 +242,7 @@ def test_shares_that_are_scattered_over_the_outer_axis_are_refused():
     f = mesh.spmd(
         grad, mesh=world, in_specs=(P("tensor"), P("fsdp")), out_specs=(P(), P(("fsdp", "tensor")))
     )
-    with pytest.raises(ValueError, match=r"dim 0 of the leaf is split over \('fsdp', 'tensor'\)"):
+    with pytest.raises(ValueError, match=r"Dim 0 of the leaf is split over \('fsdp', 'tensor'\)"):
         f(np.ones(16), np.ones(2))
 
 

@@ -434,6 +434,60 @@ def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
         )(PARAMS["table"], BATCH)
 
 
+def columns(weights, x):
+    return jnp.mean(jnp.tanh(x @ weights) ** 2)
+
+
+def gathered_products(weights, x, gather):
+    """A column-parallel layer, as over an axis that does not split the rows of `x`."""
+    return jnp.mean(jnp.tanh(gather(x @ weights)) ** 2)
+
+
+@pytest.mark.parametrize("how", ["gathered", "gathered by a ring", "in a convolution", "hidden"])
+def test_a_share_whose_product_with_own_rows_is_sent_is_refused(how):
+    """The rows of a product by a share are this device's own, so its columns are of other rows."""
+    gather = functools.partial(
+        ring.all_gather if how == "gathered by a ring" else lax.all_gather,
+        axis_name="dp",
+        axis=1,
+        tiled=True,
+    )
+
+    def loss(weights, x):
+        if how == "in a convolution":
+            convolved = lax.conv(x[..., None], weights[..., None], (1,), "VALID")
+            return jnp.mean(jnp.tanh(gather(convolved[..., 0])) ** 2)
+        if how == "hidden":
+            x = x @ lax.all_gather(weights, "dp", axis=1, tiled=True)[:, : x.shape[1]]
+        return gathered_products(weights, x, gather)
+
+    is_convolution = how == "in a convolution"
+    weights, specs = normal(0, 16, 16), P("dp") if is_convolution else P(None, "dp")
+    with pytest.raises(ValueError, match="differs along 'dp' as a share does"):
+        over(grads.averaged(jax.value_and_grad(loss), "dp"), (specs, P("dp")), (P(), specs), dp=8)(
+            weights, normal(1, 16, 16)
+        )
+
+
+def test_own_rows_may_meet_a_share_first_and_then_travel():
+    """A ring of rows, written by hand: each device multiplies the rows of all devices by its
+    columns, its own rows first, and one all-to-all brings the products home."""
+
+    def loss(weights, x):
+        n, products = lax.axis_size("dp"), []
+        for _ in range(n):
+            products.append(x @ weights)
+            x = lax.ppermute(x, "dp", [(i, (i + 1) % n) for i in range(n)])
+        # Product `hop` has the rows of device me - hop.
+        by_owner = (lax.axis_index("dp") - np.arange(n, dtype=np.int32)) % n
+        home = lax.all_to_all(jnp.stack(products)[by_owner], "dp", 0, 0)
+        return jnp.mean(jnp.tanh(jnp.concatenate(home, axis=1)) ** 2)
+
+    weights, x, specs = normal(0, 16, 16), normal(1, 16, 16), P(None, "dp")
+    f = over(grads.averaged(jax.value_and_grad(loss), "dp"), (specs, P("dp")), (P(), specs), dp=4)
+    assert_close(f(weights, x), jax.value_and_grad(columns)(weights, x), EXACT)
+
+
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_share_that_is_read_by_closure_is_gathered_too(gathers):
     """A frozen copy beside the trained parameter: a loss may read the share of its caller, but not

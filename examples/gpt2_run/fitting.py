@@ -158,8 +158,9 @@ def _axes(settings: Settings, devices: int) -> Change:
 
 
 def refusal(settings: Settings, world: World) -> str | None:
-    """Why a run of these flags cannot be, and which flags to take instead; None if it
-    can."""
+    """Returns a message that says why a run with these flags is impossible, or None if
+    the run is possible. The message proposes flags to use instead, if some are
+    found."""
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
         found = list(
@@ -339,7 +340,8 @@ def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Chang
     """A change of the layout and its sizes, written as a change of flags.
 
     The default sizes of data, stage and tensor depend on each other. So if the change
-    has one of these axes, and one of them has no flag, the result has all three.
+    has at least one of these axes, and the user did not set the flags of all three, the
+    result has all three.
     """
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}

@@ -1,8 +1,7 @@
-"""What a run tells: the plan before it, a line while it goes on, a JSONL and a picture
-of its losses.
+"""The text that a run prints: its plan before the first step, and then its progress.
 
 Nothing here changes a number of the run. Legend: N parameters, L layers, D width, T
-tokens of a sequence, n devices on an axis.
+tokens of a sequence.
 """
 
 import functools
@@ -28,7 +27,7 @@ from parallax.models import gpt2
 from parallax.plan import quantity
 from parallax.run import fingerprint, processes
 
-# What a run will do
+# Before the first step
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
@@ -59,7 +58,8 @@ def sent(entries: list[certificate.Entry]) -> dict[str, int]:
 
 
 def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
-    """The rows that say what a device sends, of `sent`."""
+    """Returns the rows of `table` that say how many bytes a device sends in a step.
+    `by_axis` is the result of `sent`, and `all_reduce` the name of the algorithm."""
     if not by_axis:
         return [("collectives", "none: the compiled program sends nothing")]
     total = quantity(sum(by_axis.values()), "B")
@@ -78,8 +78,9 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def split(layout: Layout) -> str:
-    """A text that says what the devices split besides batch, layers and vocabulary, the
-    precision of the model, and what the backward pass computes again."""
+    """Returns a text that says what the devices split, besides the batch, the layers
+    and the vocabulary. The text then names the precision of the computation, and the
+    activations that the backward pass computes again."""
     sharded = (
         "nothing",
         "optimizer state",
@@ -144,7 +145,7 @@ def cores() -> int:
     )
 
 
-# While it goes on
+# During the steps
 
 
 def printer(job: processes.Job) -> Callable[[str], Any]:
@@ -174,7 +175,7 @@ class Progress:
         self._start = time.perf_counter()
 
     def show(self, record: Mapping) -> None:
-        """Print the line for the newest record; the rates are the mean of the last
+        """Prints the line for the newest record; the rates are the mean of the last
         twenty steps."""
         step, evaluated = record["step"], "held_out" in record
         if evaluated:
@@ -203,6 +204,6 @@ class Progress:
         return sum(record[field] for record in self._recent) / len(self._recent)
 
     def done(self) -> None:
-        """Leave the line as it stands."""
+        """Ends the line that was rewritten in place."""
         if self._live:
             print()

@@ -19,7 +19,7 @@ from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relat
 BOUND = 1e-11  # for float64: more than the sum of some thousand roundings of 1e-16
 # The true value of some cotangents is 0, and their computed numbers are only rounding errors. So a
 # difference is divided by at least this part of the largest number among the values of the same
-# kind.
+# kind (see `_kind`).
 SMALL = 1e-3
 
 
@@ -200,8 +200,8 @@ def _differences(a: Record, b: Record) -> dict[Key, float]:
     two runs, divided by a magnitude.
 
     This magnitude is the larger of two numbers: the largest |element| of the value in `a`, and
-    `SMALL` times the largest |element| among all values of the same kind in `a`. The result is
-    infinite if the shapes differ, or if whole numbers differ at all.
+    `SMALL` times the largest |element| among all values in `a` of the same kind, as `_kind` returns
+    it. The result is infinite if the shapes differ, or if whole numbers differ at all.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():

@@ -1,4 +1,4 @@
-"""Records one run: assembles each value that a tap reports from the pieces that the devices report.
+"""Records one run: assembles the whole value of each tap from the pieces that the devices report.
 
 A *tap* is a call in the model that reports a value. A device reports a block of the whole value, a
 term of a sum, or a copy of the value. The partition spec that the tap was given and JAX's
@@ -192,7 +192,7 @@ def record(
         arrays = jax.tree.map(jnp.asarray, arrays)
 
         def results(arrays):
-            """Returns the arrays among the function's results."""
+            """Returns the arrays among the results of `f`, the function that `run` returned."""
             return eqx.filter(f(*eqx.combine(arrays, static)), eqx.is_array)
 
         traced = jax.jit(results).trace(arrays)
@@ -216,10 +216,11 @@ def record(
 def _put_together(
     recorder: taps.Recorder, rows: tuple[str, ...], means: tuple[str, ...]
 ) -> tuple[dict[Key, Value], dict[str, int], int]:
-    """Returns the values that the taps reported, in program order, the sizes of the mesh's axes,
-    and the number of microbatches. `recorder` has all reports of the run; `rows` and `means` are as
-    in `record`: the axes that split the batch's rows, and the other axes over which the loss is a
-    mean.
+    """Returns three results: a dict of the reported values, in program order; a dict of the sizes
+    of the mesh's axes; and the number of microbatches.
+
+    `recorder` has all reports of the run. `rows` are the axes that split the batch's rows, and
+    `means` the other axes over which the loss is a mean.
     """
     reports_of: dict[Key, list[Report]] = {}  # the reports of each value
     for report in recorder.reports:
@@ -267,11 +268,14 @@ def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[
         group[path] = begins
 
     def order(key: Key) -> tuple[int, ...]:
-        """Returns the sort key of a value: the number of its phase, the place of the first tap in
-        the group of its tap, the number of its layer, and the place of its own tap. Taps inside
-        layers form one group if no tap outside layers was traced between them; any other tap is a
-        group by itself. The last three numbers are negative for a cotangent, so that cotangents are
-        sorted in reverse."""
+        """Returns the sort key of a value: the number of its phase, the place of its group, the
+        number of its layer, and the place of its tap.
+
+        Taps inside layers form one group if no tap outside layers was traced between them. A tap
+        outside layers is a group by itself. The place of a group is the place of its first tap in
+        the trace. In the sort key of a cotangent, the last three numbers are negated, so that
+        cotangents are sorted in reverse.
+        """
         place = (group[key.path], key.layer, paths[key.path])
         return (PHASES.index(key.way), *(place if key.way != BACKWARD else (-x for x in place)))
 
@@ -412,7 +416,8 @@ def _once(reports: list[Report]) -> Iterable[Report]:
 
 
 def _as_float(x: np.ndarray) -> np.ndarray:
-    """Returns `x` as float32 or float64, since NumPy cannot compute with bfloat16."""
+    """Returns `x` if its dtype is float32 or float64, else `x` as float64. In bfloat16, NumPy would
+    round each sum and each difference to bfloat16."""
     return x if x.dtype in (np.float32, np.float64) else x.astype(np.float64)
 
 

@@ -140,8 +140,7 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
             argument is one block; for `matmul.matmul_reduce_scatter`, `nbytes` is the bytes of the
             product.
         n: the number of devices on the axis, or on each of several axes.
-        itemsize: the bytes of a number. An array is padded, with numbers of this size, to a
-            multiple of n numbers.
+        itemsize: the size in bytes of one element. An array is padded to a multiple of n elements.
 
     Raises:
         ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
@@ -152,8 +151,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
 def of_leaves(
     collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
 ) -> Cost:
-    """Returns the cost of one call of `collective` for each leaf (or bucket), one after another.
-    `sizes` has the bytes of each leaf on a device; the other arguments are those of `of`.
+    """Returns the total cost of calling `collective` once for each leaf (or bucket), one call after
+    another. `sizes` has the bytes of each leaf on a device; the other arguments are those of `of`.
 
     Raises the errors of `of`.
     """
@@ -167,8 +166,8 @@ def rounds(
     """Returns the rounds of messages of a call of `collective`.
 
     The arguments, and the errors that are raised, are those of `cost.of`: `nbytes` is the bytes of
-    the argument on one device (for an all-gather, of one block), and `itemsize` is the bytes of a
-    number. `n` is the number of devices on the axis, or on each of several axes.
+    the argument on one device (for an all-gather, of one block), and `itemsize` is the size in
+    bytes of one element. `n` is the number of devices on the axis, or on each of several axes.
     """
     # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}
@@ -182,7 +181,7 @@ def rounds(
     if nbytes % itemsize:
         raise ValueError(
             f"cost.of needs nbytes that are a multiple of itemsize={itemsize}; got {nbytes}. Pass "
-            "itemsize=..., the bytes of a number of the array."
+            "itemsize=..., the size in bytes of one element of the array."
         )
     # The function that gives the rounds takes only options that change them, as keywords; the name
     # of an axis, or `tiled`, does not. A sorted tuple can be a key of the cache of `_rounds`.
@@ -193,8 +192,8 @@ def rounds(
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
-    """Returns the rounds of a function decorated by `priced`, without empty rounds; equal
-    neighbours are joined.
+    """Returns the rounds of a function that `priced` decorated, without empty rounds. Equal rounds
+    in a row are joined into one `Round`, whose `times` is their number.
 
     The rounds are for an array of `size` numbers of `itemsize` bytes on each device. `n` is the
     number of devices on the axis, or on each of several axes. `options` are the function's options,
@@ -261,5 +260,5 @@ def seconds(cost: Cost, link: Link) -> float:
 
 
 def devices(n: Sizes) -> int:
-    """Returns the number of devices on all axes together."""
+    """Returns the total number of devices: `n`, or the product of its numbers if `n` is a tuple."""
     return math.prod(n) if isinstance(n, tuple) else n

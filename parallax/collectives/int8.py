@@ -8,16 +8,16 @@ Notation: `A {U_X}` is a sum that is not taken yet, of which each device on axis
 `A[I_X]` is split along dim I over these devices.
 
 A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
-the exponent of s. Here s is a power of two, at most a / 64, where a is the largest magnitude in the
-block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
-by a power of two is exact. So the number Q(x) that arrives for x has only the error of the
-rounding, at most
+the exponent of s. Let a be the largest magnitude in the block. Then s is the largest power of two
+that is at most a / 64, or the type's smallest normal number if that is greater. This is the format
+MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying by a power of two is exact.
+So the number Q(x) that arrives for x has only the error of the rounding, at most
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
 The rounding error, x - Q(x), is computed without rounding: `ErrorFeedback` adds this error to the
-input of the next call, so nothing is lost. Whole numbers up to 127 in magnitude pass unchanged. A
-block with an infinity or NaN becomes NaN.
+input of the next call, so nothing is lost. In a block whose largest magnitude is at most 127, whole
+numbers pass unchanged. A block with an infinity or NaN becomes NaN.
 
 Feedback helps optimizers that are linear in the gradients. After 40 steps of SGD with momentum,
 with feedback, the weights of a small GPT-2 were nine times as close to the exact run's weights as
@@ -40,8 +40,8 @@ to k a / 127. On average over the hops, this bound is n/2 times the bound for on
 
 With blocks of 32 a device sends 0.258 of the exact ring's bytes. (float64 sends two bytes per
 exponent.) A hop is one message, of integers and exponents together. In hop k of the reduction, each
-device sends to the device k places after it. On a switch hop k is as fast as a hop to a neighbour;
-on a bare ring it crosses k links.
+device sends to the device k places after it. On a switch, hop k is as fast as a hop to a neighbour.
+On a bare ring, hop k crosses k links.
 
 The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
 exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
@@ -102,8 +102,8 @@ def _exact_below_a_block(
 def _scatters(size, n, itemsize, block_size):
     """Returns the rounds of messages of a reduce-scatter of `size` numbers over n devices.
 
-    A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised;
-    the bytes of an exponent depend on `itemsize`.
+    A device sends n - 1 of its n parts. `itemsize` is the bytes of one number before it is
+    quantised; the bytes of an exponent depend on `itemsize`.
     """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
@@ -115,7 +115,7 @@ def _scatters(size, n, itemsize, block_size):
 def _gathers(size, n, itemsize, block_size):
     """Returns the rounds of messages of a ring all-gather over n devices, each with `size` numbers.
 
-    `itemsize` is the bytes of a number before it is quantised.
+    `itemsize` is the bytes of one number before it is quantised.
     """
     # A ring passes on the bytes as they arrive, so nothing is rounded again on the way. Its table
     # is that of a reduce-scatter: a gather runs it backwards (`back`).
@@ -125,8 +125,8 @@ def _gathers(size, n, itemsize, block_size):
 def _scatters_and_gathers(size, n, itemsize, block_size):
     """Returns the rounds of messages of an all-reduce of `size` numbers over n devices.
 
-    The rounds are those of a reduce-scatter, then those of a gather. `itemsize` is the bytes of a
-    number before it is quantised.
+    The rounds are those of a reduce-scatter, then those of a gather. `itemsize` is the bytes of
+    one number before it is quantised.
     """
     part = -(-size // n)  # a device sums and owns a padded n-th
     return [
@@ -138,7 +138,7 @@ def _scatters_and_gathers(size, n, itemsize, block_size):
 def _nbytes(size, itemsize, block_size):
     """Returns the bytes of `size` numbers as int8, with one exponent per block.
 
-    `itemsize` is the bytes of a number before it is quantised.
+    `itemsize` is the bytes of one number before it is quantised.
     """
     # The exponents of float64 need two bytes: see `_exponent_dtype`.
     exponent = 2 if itemsize == 8 else 1
@@ -297,7 +297,10 @@ class ErrorFeedback:
         axis_name = self.axis_name
 
         def leaf(x, error):
-            """Returns the sum of one leaf, and the new errors, of shape `[1, *dims]`."""
+            """Returns the sum of one leaf over the devices, and this device's new rounding errors.
+
+            The errors have the shape `[1, *dims]`, where `[*dims]` is the shape of the leaf `x`.
+            """
             total, error = _all_reduce(_with(x, error, axis_name), axis_name, self.block_size)
             # All devices have the same bits, which their types cannot show: so it is declared.
             return replicated(total, axis_name).astype(x.dtype), error[None]
@@ -320,7 +323,11 @@ class ErrorFeedback:
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
         def leaf(x, error):
-            """Returns this device's slice of the sum, and the new errors, of shape `[1, *dims]`."""
+            """Returns this device's slice of the sum over the devices, and this device's new
+            rounding errors.
+
+            The errors have the shape `[1, *dims]`, where `[*dims]` is the shape of the leaf `x`.
+            """
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
             drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             # `_with` adds the error of the call before. The parts of the devices are [n, ...].
@@ -481,9 +488,9 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of some leaves of the tree `x`, and `exact` of the other leaves.
 
     `quantized_leaf` and `exact` are functions. `quantized_leaf` gets the floating-point leaves that
-    have `block_size` numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm)
-    have few bytes to save. `more` are trees like `x`: both functions also get the corresponding
-    leaf of each of these trees.
+    have `block_size` numbers or more. `exact` gets the other leaves: int8 would save only few bytes
+    of a shorter leaf (a loss, a norm). `more` are trees like `x`: both functions also get the
+    corresponding leaf of each of these trees.
     """
     if block_size < 1:
         raise ValueError(

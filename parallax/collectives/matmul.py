@@ -69,8 +69,8 @@ def _from_both_sides(n: int) -> Route:
 def _rounds_of_gather(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
 
-    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of a number. `n` is a
-    number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
+    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of one number. `n` is
+    a number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
     # A message is one device's `x`. `messages` takes a list of tables, here one, and for each the
@@ -115,7 +115,7 @@ def all_gather_matmul(
 def _rounds_of_scatter(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
 
-    `size` counts the numbers in the product, and `itemsize` is the bytes of a number. `n` is a
+    `size` counts the numbers in the product, and `itemsize` is the bytes of one number. `n` is a
     number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
@@ -209,8 +209,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     def add(total, j, block):
         """Returns `total`, a partial sum of the weight's gradient, plus the term of device j.
 
-        This term is the outer product of `block`, device j's rows of `x`, and the cotangent of the
-        same rows of the product.
+        This term is the outer product of `block` (device j's rows of `x`) and the cotangent of the
+        same rows of the product, summed over these rows.
         """
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch

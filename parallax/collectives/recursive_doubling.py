@@ -49,7 +49,7 @@ def _messages(size, n, itemsize):
     """Returns the rounds of `_all_reduce`, for `cost`: each message carries all `size` numbers.
 
     `n` is a number of devices, or a tuple with the number on each of several axes; `devices(n)` is
-    the number of all devices. `itemsize` is the bytes of a number.
+    the number of all devices. `itemsize` is the bytes of one number.
     """
     hops, nbytes = _hops_of(devices(n)), size * itemsize
     is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
@@ -74,8 +74,8 @@ def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     last bit, so all devices end with the same bits. Unless n = p, there are 2 more hops: at first
     the other devices send their terms to the first devices, and at the end they receive the result.
     The transpose sends nothing: the cotangent of the sum is already the same on all devices. No
-    table of messages (`Route`) describes this: in a table a device sends each block away, and here
-    both partners keep their sum.
+    table of messages (`Route`) describes this algorithm: in a table a device sends each block away,
+    but here both partners keep their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 

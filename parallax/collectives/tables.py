@@ -70,12 +70,13 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 
 @algorithm
 def halving(n: int, by: int = 2) -> Route:
-    """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
+    """In each round a device keeps 1/`by` of the blocks that it still has, and sends the rest.
 
-    The device sends its other blocks, in at most `by` - 1 messages. Each of these blocks is added,
-    on the receiver, to a block that the receiver keeps. With by=2 a device sends one message in
-    each round. For every n, this takes the fewest rounds that are possible with one message per
-    device and round.
+    Before the first round, a device has one block for each device. In a round it keeps its own
+    block and the blocks that belong to the nearest devices after it. It sends all other blocks, in
+    at most `by` - 1 messages. The receiver adds each of these blocks to a block that the receiver
+    keeps. With by=2 a device sends one message in each round. For every n, `halving` with by=2
+    takes the fewest rounds that are possible with one message per device and round.
     """
     rounds, remaining = [], n
     while remaining > 1:
@@ -109,8 +110,8 @@ def pairs(n: int) -> Route:
     """
     if n & (n - 1):
         raise ValueError(
-            f"pairs needs a power of two devices; got {n}. Use halving, which takes any number of "
-            "devices, and has no more rounds than pairs."
+            f"pairs: the number of devices must be a power of two; got {n}. Use halving, which "
+            "takes any number of devices, and has no more rounds than pairs."
         )
     dims = max(n.bit_length() - 1, 1)
     # A ring of two devices along each dim of a box 2 x 2 x ...; one device has one dim of size 1.
@@ -176,11 +177,11 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     first route's box, then those of the second route's box, and so on. `order` lists indices of
     `routes`.
 
-    When a route runs, the routes before it have already brought all blocks to offset 0 along their
-    own dims. So where the route sends offset o, the joined table sends all blocks whose offset is 0
-    along the dims of the routes before it, o along its own dims, and any offset along the dims of
-    the routes after it. So the messages of each route have fewer blocks than those of the route
-    before.
+    When a route runs, the earlier routes have already brought all blocks to offset 0 along their
+    own dims. So where a route sends offset o, the joined table sends each block whose offset is o
+    along this route's dims and 0 along the dims of the earlier routes. Along the dims of the later
+    routes, the block may have any offset. So the messages of a route have fewer blocks than those
+    of the route before.
     """
     rounds = []
     for turn, k in enumerate(order):

@@ -157,7 +157,7 @@ def _in_rows(flat, size: int, blocks: int):
         multiple = 128 * blocks * (size // flat.size)
         raise ValueError(
             f"An array of {size} numbers needs a dim whose size is a multiple of {multiple}. "
-            "Pad it, or cut it in two."
+            "Pad a dim to such a size, or cut the array into arrays of less than 2**31 numbers."
         )
     return flat.reshape(-1, 128)
 

@@ -74,7 +74,7 @@ def fastest(
         link: the `Link` of the axis.
         among: the functions to choose from; by default `exact(n)`, the functions that do not round.
             If two are equally fast, the first is taken.
-        itemsize: the bytes of a number.
+        itemsize: the bytes of one number.
 
     Raises:
         ValueError: an error of `cost.of`.
@@ -447,5 +447,5 @@ def _sizes(mesh: Mesh, axis_name: AxisName) -> int | tuple[int, ...]:
 
 
 def _size(mesh: Mesh, axis_name: AxisName) -> int:
-    """Returns the number of devices on all axes together."""
+    """Returns the number of devices on all axes of `axis_name` together."""
     return math.prod(mesh.shape[name] for name in axes(axis_name))

@@ -61,8 +61,8 @@ class Entry(NamedTuple):
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     """Returns the collectives of a compiled program or of its text, added up in entries: one entry
     for each combination of kind, set of axes, `conditional` and `unbounded`. `conditional`
-    collectives are in a branch and may run less often. `unbounded` collectives are in a loop of
-    unknown length, which counts as one trip.
+    collectives are in a branch, so they may run less often than the `count` of their entry.
+    `unbounded` collectives are in a loop of unknown length, which counts as one trip.
 
     Raises:
         ValueError: the program names more devices than `mesh` has.
@@ -145,8 +145,8 @@ def differences(
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
     """Returns a sentence for each difference between the program's entries and the predicted
     entries. An entry that is in only one of the two lists is a difference; fewer hops than
-    predicted are no difference. Two entries are compared if their kind and axes are equal, and if
-    they agree on whether they are conditional and unbounded."""
+    predicted are no difference. Two entries are compared if they have the same `kind`, `axes`,
+    `conditional` and `unbounded`."""
     expected = {_identity(entry): entry for entry in predicted}
     actual = {_identity(entry): entry for entry in entries}
     sentences = []
@@ -193,8 +193,8 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
 
     Args:
         what: the words with which each sentence begins, such as "all-reduce along data".
-        predicted: the predicted bytes, count and hops; a number that is None is not compared. None
-            stands for no prediction at all.
+        predicted: the tuple (bytes, count, hops) of predicted numbers, or None if nothing was
+            predicted. An element of the tuple that is None is not compared.
         entries: the program's entries along the same axes; an empty list if the program has none.
     """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
@@ -229,7 +229,8 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
 
 
 def _uncertain(entry: Entry) -> str:
-    """Returns a sentence about an entry whose number of runs the program does not fix."""
+    """Returns a sentence that says why the number of runs of an entry is uncertain: the entry is in
+    a conditional, or in a loop of unknown length."""
     what = f"{entry.kind} along {_axes_text(entry.axes)}"
     if entry.unbounded:
         return (
@@ -286,12 +287,13 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns, for each key, the length of the longest chain of collectives with that key that one
-    instruction runs. The function `key` gives each collective its key.
+    """Returns, for each key, the length of the longest chain of collectives with that key inside
+    one instruction. The function `key` gives each collective its key. In a chain each collective
+    waits for the one before it.
 
-    A collective is a chain of length one. Any other instruction has the chains of the computations
-    that it runs. A loop repeats the chain of its body in each trip. `known` has the results for
-    computations that were counted before.
+    If the instruction is a collective, the chain is this collective, of length one. Any other
+    instruction has the chains of the computations that it runs. A loop repeats the chain of its
+    body in each trip. `known` has the results for computations that were counted before.
     """
     if instruction.collective:
         return Counter([key(instruction)])

@@ -188,8 +188,9 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
 
 
 def _sum(left: Any, right: Any, sign: int) -> Number | None:
-    """Returns `left + sign * right`, where `sign` is 1 or -1. Returns None if the result is no
-    `Number`, such as the sum of two elements of the state.
+    """Returns `left + sign * right`, where `sign` is 1 or -1. Returns None if `left` or `right` is
+    no `Number`. A `Number` has at most one element of the state, so the function also returns None
+    if the result would have two elements or a negative element.
     """
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -202,8 +203,8 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
     """Returns the comparison of two numbers, with the direction that is in `attributes`. Returns
-    None if one of the two is no `Number`, or if the direction, such as "EQ", is not in
-    `MIRRORED`."""
+    None if one of the two is no `Number`, or if this module does not handle the direction, such as
+    "EQ"."""
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None

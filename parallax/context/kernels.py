@@ -287,8 +287,9 @@ def _tiles(
 
 
 def _marks(size: int, positions, segments, is_token) -> _Tile:
-    """Returns the positions and the documents (the *marks*) of all tokens, and whether each is a
-    token or padding, in tiles of `size`. A mark of None stays None."""
+    """Returns the *marks*, each cut into tiles of `size`: the position of each token, the document
+    of each token, and an array that is false for the padding after the last token. A mark that is
+    None stays None."""
     # Each mark with the number of its dim of tokens: segments are [B, T], the others [T].
     marks = ((positions, 0), (segments, 1), (is_token, 0))
     return _Tile(*(None if mark is None else _cut(mark, size, dim) for mark, dim in marks))

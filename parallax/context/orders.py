@@ -73,10 +73,11 @@ class BlockPairs(NamedTuple):
     Attributes:
         chunks: the number of chunks of a device.
         own: [devices, pairs, 3], the pairs of each device's own queries and keys. A pair is
-            (query's chunk, key's chunk, 1). The pairs of a chunk with itself are not in this array:
-            each device computes them too, under the causal mask.
-        hops: [hops, devices, pairs, 3], the pairs that each device computes after each hop, a move
-            of the keys to the next device. A pair whose third number is 0 is computed but not used.
+            (query chunk, key chunk, 1). Each device also computes the pairs of a chunk with itself.
+            They are not in this array, since only these pairs need the causal mask.
+        hops: [hops, devices, pairs, 3], the pairs that each device computes after each hop. In a
+            hop the keys move to the next device. A pair whose third number is 0 is computed but
+            not used.
     """
 
     chunks: int
@@ -85,10 +86,10 @@ class BlockPairs(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that each device computes. Each has the scores of one chunk of
+        """The number of blocks that each device computes. A block has the scores of one chunk of
         queries with one chunk of keys.
 
-        The blocks are those of a chunk with itself, and one for each pair in `own` and `hops`.
+        There is one block for each chunk with itself, and one for each pair in `own` and `hops`.
         """
         # `own` is [n, pairs, 3], and `hops` is [n - 1, n, pairs, 3].
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
@@ -161,7 +162,7 @@ def unsplit(
 
 
 def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int[Array, " tokens"]:
-    """Returns the place in the sequence of each of this device's tokens, [tokens], int32.
+    """Returns, for each token of this device, its place in the sequence: [tokens], int32.
 
     `tokens` is the number of tokens of a device. Raises `ValueError` if the tokens of all devices
     do not divide into the chunks of `order`.
@@ -191,7 +192,7 @@ def local_tokens(
 
 
 def places(tokens: int, table: np.ndarray) -> np.ndarray:
-    """Returns the places in the sequence of each device's tokens: [n, tokens of a device].
+    """Returns, for each device, the places of its tokens in the sequence: [n, tokens of a device].
 
     `table` is the result of `chunk_table`, and `tokens` the number of tokens of a whole sequence.
     """

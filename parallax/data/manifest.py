@@ -172,8 +172,8 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
-    """Returns the `[size in bytes, hash]` of each named file in `folder`, after the file has
-    reached the disk.
+    """Returns the `[size in bytes, hash]` of each named file in `folder`, by name. Calls `os.fsync`
+    on each file first, so that its bytes are on the disk.
     """
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -237,8 +237,8 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:
-    """Returns the size in bytes and the hash of a file. With `sync`, waits first until the file has
-    reached the disk.
+    """Returns the size in bytes and the hash of a file. With `sync`, calls `os.fsync` first, so
+    that the file's bytes are on the disk.
     """
     digest, size, buffer = hasher(), 0, memoryview(bytearray(CHUNK))
     with _files.open_file(path) as file:

@@ -44,21 +44,23 @@ class Source(Protocol):
 
 
 def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsIndex) -> None:
-    """Stores `tokens` in the file `path`, and a record of the tokens in `record_of(path)`.
+    """Stores `tokens` in the file `path`, and their record, a small JSON file, in
+    `record_of(path)`.
 
     Each file appears whole or not at all. The record is written last, and an older record is
     removed before the tokens appear. So a record never stands beside tokens of another vocabulary.
 
     Raises `ValueError` if there are no tokens, if the array is not one dim of whole numbers, or if
-    a token is outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example
-    because the disk is full; the older file is then unchanged.
+    a token is outside the vocabulary. Raises `OSError` if a file cannot be written, for example
+    because the disk is full. If the tokens cannot be written, an older file at `path` is unchanged.
+    If only the record cannot be written, the tokens are at `path`, without a record.
     """
     path = Path(path)
     (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
     size, digest = store(
         path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True)
     )
-    with _errors_name(path):
+    with _errors_name(record_of(path), f"the tokens are in {path.name}, but their record was"):
         manifest.write(record_of(path), header(vocabulary) | {"bytes": size, "hash": digest})
 
 
@@ -76,7 +78,7 @@ def store(
     check(tokens, vocabulary, where=f"tokens for {path}")
     content = np.ascontiguousarray(tokens, item).data
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with _errors_name(path):
+    with _errors_name(path, "the tokens were"):
         # The folder is synced later, when the record or manifest is written into it.
         try:
             with open(partial, "xb") as file:
@@ -95,8 +97,8 @@ def read(
 ) -> File:
     """Returns the tokens stored at `path`, as a `File`, which reads tokens when it is indexed.
 
-    A file without a record, which another program wrote, is read as tokens of the vocabulary
-    `vocabulary`.
+    A file that another program wrote has no record beside it. Its tokens are read as two bytes
+    each, or as four if `vocabulary` is above 65,536.
 
     Args:
         path: the path of the file.
@@ -145,9 +147,9 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     as numbers of two bytes. Every second number is then the upper half of a token, and small. So a
     file is refused if every second number is 0. A file is also refused if two things hold: every
     second number is below 64, and one of the other numbers is 1,024 or more. The first holds for
-    tokens of a vocabulary up to 64 * 2^16 (some 4 million). The second is needed for texts of a
-    small vocabulary, which are right: their numbers may all be below 64. A file of fewer than 32
-    numbers, of an odd count of numbers, or of zeros only is never refused for these reasons.
+    tokens of a vocabulary up to 64 * 2^16 (some 4 million). The second is there so that a valid
+    text of a small vocabulary is not refused: its numbers may all be below 64. A file of fewer than
+    32 numbers, of an odd count of numbers, or of zeros only is never refused for these reasons.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -172,10 +174,10 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
-            f"but every second one is {upper} or less, and the largest of the others is {high}. "
-            "They seem to be the two halves of longer tokens, so the file seems to have twice as "
-            "many bytes per token. Write it again by data.write, which stores the type of a token "
-            "in a record."
+            f"found that every second number is at most {upper}, and the largest of the others is "
+            f"{high}. Two numbers in a row seem to be the halves of one token, so the file seems "
+            "to have twice as many bytes per token. Write the file again by data.write, which "
+            "stores the type of a token in a record."
         )
 
 
@@ -198,7 +200,8 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
 
 
 def record_of(path: Path) -> Path:
-    """Returns the path of the record of the token file at `path`."""
+    """Returns the path of the record of the token file at `path`. The record is a JSON file that
+    describes the tokens: `text.bin.json` for `text.bin`."""
     return path.with_name(f"{path.name}.json")
 
 
@@ -294,15 +297,16 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
-    """Replaces an `OSError` of the `with` block by one whose message names `path`."""
+def _errors_name(path: Path, what: str) -> Iterator[None]:
+    """Replaces an `OSError` of the `with` block by one whose message names the file `path` and
+    says what was not written. `what` begins this sentence, as in "the tokens were"."""
     try:
         yield
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{path}: the tokens were not written: {error.strerror or error}. "
-            "Make room on the disk, or choose another folder.",
+            f"{path}: {what} not written: {error.strerror or error}. Make room on the disk, or "
+            "choose another folder, and write the tokens again.",
         ) from error
 
 

@@ -1,5 +1,6 @@
-"""Tables and bar charts of a device's bytes: the bytes of each kind, for several plans, and the
-bytes that the device sends along each axis."""
+"""Tables and bar charts of a device's bytes: for several plans, the bytes of each kind (such as
+parameters or gradients), and for one plan or program, the bytes that the device sends along each
+axis."""
 
 from collections.abc import Mapping, Sequence
 

@@ -30,9 +30,9 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
     Use `clipped` outside `averaged`, `accumulated` and `precision.unscaled`, so that it gets the
     gradients of the whole step. A gradient that varies along an axis counts as a shard of a larger
-    gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the sum of squares is
-    all-reduced by the algorithm of this axis, here `ring`. Along any other axis `jax.lax` reduces
-    it.
+    gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the algorithm of this
+    axis (here `ring`) all-reduces the sum of squares. Along any other axis, `jax.lax` all-reduces
+    the sum.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
@@ -93,8 +93,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
     A leaf that varies along some axes is a shard over them. The squares of all leaves with the same
     axes are summed to one scalar, in float32 or wider, and this scalar is all-reduced over exactly
-    these axes. Along an axis in `axes`, such as `ring("data")`, the algorithm of this axis sends
-    the data, here `ring`; along any other axis `jax.lax` does.
+    these axes. Along an axis in `axes`, such as `ring("data")`, the algorithm of this axis (here
+    `ring`) sends the data. Along any other axis, `jax.lax` sends the data.
 
     Raises:
         ValueError: there is no gradient; a gradient is not yet reduced over devices; or the types
@@ -122,8 +122,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
 
     def total(names, square):
-        """Returns a sum of squares all-reduced over the axes `names`. `jax.lax` reduces it along an
-        axis that `axes` does not list."""
+        """Returns `square`, a sum of squares, all-reduced over the axes `names`. Along an axis
+        without an entry in `algorithms`, `jax.lax` all-reduces the sum."""
         if not names:
             return square
         return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(

@@ -62,10 +62,10 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
             )
         if not trees.is_array(by_path[path]):
             raise ValueError(
-                f"The gradients have a leaf {trees.dotted(path)!r}, and that parameter is "
-                f"{by_path[path]!r}, which is not an array, so it is not trained. Use "
-                "eqx.filter_value_and_grad, whose gradient is None there, or make the parameter "
-                "an array."
+                f"The gradients have a leaf {trees.dotted(path)!r}, but the parameter at this path "
+                f"is {by_path[path]!r}, and only arrays are trained. Use "
+                "eqx.filter_value_and_grad, whose gradient at this path is None, or make the "
+                "parameter an array."
             )
         return by_path[path]
 

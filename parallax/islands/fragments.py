@@ -110,7 +110,8 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
             these leaves is cut into groups.
 
     Raises:
-        ValueError: there are fewer layers, or chunks, than `count`.
+        ValueError: when the result is called: `count` is not from 1 to the number of layers (or
+            chunks), or the first dims of the blocks' leaves have different sizes.
     """
 
     def fragments(model):
@@ -118,9 +119,10 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(where(model))}
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
-                f"islands.by_layers(count={count}) cuts the first dim of the blocks' leaves. All "
-                f"must have the same size of this dim, at least count; got the sizes "
-                f"{sorted(sizes)}. Use a smaller count, or by_path."
+                f"islands.by_layers(count={count}) cuts the first dim of the blocks' leaves into "
+                "`count` groups. All leaves must have the same size of this dim, and `count` must "
+                f"be from 1 to this size; got the sizes {sorted(sizes)}. Use a count in this "
+                "range, or by_path."
             )
         layers = sizes.pop()  # or chunks: the size of the first dim
         # The bounds of the groups are rounded down, so groups differ by one layer at most.

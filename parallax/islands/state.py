@@ -131,11 +131,11 @@ def state_init(
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> StateInit:
-    """Returns a `StateInit`: a function that makes the state of islands from the state of one
-    island, and the shapes and the specs of the result.
+    """Returns a `StateInit`. Its function `init` makes the state of islands from the state of one
+    island; its `shapes` and `specs` are the shapes and the specs of the state of islands.
 
-    The state of islands is computed only when the returned function is called. So the argument
-    `state` may be the shapes of one island's state.
+    `state_init` itself does not compute the state of islands. So the argument `state` may be the
+    shapes of one island's state.
 
     Args:
         state: the state of one island, or its shapes.
@@ -218,8 +218,8 @@ def _specs(
         weights: the shapes of the trained weights.
         names: the mesh axes of the islands.
         mesh: the mesh.
-        has: two bools. The first says whether the state has rounding errors, and the second whether
-            results of exchanges wait in the state.
+        has: two bools. The first says whether the state stores rounding errors, and the second
+            whether the state stores results of exchanges that no island has used yet.
     """
     by_path = trees.by_path(specs.model)
 
@@ -304,7 +304,9 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
     def resized_sent(sent):
-        """Returns the shapes of an exchange's result; only `present` has a dim of islands."""
+        """Returns the shapes of `sent`, an exchange's result, for the number of islands in the
+        checkpoint. Only the field `present` has a dim of islands. Returns None if `sent` is None.
+        """
         if sent is None:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
@@ -347,8 +349,8 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
-        """Returns zeros in place of `sent`, an exchange's result, for the new number of islands: no
-        island took part. Returns None if `sent` is None."""
+        """Returns the result of an exchange in which no island took part: zeros in place of `sent`,
+        for the new number of islands. Returns None if `sent` is None."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)

@@ -49,11 +49,12 @@ class Node(NamedTuple):
     """One operation.
 
     Attributes:
-        name: the name of the primitive, or `CHOSEN`.
+        name: the name of the primitive, or `CHOSEN` for an operation that makes a result of a
+            conditional.
         eqn: the equation.
         inputs: the ids of the operands.
         outputs: the ids of the results.
-        sent: the collective that the operation is; None if it is no collective.
+        sent: the kind and the axes of the collective; None if the operation is no collective.
         scope: the place of the operation among functions and branches.
     """
 
@@ -203,8 +204,8 @@ class Flat:
     ) -> tuple[int, ...]:
         """Adds one operation whose results have the given `types`, and returns the results' ids.
 
-        `sent` is the collective that the operation is, or None if it is no collective. `scope` is
-        the place of the operation among functions and branches.
+        `sent` has the kind and the axes of the collective; it is None if the operation is no
+        collective. `scope` is the place of the operation among functions and branches.
         """
         outputs = self._new_ids(types)
         self.nodes.append(Node(name, eqn, inputs, outputs, sent, scope))

@@ -173,8 +173,8 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
 def reduced_over_a_split_dim(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction over one device's part of a dim, if its result is used
-    like a result over the whole dim. `operation` is the name of the reduction's primitive."""
+    """Returns the finding for a reduction over one device's part of a dim whose result is used like
+    a result over the whole dim. `operation` is the name of the reduction's primitive."""
     return Finding(
         "reduced-over-a-split-dim",
         where,
@@ -189,8 +189,8 @@ def reduced_over_a_split_dim(
 
 
 def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for slices of a device's part of a dim that are used as slices of the
-    whole dim."""
+    """Returns the finding for slices that a device cuts from its own part of a split dim, but that
+    are used like slices of the whole dim."""
     return Finding(
         "parts-of-a-split-dim",
         where,
@@ -274,8 +274,8 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
 
 
 def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for gradients of one device's rows of the batch that are scaled by the
-    norm of these gradients before they are summed over devices."""
+    """Returns the finding for gradients that each device scales by the norm of its own gradients,
+    before the sum over devices. A device's own gradients are those of its rows of the batch."""
     return Finding(
         "clipped-before-the-sum",
         where,

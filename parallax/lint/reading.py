@@ -6,14 +6,15 @@ A *fact* is one thing that the lint knows about a value (an array), such as "it 
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
 devices. `trip` is the depth of the innermost loop that changes the value. If the value is a linear
 function of sums or carries in a loop, `parts` are these sums and carries. `shard` is the argument
-from which elementwise operations, reshapes, transposes and gathers made the value. `constant` says
-that the value was made only of numbers written into the program, and `narrow` is the 16-bit type
-that the value was cast from.
+from which elementwise operations, reshapes, transposes and all-gathers made the value. `constant`
+says that the value was made only of numbers written into the program, and `narrow` is the 16-bit
+type that the value was cast from.
 
-A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
-that a node is, or None if the node is no collective. A collective of this library is one equation,
-whose jaxpr `ours` returns. `map` is the `shard_map` around the current operation; outside any
-`shard_map` it is None. `silent` is true while mistakes are not noted.
+A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` has the kind and
+the axes of a collective; `sent` is None if the node is no collective. A collective of this library
+is one equation; the function `ours` returns the equation's jaxpr. `map` is the `shard_map` around
+the current operation; outside any `shard_map` it is None. `silent` is true while mistakes are not
+noted.
 """
 
 import contextlib
@@ -74,7 +75,8 @@ class Reading:
         """Returns a jaxpr as a list of operations. `node` is the operation that contains the jaxpr;
         None for the whole program.
 
-        A later call returns the same list, since a loop's body is read several times.
+        A later call with the same `jaxpr` and `node` returns the same list. This saves time, since
+        a loop's body is read several times.
         """
         # One jaxpr may stand in several operations, each with a scope of its own. The program keeps
         # the jaxprs, and `_flats` keeps the operations, so no `id` is used for two of them.
@@ -98,7 +100,7 @@ class Reading:
         return self._ours[id(eqn)]
 
     def note(self, finding: Finding | None) -> None:
-        """Notes a mistake, unless the reading is silent. If `finding` is None, nothing is noted."""
+        """Notes a mistake. Notes nothing while `silent` is true, or if `finding` is None."""
         if finding and not self.silent:
             self.findings.setdefault(finding, finding)
 
@@ -337,7 +339,7 @@ class Reading:
             returned = self.propagate(program, arguments)
             changed = False
             for j, i in enumerate(carries):
-                # A carry is its first value, or the result of an earlier iteration.
+                # A carry is its initial value, or the result of an earlier iteration.
                 steady = either(arguments[i], returned[j])._replace(trip=loop.depth)
                 # `summed` is only for messages.
                 changed |= steady._replace(summed=()) != arguments[i]._replace(summed=())
@@ -453,9 +455,10 @@ def _ignore(*mistake: Any) -> None:
 def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
     """Returns the axes that split the dims of each result of a loop's body (`program`).
 
-    The carries come first. They are split like their first values; `shards` has the fact `shard`
-    about each first value. The split of a carry without a `shard` is not known (None), nor is that
-    of the stacked outputs.
+    The carries come first. A carry that the body returns is split like the carry that the body
+    takes. `shards` has the `shard` of each carry that the body takes, and `shard.dims` are the axes
+    that split the carry's dims. The split of a carry without a `shard` is not known (None), nor is
+    that of the stacked outputs.
     """
     dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]
@@ -475,7 +478,7 @@ def _after_loop(
         depth: the number of loops around this one.
     """
     outside = [value.stacked() for value in returned[len(carries) :]]
-    # `carries` join the first values and the body's results, so their facts about dims and about
+    # `carries` join the initial values and the body's results, so their facts about dims and about
     # what a carry was computed from always hold. The other facts are those of the body's results: a
     # loop is taken to run at least once.
     outside = [

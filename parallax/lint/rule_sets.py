@@ -90,7 +90,8 @@ def rules(
 
 
 def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
-    """Returns the bytes of `tree` on each device of `mesh`, with the specs of `rules.specs`."""
+    """Returns the number of bytes of `tree` on each device of `mesh`. `specs` are the specs that
+    `rules.specs` returns for `tree`."""
     spec_of = dict(paths(specs))
     return sum(_share(leaf, spec_of[path], mesh) for path, leaf in paths(tree) if path in spec_of)
 

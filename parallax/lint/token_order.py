@@ -24,8 +24,8 @@ from parallax.trees import entry_axes, is_array
 
 
 def tokens_out_of_order(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for inputs and targets whose order differs from the order in the program's
-    table of the tokens' places in the text.
+    """Yields a finding for inputs and targets whose tokens are not in the order that the program's
+    table gives. The table has the place of each token in the text.
 
     `args` are the arguments of the program; without their values nothing is found.
     """
@@ -54,9 +54,9 @@ def _differently_ordered(
     sizes: Mapping[str, int],
     tables: Sequence[np.ndarray],
 ) -> Iterator[Finding]:
-    """Yields a finding for each table of the tokens' places in the text, [devices, tokens of a
-    device], that contradicts the order of the tokens in the batch. `sizes` gives the number of
-    devices on each axis."""
+    """Yields a finding for each of `tables` that contradicts the order of the tokens in the batch.
+    A table, [devices, tokens of a device], has the place of each token in the text. `sizes` gives
+    the number of devices on each axis."""
     for dim, entry in enumerate(spec):
         axes = entry_axes(entry)
         devices = math.prod(sizes[axis] for axis in axes)

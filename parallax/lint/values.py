@@ -1,5 +1,5 @@
-"""Records what the lint knows about the values of a program, the *facts* about them, and how some
-operations change these facts.
+"""Records what the lint knows about the values of a program (the *facts*), and how some operations
+change the facts.
 
 A *value* is an array in the program. A *fact* is one thing that the lint knows about a value
 without running the program, such as "it differs along 'data'". A `Value` has the facts about one
@@ -74,8 +74,9 @@ class Part(NamedTuple):
     """A slice of a split dim.
 
     Attributes:
-        source: the split dim, as `id(program)`, the id of its value, and its index among the dims.
-        aval: the type of the value.
+        source: the split dim, as three numbers: `id(program)`, the id of the value that has the
+            dim, and the index of the dim in the value.
+        aval: the type of that value.
         start: the first element of the slice.
     """
 
@@ -106,7 +107,8 @@ class Term(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """An argument from which elementwise operations, reshapes, transposes and gathers made a value.
+    """An argument from which elementwise operations, reshapes, transposes and all-gathers made a
+    value.
 
     Attributes:
         argument: the index of the argument.
@@ -132,13 +134,14 @@ class Value(NamedTuple):
             wider; else "".
         summed: the axes along which the value is the same on all devices because it was summed,
             each with the source line of the sum.
-        parts: those sums and carries of the innermost loop of which the value is a linear function.
+        parts: the sums over devices and the carries, in the innermost loop, on which the value
+            depends linearly.
         dims: the facts about each dim; None for numbers written into the program.
         terms: the axes over which a reduction is not yet complete, since the value is only this
             device's term of it; each axis comes with its `Term`.
         shared: the axes by whose number of devices the value was divided.
-        shard: the argument from which elementwise operations, reshapes, transposes and gathers made
-            the value; None if there is none.
+        shard: the argument from which elementwise operations, reshapes, transposes and all-gathers
+            made the value; None if there is no such argument.
         fed: the axes along which the value depends on a split batch, if no collective over the axis
             stands between the batch and the value.
         chosen: the axes along which the value depends on the device's index (`axis_index`).
@@ -186,8 +189,9 @@ class Value(NamedTuple):
         return self._replace(dims=self.dims[1:] if self.dims else self.dims, shard=shard)
 
     def stacked(self) -> "Value":
-        """Returns the facts about an array of several values with these facts, stacked along a new
-        first dim. The stack has no `shard`, even if the stacked values have one."""
+        """Returns the facts about an array that stacks several values along a new first dim. `self`
+        has the facts about each of these values. The stack has no `shard`, even if the stacked
+        values have one."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -196,7 +200,7 @@ class Sent(NamedTuple):
     """A collective.
 
     Attributes:
-        kind: "sum", "maximum", "gather", "scatter", "exchange" or "permute".
+        kind: "sum", "maximum" (also for a minimum), "gather", "scatter", "exchange" or "permute".
         axes: the mesh axes along which the collective sends.
         permutes: whether the collective is made of `ppermute`s, which wait for all devices of the
             program.
@@ -250,9 +254,9 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts about a dim that is either `first` or `second`: the facts that hold for
-    both dims. Only `rows`, whether the dim runs over the rows of the batch, needs to hold for just
-    one of the two."""
+    """Returns the facts about a dim that is either `first` or `second`. Each fact must hold for
+    both dims, except `rows` (the dim runs over the rows of the batch): one of the two is enough.
+    """
     return Dim(
         first.split & second.split,
         first.within & second.within,
@@ -330,8 +334,9 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
     """Returns the facts about a collective's result as a whole (`differs`, `trip`, `constant`,
-    `summed`). The result of a sum, a maximum or a gather is the same on all devices along `axes`;
-    the result of any other collective differs between these devices.
+    `summed`). The result of a sum, a maximum, a minimum or a gather is the same on all devices
+    along `axes`. The result of a scatter, an exchange or a permute counts as different on these
+    devices.
 
     Args:
         sent: the collective.

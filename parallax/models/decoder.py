@@ -90,9 +90,9 @@ class TrainStep(NamedTuple):
     computed yet.
 
     Attributes:
-        init: makes each part of the state on its devices, so no device ever holds the whole state.
-            `init(model)` starts from the weights of a whole model, such as one from `gpt2.load`,
-            in the host's memory or on one device. Each process must have that model.
+        init: makes the state; each device makes only the shards that it keeps. `init(model)` starts
+            from the weights of a whole model, such as one from `gpt2.load`, in the host's memory or
+            on one device. Each process must have that model.
         shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings. With them the step
             can be compiled, and its memory planned, before any array exists.
         train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`;
@@ -130,10 +130,10 @@ def train_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> TrainStep:
-    """Returns a `TrainStep`: the train step `(state, windows) -> (state, info)` of a decoder over
-    data x stage x context x tensor, the function that makes the step's state, and the parts
-    (`local`, `keys`, `batch`, `setup`) from which `on_islands` builds a step for several groups of
-    devices (islands).
+    """Returns the `TrainStep` of a decoder over data x stage x context x tensor. Its `train` is the
+    train step `(state, windows) -> (state, info)`, and its `init` makes the step's state. From
+    `local`, `keys`, `batch` and `setup`, `on_islands` builds a step for several groups of devices
+    (islands).
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
     on the devices yet. The weights and the dropout masks depend only on `key` and on positions in
@@ -326,7 +326,8 @@ class _TrainArrays(NamedTuple):
         return eqx.combine(new, self.static), info
 
     def lower(self, state: PyTree, windows: Any, *options: Any) -> Any:
-        """Returns the lowered program. In place of `state`, it takes only the arrays in `state`."""
+        """Returns the lowered program. The program takes the arrays of `state`; the leaves that are
+        not arrays are constants in the program."""
         return self.train.lower(eqx.filter(state, meshes.is_array), windows, *options)
 
 
@@ -452,8 +453,8 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
 
 def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
     """Returns a function from blocks as the state of `layout` holds them, [v, L / v, ...] in a
-    pipeline with v chunks per stage, to blocks [L, ...]. This function is the inverse of
-    `_into_stages`.
+    pipeline with v chunks per stage, to blocks [L, ...]. The returned function is the inverse of
+    the function that `_into_stages` returns.
     """
 
     def join(blocks):
@@ -487,7 +488,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        """Returns a model with its blocks changed, and other leaves as they are."""
+        """Returns `leaf`; if `leaf` is a model, with its blocks changed by `change`."""
         if not is_model(leaf):
             return leaf
         return eqx.tree_at(family.where, leaf, change(family.where(leaf)))
@@ -496,8 +497,8 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
 
 
 def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Compute) -> None:
-    """Refuses with a `ValueError` a mesh that does not match the layout, and choices in `compute`
-    that this layout cannot use.
+    """Raises `ValueError` if the mesh does not match the layout, or if the layout cannot use a
+    choice in `compute`.
     """
     for name, size in layout.axes.items():
         if mesh.shape.get(name) != size:
@@ -521,12 +522,14 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         raise ValueError(
             "decoder: Compute(reduce_in_backward=True) sums gradients in the backward pass of "
             f"each block, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). "
-            "Leave it out: gradients are then reduced once per step, or with zero=3 by each block."
+            "Leave reduce_in_backward out: gradients are then reduced once per step, or with "
+            "zero=3 block by block."
         )
     if compute.unroll is not None and compute.unroll < 1:
         raise ValueError(
-            f"decoder: Compute needs unroll of 1 layer or more; got {compute.unroll}. Leave it "
-            "out, or give the number of layers for a program without a loop over them."
+            f"decoder: Compute needs unroll of 1 layer or more; got {compute.unroll}. Leave unroll "
+            "out, or set it to the number of layers to get a program without a loop over the "
+            "layers."
         )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(

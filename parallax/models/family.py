@@ -1,5 +1,5 @@
-"""`Family`, the record of the functions of a kind of model that the training code of `decoder`
-(`models.recipe`) needs; and `Batch`.
+"""`Family`, the record of the functions that the training code (`models.recipe`) needs from a kind
+of decoder; and `Batch`.
 
 The record of GPT-2 is `gpt2.FAMILY`. Another decoder that has such a record can be split over
 devices by a `Layout` in the same way; there is no class to inherit from.
@@ -33,8 +33,8 @@ class Batch(NamedTuple):
         weights: the weight of each token after the first; None: all are 1. With
             `cross_entropy.normalized` the loss is a weighted mean.
         segments: the number of each input's document. A token sees only its own document. None: all
-            tokens are of one document. `documents.with_segments` makes the segments, and weights
-            that leave out each target of another document than its input.
+            tokens are of one document. `documents.with_segments` sets the segments, and gives a
+            target the weight 0 if its input is in another document.
     """
 
     windows: Int[Array, "batch window"]
@@ -62,9 +62,9 @@ class Family:
     """A kind of decoder: the functions that `models.recipe` calls.
 
     Args:
-        model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; its
-            leaves may also be values other than arrays, which are static. The arrays of its blocks
-            have a first dim of layers.
+        model: the class of the whole model; `model(config, key=key, dtype=dtype)` makes a model. A
+            model's leaves may also be values other than arrays, which are static. The arrays of its
+            blocks have a first dim of layers.
         stages: a function `(config, stage_axis, axis, *, comms, attend, remat, unroll)` that
             returns the functions `(embed, stage, head)` of `pipeline.value_and_grad`. Without a
             pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks communicate by

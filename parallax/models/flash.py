@@ -159,8 +159,8 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments. The pullback, like `f`, is traced without the
-        types of `check_vma`, which would refuse the kernels of both.
+        """Returns the cotangents of the arguments. The pullback is traced without the types of
+        `check_vma`: with these types, JAX would refuse the kernels in the pullback.
         """
         leaves, pullback = residuals
 

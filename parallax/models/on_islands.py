@@ -1,6 +1,6 @@
 """A decoder on islands, which are groups of devices: each island trains its own copy of the model
-by the training code of `decoder`, `models.recipe`. Every H steps the islands communicate (a
-*round*): they average the changes that their copies had since the last round.
+by the train step of `models.decoder`. Every H steps the islands communicate (a *round*): they
+average the changes that their copies had since the last round.
 
     devices = mesh.make(island=2, **layout.axes)
     optimizer, options = optax.adamw(3e-4), {"batch": 64, "key": key}
@@ -121,8 +121,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
     A `DiskForm` is a pair of functions: one converts a state into the stored form, and the other
     converts it back. Both treat each model in the state as `decoder.stored` treats the model of one
-    island: on disk the blocks are [layers, ...], in the order of the model. `schedule` is the
-    schedule of `Compute`, or None for the layout's schedule.
+    island: on disk the blocks are [layers, ...], in the order of the model. If the step's
+    `decoder.Compute` has a schedule, pass it as `schedule`. None means the schedule that the layout
+    names.
     """
 
     def on_islands(change):

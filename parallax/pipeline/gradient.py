@@ -1,20 +1,20 @@
-"""The loss and the gradients of a pipeline: runs a schedule, which is a checked table of jobs, as
-one program without conditionals.
+"""Computes the loss and the gradients of a pipeline: one program on all devices runs a schedule,
+which is a checked table of jobs.
 
-Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
-devices. A collective would hang inside a conditional whose condition differs between devices, so
-the jobs run without a conditional. The values that a microbatch's backward pass needs wait in
-slots. The number of slots is the largest number of microbatches that wait on a stage at the same
-time; in 1F1B it does not grow with M.
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. A collective would hang
+inside a conditional whose condition differs between devices, so the program has no conditionals. A
+slot holds the arrays that the backward job of a chunk needs from the forward job, for one
+microbatch. The number of slots is the largest number of forward jobs of a stage that wait for their
+backward jobs at the same time. In 1F1B this number does not grow with M.
 
-`jobs` (a `Jobs`, in jobs.py) runs single jobs by the user's functions, each of which is traced
-once. `lockstep` and `per_stage` are two ways to run the jobs of a schedule, tick by tick. Both
-return a `Sums` over all microbatches. Its `loss` is the head's loss. Its `terms` are the stages'
-own terms of the loss, or None. Its `blocks` are the gradients of the blocks, the layers that are
-split over the stages. Its `ends` are the gradients of all other parameters. Its `of_head` and
-`of_stages` are the auxiliary values to log. An array varies along an axis if its type says that the
-array may differ between the devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses
-the result waits until `y` is computed.
+The jobs are methods of `jobs`, a `Jobs` (in jobs.py), and call the user's functions. `lockstep` and
+`per_stage` are two ways to run the jobs of a schedule, tick by tick. Both return a `Sums` over all
+microbatches. Its `loss` is the head's loss. Its `terms` are the stages' own terms of the loss, or
+None. Its `blocks` are the gradients of the blocks, the layers that are split over the stages. Its
+`ends` are the gradients of all other parameters. Its `of_head` and `of_stages` are the auxiliary
+values to log. An array varies along an axis if its type says that the array may differ between the
+devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
+computed.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
@@ -239,9 +239,10 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     """Returns all auxiliary values on every stage: those of the head, [M, ...] each, and those of
     the stages, [M, vP, ...] each, in the order of the chunks in the model.
 
-    `sums` has the values of this stage: `sums.of_head`, [M, ...] each, of which those of the last
-    stage are used, and `sums.of_stages`, [M, v, ...] each, of this stage's chunks. On a CPU the
-    all-reduces run only after `after` is computed.
+    `sums` has the values that this stage computed: those of the head in `sums.of_head`, [M, ...]
+    each, and those of its own chunks in `sums.of_stages`, [M, v, ...] each. Every stage runs the
+    head. Unless the stages compute the head together, only the last stage's values of the head are
+    used. On a CPU the all-reduces run only after `after` is computed.
     """
     axis, schedule = jobs.axis, jobs.schedule
 
@@ -254,9 +255,8 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns one value of all chunks in the order of the model, [M, vP, ...], from the values
-        of this stage's chunks, [M, v, ...]. On a CPU the all-reduce in this function waits for
-        `after`."""
+        """Returns one auxiliary value of the stages for every chunk, [M, vP, ...], in the order of
+        the model. The argument has this value for this stage's chunks, [M, v, ...]."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

@@ -113,9 +113,9 @@ def forward_alone(row: Row) -> Row:
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """Returns the distances over which the schedule sends messages, each once, in ascending order.
-    A distance is a number of stages, counted forward around the ring of P stages. The distance is 0
-    for a message that stays on its stage. The head's cotangents do not count: the head itself moves
-    them."""
+    """Returns the distances over which the schedule sends messages, without repeats and in
+    ascending order. A distance is a number of stages, counted forward around the ring of P stages.
+    The distance is 0 for a message that stays on its stage. Messages with the head's cotangents are
+    left out, since the head itself moves these cotangents."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

@@ -6,9 +6,9 @@ A parameter that they read by closure would have no gradient, so `refuse_closure
 that names the parameter. A program is a jaxpr with the values of its constants, and
 `opened(program)` is the jaxpr without these values. `operands(x)` are the values from which JAX
 computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
-type says that the value may differ between the axis's devices. Two methods come from `Following`:
-`run` computes a property of each value in a program, such as whether it depends on `x`, and `met`
-combines the properties of all operands.
+type says that the value may differ between the axis's devices. `Following`, a base class from
+`parallax.jaxprs`, has two methods that this module uses: `run` computes a property of each value in
+a program, such as whether it depends on `x`, and `met` combines the properties of all operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -20,15 +20,17 @@ class Backend(NamedTuple):
             second result reads this argument and overwrites another argument. For example, the new
             weights are computed from the old moments, which the new moments overwrite, so the old
             moments are copied first.
-        zeros: whether arrays of zeros with the same number of elements are made once, at the start
-            of the program or of a loop's body. The zeros stay in memory until the last loop or
-            update whose carry or operand starts as these zeros. A loop's stacked results begin as
-            zeros, and so does the result of a ring's all-gather.
+        zeros: whether all arrays of zeros with the same number of elements and the same dtype share
+            one buffer. The buffer is made at the start of the program or of a loop's body, and
+            stays in memory until the last operation that reads these zeros. A loop reads them if
+            its carry or its stacked result begins as zeros. The first update of a ring's all-gather
+            reads them too, since the result of the all-gather begins as zeros.
         together: whether a backward loop with two layers in its body (ZeRO-3) gathers the weights
             and recomputes the values of both layers before the backward pass of the first.
-        slices: how many copies of a layer's slice of each stacked array XLA makes. A loop's body
-            may have several layers (two with ZeRO-3). XLA slices the arrays for all of these layers
-            together, and makes the copies for every layer of the body but the first.
+        slices: the number of copies that XLA makes of a layer's slice of each stacked array. The
+            body of a backward loop may have several layers (two with ZeRO-3). XLA slices the arrays
+            for all of these layers together, and makes the copies for every layer of the body but
+            the first.
         near: how many bytes of an innermost loop's body stay in on-chip memory (VMEM). These need
             no bytes of the device's main memory.
         early: whether a loop's stacked results have memory already while earlier loops run.
@@ -52,8 +54,8 @@ BACKENDS = {
 
 def backend(platform: str, name: str = "") -> Backend:
     """Returns what the backend of the chip `name`, such as "TPU v5e", does when it assigns memory.
-    If the chip is not listed, returns this for the chip's `platform`, such as "tpu". For an unknown
-    platform, the result says that the backend copies nothing."""
+    If the chip is not listed in `BACKENDS`, the result is that of the entry for `platform`, such as
+    "tpu". For an unknown platform, the result says that the backend copies nothing."""
     return BACKENDS.get(name) or BACKENDS.get(platform) or Backend()
 
 

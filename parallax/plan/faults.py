@@ -31,7 +31,7 @@ class Faults(NamedTuple):
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
         interval: the seconds of work between two saves with which the run loses the least time.
-        young: the same interval, but by Young's formula, sqrt(2 save between).
+        young: the same interval, but by Young's formula, `sqrt(2 * save * between)`.
         saves: the share of the run's time that saves take.
         restarts: the share of the run's time that restarts take.
         repeated: the share of the run's time that repeated steps take.
@@ -128,15 +128,17 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
 
 
 def young(between: float, save: float) -> float:
-    """Returns Young's interval, sqrt(2 save between), which is accurate if `save` is much shorter
-    than the interval."""
+    """Returns Young's interval between saves, `sqrt(2 * save * between)`, in seconds. `between` is
+    the mean seconds between failures. The formula is accurate if `save` is much shorter than the
+    interval."""
     return math.sqrt(2 * save * between)
 
 
 def daly(between: float, save: float) -> float:
-    """Returns Daly's interval: Young's interval with two more terms of its series, minus the save.
-    If `save` is at least twice `between`, the formula no longer holds, and the interval is
-    `between`."""
+    """Returns Daly's interval between saves, `young * (1 + p / 3 + p**2 / 9) - save`, in seconds.
+    Here `young` is Young's interval, `p` is `sqrt(save / (2 * between))`, and `between` is the mean
+    seconds between failures. If `save` is at least twice `between`, this formula no longer holds,
+    and the interval is `between`."""
     if save >= 2 * between:
         return between
     part = math.sqrt(save / (2 * between))
@@ -158,8 +160,8 @@ def table(found: Faults) -> str:
     if math.isinf(found.between):
         return "no failure is expected: no interval between saves is best"
     return (
-        f"a failure every {_spelt(found.between)}; a save of {_spelt(found.save)} every "
-        f"{_spelt(found.interval)} loses least (Young: {_spelt(found.young)})\nlost: "
+        f"a failure every {_spelt(found.between)}\nbest: a save of {_spelt(found.save)} every "
+        f"{_spelt(found.interval)} (by Young's formula: {_spelt(found.young)})\nlost: "
         f"{found.lost:.1%} of the time (saves {found.saves:.1%}, restarts {found.restarts:.1%}, "
         f"steps done again {found.repeated:.1%})"
     )

@@ -4,12 +4,12 @@ messages of the collective. Messages that use the same link share the bandwidth 
     network = networks.of(hardware.A100, devices=16_384)
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
 
-In a round every device sends its messages at once. The round takes the largest latency of any
-message, plus the time of the link that carries the most bytes. In a `Link`, alpha is the latency in
-seconds, and beta the seconds per byte. A *route* is a table of messages, round by round; an
-algorithm that runs several routes side by side has a tuple of routes (`Tables`). The devices of a
-mesh are numbered with the last axis fastest. `tests/test_networks.py` simulates the same, message
-by message.
+In a round every device sends its messages at the same time. The round takes the largest latency of
+any message, plus the longest time that any link needs for the bytes of its messages. In a `Link`,
+alpha is the latency in seconds, and beta the seconds per byte. A *route* is a table of messages,
+round by round; an algorithm that runs several routes side by side has a tuple of routes (`Tables`).
+The devices of a mesh are numbered with the last axis fastest. `tests/test_networks.py` compares the
+seconds with a simulation of every single message.
 """
 
 import functools
@@ -29,8 +29,8 @@ from parallax.validate import divisors
 
 
 class Group(NamedTuple):
-    """The devices of one mesh axis: `size` devices whose numbers are `stride` apart. All groups
-    along the axis have the same form, and run at once.
+    """A group of devices along one mesh axis: `size` devices whose numbers are `stride` apart. All
+    groups along the axis have the same size and stride, and send at the same time.
 
     Attributes:
         size: devices along the axis.
@@ -78,8 +78,8 @@ class Level(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """Groups of groups, such as a machine, a leaf switch and the spine. The last level has all
-    devices in one group.
+    """Nested groups of devices, for example the devices of a machine, the machines of a leaf
+    switch, and the leaf switches of the spine. The last level has all devices in one group.
 
     Attributes:
         levels: one `Level` for each size of a group, from the smallest groups to the group of all
@@ -99,9 +99,9 @@ class Nested(NamedTuple):
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
         message, and the bytes of one message. A message uses the links inside the smallest group
         that has both its sender and its receiver. It also uses the links by which it leaves each
-        smaller group. The devices of a group share the links by which messages leave the group. The
-        total rate of these links is the total rate of the devices' links (`Level.link` of the level
-        above), divided by `shared` of the level above.
+        smaller group. The devices of a group share the links by which messages leave the group. For
+        a group of n devices, these links together have n / `shared` times the rate of `link`. Here
+        `shared` and `link` are fields of the `Level` of the next larger groups.
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -390,9 +390,10 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the cost of the collective `kind` by the algorithm `name` of `makers`. The alpha of
-    the cost is the seconds for an array of no bytes, and the beta the seconds for each byte of the
-    array that the collective takes.
+    """Returns the cost of the collective `kind`, such as "all_reduce", by the algorithm `name`,
+    such as "ring". `name` is one of the names that `makers` yields. The alpha of the cost is the
+    seconds for an array of no bytes, and the beta the seconds for each byte of the array that the
+    collective takes.
 
     The time of a collective is linear in the bytes of the array, so two simulations give the time
     for arrays of all sizes. A search needs thousands of sizes.

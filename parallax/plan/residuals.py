@@ -1,6 +1,6 @@
 """Counts the bytes that a decoder's layer keeps for its backward pass. In a pipeline, one job may
-compute the gradient of a layer's input, and a later job those of its weights: also counts the bytes
-that the first job hands to the second.
+compute the gradient of a layer's input, and a later job the gradients of its weights. The module
+also counts the bytes that the first of these jobs hands to the second.
 
 The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these bytes,
 `search` drops layouts that cannot fit, before it traces any step.
@@ -76,8 +76,8 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
 def everything(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps if the backward pass recomputes nothing or, with
-    remat `attention`, only the scores.
+    """Returns the bytes that a layer keeps if the backward pass recomputes nothing. With remat
+    `attention`, the scores are recomputed, and their bytes are left out.
 
     The two norms and the column-parallel layers keep their inputs. Attention keeps q, k, v and its
     result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps two copies of its
@@ -140,11 +140,11 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
     gradients of its weights, if nothing is computed again.
 
     The job hands on the cotangents of the results of the layer's matmuls, and the gradients of the
-    layer's norms and biases. In a GPT-2 of width D the cotangents for q, k and v have 3 D numbers
-    per token together, and the cotangent for the feed-forward has 4 D; all four are split over the
-    tensor devices. The cotangents for the two row-parallel matmuls have D numbers per token each,
-    and are not split. A Llama has fewer norm weights and biases, so for a Llama the returned bytes
-    are slightly too many.
+    layer's norms and biases. In a GPT-2 of width D the cotangents of q, k and v have D numbers per
+    token each, and the cotangent of the feed-forward's first matmul has 4 D. These four cotangents
+    are split over the tensor devices. The cotangents of the two row-parallel matmuls have D numbers
+    per token each, and are not split. A Llama has fewer norm weights and biases, so for a Llama the
+    returned bytes are slightly too many.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel

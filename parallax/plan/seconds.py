@@ -119,11 +119,11 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     devices sends n - 1 blocks, each with 1/n of the array; each other collective of `jax.lax` costs
     as much as the same collective of `collectives.halving`.
 
-    The fields of a `Cost` are hops, bytes over the busiest link, bytes sent, messages, bytes that
-    are received and then added to the device's own array (one field), and `chain`, the longest
-    chain of messages that wait for each other. In an all-to-all, a device sends its n - 1 messages
-    one after another (`hops`), but no message needs the result of another message: the `chain` of
-    an all-to-all is 1.
+    The fields of a `Cost` are, in this order: hops; bytes over the busiest link; bytes sent;
+    messages; received bytes that the device adds to its own numbers; and `chain`, the length of the
+    longest chain of messages in which each waits for the one before. In an all-to-all, a device
+    sends its n - 1 messages one after another (`hops`), but no message needs the result of another
+    message: the `chain` of an all-to-all is 1.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind == "all-to-all":

@@ -142,9 +142,9 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 
 def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
-    """Returns the bytes of a step's arguments besides parameters and optimizer state on a device:
-    token windows, the step's number and the loss scale. A window has int32 tokens, one more than
-    the model's context; `batch` counts the windows of all devices.
+    """Returns the bytes that a step's arguments have on a device, without parameters and optimizer
+    state. These arguments are the token windows, the step's number and the loss scale. A window has
+    int32 tokens, one more than the model's context; `batch` counts the windows of all devices.
     """
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))

@@ -49,7 +49,7 @@ class experts(match):
 
     Tokens of all replicas reach each expert, so `spec` may name an axis that splits the batch. An
     `fsdp` over the same axis does not change `spec`. If a `match` split any other leaf over such an
-    axis, each replica would train another model.
+    axis, the replicas would train different models.
     """
 
     def __repr__(self) -> str:

@@ -129,11 +129,11 @@ class Checkpoints:
         if keep.newest < 1 or (keep.every is not None and keep.every < 1):
             raise ValueError(f"Checkpoints: the numbers in `keep` must be 1 or more; got {keep}.")
         if tries < 1:
-            raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
+            raise ValueError(f"Checkpoints: `tries` must be 1 or more; got {tries}.")
         if lose_at_most < 2:
             raise ValueError(
-                f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To "
-                f"lose at most 1 step, call save and wait after each step."
+                f"Checkpoints: `lose_at_most` must be 2 steps or more; got {lose_at_most}. To "
+                f"lose at most 1 step, call save() and then wait() after each step."
             )
         self.folder = Path(folder).absolute()
         self.settings = _as_read_back("settings", settings)
@@ -162,7 +162,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"{self.folder}: needed a folder for checkpoints; {error.strerror}. "
+                f"{self.folder}: cannot make this folder for checkpoints: {error.strerror}. "
                 "Choose another one."
             ) from error
 
@@ -218,10 +218,10 @@ class Checkpoints:
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
         Raises:
-            ValueError: an array is not finite, or all arrays are empty; or `step` is no whole
-                number from 0 on, or `note` has a value that is no JSON value; or the folder holds a
-                finished checkpoint of this step or of a later one, and that checkpoint was not
-                refused.
+            ValueError: an array or a plain number is not finite, or all arrays are empty; or `step`
+                is no whole number from 0 on, or `note` has a value that is no JSON value; or the
+                folder holds a finished checkpoint of this step or of a later one (checkpoints that
+                `restore` refused do not count).
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """
@@ -299,9 +299,9 @@ class Checkpoints:
         """Returns the newest good checkpoint of this run, or `None` if the folder never held a
         finished one.
 
-        All files are checked against the manifest before an array is read, at about 20 GB/s per
-        core; each process checks a share of the files, and no device waits in a collective during
-        the check.
+        Before any array is read, all files are checked against the manifest. Each process hashes a
+        share of the files, at about 20 GB/s per core. No device waits in a collective during the
+        check.
 
         Args:
             like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
@@ -313,7 +313,8 @@ class Checkpoints:
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
                 each. So a run does not start from the beginning unnoticed. Only the first process
-                raises this error; the others wait for it, until `processes.run` ends them.
+                raises this error. The other processes wait for the first one at a barrier, until
+                `processes.run` ends them.
             ValueError: the checkpoint is good, but its arrays are not those of `like`; the message
                 names the leaf.
         """
@@ -497,8 +498,9 @@ def _as_read_back(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"Checkpoints needs JSON values in `{what}`: numbers, texts, lists and dicts; got "
-                f"a {type(value).__name__} as {name!r} ({error}). Convert an array by .tolist()."
+                f"Checkpoints: `{what}` needs JSON values (numbers, texts, lists and dicts); "
+                f"{name!r} is of type {type(value).__name__} ({error}). Convert an array by "
+                ".tolist()."
             ) from error
     return json.loads(json.dumps(dict(values)))
 

@@ -109,9 +109,10 @@ def differing(tree: PyTree) -> list[Differs]:
     The sharding of an array says which blocks should be equal: along each mesh axis that the spec
     does not name, all devices should hold the same block. All processes must call the function, and
     get the same list. If copies differ, the bits that most devices hold are taken to be right. The
-    list begins with the copy whose bits the fewest devices hold. A later step may carry a wrong
-    value to other devices, for example from one tensor shard to another. The wrong value then most
-    likely began at the first copy in the list.
+    list begins with the copy whose bits the fewest devices hold. With tensor parallelism, later
+    steps carry a wrong value of an array that all tensor devices hold, such as the weight of a
+    norm, to many arrays on many devices. The fault then most likely began at the first copy in the
+    list.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
     difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
@@ -209,7 +210,7 @@ def compared(
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
     """Returns whether the checksums of all copies are equal. `words` has the checksums of some
-    leaves on all devices, and `along` the dims of `words` (mesh axes) along which the devices hold
+    leaves on all devices. `along` has the dims of `words` (mesh axes) along which the devices hold
     copies of these leaves.
     """
     first = words

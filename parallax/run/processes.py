@@ -3,8 +3,8 @@
 There is no launcher here. `srun`, `mpirun`, Kubernetes or Cloud TPU starts the same program on
 every machine; `jax.distributed` reads the launcher's variables and connects the processes. With
 JAX's defaults, if one process raises an error, the others wait several minutes; `run` ends the job
-at once. JAX's preemption service catches SIGTERM; `preemption` asks this service, so that all
-processes stop after the same step.
+at once. JAX's preemption service catches SIGTERM. `preemption` yields a function that asks this
+service whether to stop, so all processes stop after the same step.
 
     job = processes.initialize()
     processes.run(lambda: train(job), job)
@@ -126,8 +126,9 @@ def _told(
 ) -> tuple[str | None, int | None, int | None]:
     """Returns the coordinator, the number of processes and the rank. If the arguments have neither
     a number nor a rank, and both are set as JAX_... variables, the variables are taken, and a given
-    coordinator replaces that of the variables. Refuses a number of processes or a rank if one of
-    the three is missing, and a coordinator without a port.
+    coordinator replaces that of the variables. Raises `ValueError` for a coordinator without a
+    port. Raises `ValueError` too if a number of processes or a rank is known, and the coordinator,
+    the number and the rank are not all known.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -167,7 +168,7 @@ def _age() -> float:
 @contextlib.contextmanager
 def _start_limit(seconds: float) -> Iterator[None]:
     """Prints a message and ends the process if the `with` block has not ended `seconds` after the
-    start of the process. The block has at least half of these seconds.
+    start of the process. If the block begins late, it still gets `seconds` / 2.
     """
     # A thread ends the process, because a call that waits inside JAX cannot be interrupted.
     timer = threading.Timer(
@@ -311,8 +312,9 @@ class StopRequest:
         self._came = threading.Event()
 
     def __call__(self, step: int) -> bool:
-        """Returns whether to save and end after `step`. All processes get the same answer, from
-        JAX's preemption service; a single process looks for its own signal.
+        """Returns whether to save and end after `step`. In a job of several processes, JAX's
+        preemption service gives all of them the same answer. In a job of one process, the answer is
+        whether this process has heard a signal.
         """
         return (
             multihost_utils.reached_preemption_sync_point(step)
@@ -322,7 +324,8 @@ class StopRequest:
 
     def hear(self, number: signal.Signals, count: int) -> None:
         """Handles a signal, for `signals.listening`: asks the run to save and to end. `count` is
-        the number of signals so far. A Ctrl-C after another signal ends the process at once.
+        the number of signals so far, with this one. A Ctrl-C that is not the first signal ends the
+        process at once.
         """
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)
@@ -353,8 +356,9 @@ def preemption() -> Iterator[StopRequest]:
 
     In a job of several processes, all must call the function at every step, from the same step on:
     JAX's preemption service stops all of them after the latest step that any process has reached.
-    The service itself catches SIGTERM, as soon as `initialize` has run. A Ctrl-C after another
-    signal ends the process at once.
+    The service itself catches SIGTERM, as soon as `initialize` has run. A Ctrl-C after a first
+    Ctrl-C or SIGHUP ends the process at once, without a save. In a job of one process, a Ctrl-C
+    after SIGTERM does so too.
     """
     several = jax.distributed.is_initialized()
     asked = StopRequest(several)

@@ -211,10 +211,10 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Raises `manifest.Damaged` if a file of `files`, which are those that the manifest lists, is
-    missing in the folder or has another size, or if `files` lacks a file of the folder's arrays.
-    Raises this error too if `record`, which is from the manifest, differs from the record in
-    `contents.json`. Hashes are not checked.
+    """Raises `manifest.Damaged` if a file that the manifest lists is missing in the folder or has
+    another size. Raises this error too if the manifest does not list a file of the folder's arrays,
+    or if the manifest's record differs from the record in `contents.json`. `record` and `files` are
+    from the manifest. Hashes are not checked.
     """
     # `arrays_of` gives all files below `arrays`. Other files that are not listed are no error.
     manifest.check_all_listed(folder, files, arrays_of(folder))

@@ -10,8 +10,9 @@ after some such steps the run goes back to an older checkpoint.
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
 2204.02311) went back to an older checkpoint, and skipped these batches. Here `past` counts the
-skipped batches, and the batch of a step is a function of the seed and of step + `past`. `note`
-stores `past` in each checkpoint, so a resumed run takes the same batches.
+skipped batches, and the batch of a step is a function of the seed and of step + `past`. Store the
+result of `spikes.note()` in each checkpoint: it contains `past`, so a resumed run takes the same
+batches.
 """
 
 import math

@@ -53,7 +53,7 @@ def start_times(
 
     Args:
         orders: the jobs of each stage.
-        homes: the stage of each place of the model.
+        homes: the stage of each place. A place is the position of a chunk of layers in the model.
         costs: for each lane, the time of one job, which is one chunk of one microbatch.
         hop: the time of a message to another stage, in the unit of `costs`.
 

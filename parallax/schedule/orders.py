@@ -25,9 +25,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Returns 1F1B with at most as many microbatches in flight as there are stages.
 
     Of P stages, stage s runs P - 1 - s microbatches forward, and then alternates one forward (F)
-    and one backward, in which the weight gradient (W) follows the input gradient (I) at once (arXiv
-    2104.04473, section 2.2). If F, I and W take the same time, the bubble (the idle time of a
-    stage) is (P - 1)(F + I). `one_f_one_b_lockstep` has up to 2P - 1 microbatches in flight.
+    and one backward (arXiv 2104.04473, section 2.2). A backward is an input-gradient job (I) and,
+    right after it, a weight-gradient job (W). If F, I and W take the same time, the bubble (the
+    idle time of a stage) is (P - 1)(F + I). W does not add to the bubble, since no stage waits for
+    the W of another stage. `one_f_one_b_lockstep` has up to 2P - 1 microbatches in flight.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -82,8 +83,8 @@ def greedy(
     place) of each chunk of each stage.
 
     Raises:
-        ValueError: no stage may run a job: the only ready jobs are forwards, and their stages
-            already hold `max_chunks` chunks.
+        ValueError: no stage may run a job, since only forward jobs are ready, and each stage s
+            that has a ready job already holds the residuals of `max_chunks[s]` forward jobs.
     """
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
@@ -92,8 +93,8 @@ def greedy(
     ready: list[dict[str, list[tuple[int, int]]]] = [
         {lane: [] for lane in URGENCY} for _ in range(P)
     ]
-    # The chunks whose residuals each stage holds, from F to W; and the number of jobs left to run:
-    # F, I and W of each microbatch at each place.
+    # The number of forward jobs whose residuals each stage holds, from F to W; and the number of
+    # jobs left to run: F, I and W of each microbatch at each place.
     held, left = [0] * P, 3 * microbatches * places.size
     # The jobs that have become ready since the last tick; at first, all F of place 0.
     newly_ready = [Job("forward", m, 0) for m in range(microbatches)]
@@ -116,10 +117,10 @@ def greedy(
                 newly_ready += followers(job, last)
                 left -= 1
         if left == left_before:
-            # Every ready job is an F, on a stage that holds too many chunks to start it.
+            # Every ready job is an F, on a stage that may hold no further residuals.
             raise ValueError(
-                f"No stage can run a job if the stages hold at most {max_chunks} chunks. Let them "
-                "hold more."
+                "No stage can run a job if the stages hold the residuals of at most "
+                f"{max_chunks} forward jobs (one number for each stage). Use larger numbers."
             )
     return from_orders(orders, places)
 

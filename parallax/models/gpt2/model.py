@@ -128,8 +128,9 @@ class Norm(eqx.Module):
     ) -> Float[Array, "batch tokens width"]:
         """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias.
 
-        `remat.of_arguments` makes the backward pass keep only `x` and the weight, and compute the
-        other values again.
+        With `remat.of_arguments`, only `x` and the weight are kept for the backward pass, which
+        computes the other values again. Without it, JAX would keep two other arrays of the shape of
+        `x`, one of them in float32 or wider.
         """
 
         def scaled(x, weight):

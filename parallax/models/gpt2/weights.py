@@ -73,8 +73,8 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     process.
 
     Returns:
-        A message for the user that says what the folder now holds. If the model came without a
-        tokenizer, it tells the user to copy the tokenizer's files there.
+        A message for the user that says what the folder now holds. If the folder has no tokenizer,
+        the message tells the user to copy the tokenizer's files into the folder.
 
     Raises:
         ImportError: the extra `hub` is not installed.

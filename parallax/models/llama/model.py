@@ -49,8 +49,8 @@ class Norm(eqx.Module):
     ) -> Float[Array, "*dims width"]:
         """Returns x / sqrt(mean of squares + epsilon) * weight.
 
-        `remat.of_arguments` makes the backward pass keep only `x` and the weight, and compute the
-        other values again.
+        With `remat.of_arguments`, only `x` and the weight are kept for the backward pass, which
+        computes the other values again.
         """
 
         def scaled(x, weight):
@@ -242,8 +242,8 @@ def rules(
     batch, the experts are split over `expert`.
 
     Raises:
-        ValueError: neither of `size` and the number of heads of keys and values divides the other.
-            The returned rule raises this error when it is called.
+        ValueError: `size` does not divide the number of heads of keys and values, and that number
+            does not divide `size`. The returned rule raises this error when it is called.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
@@ -298,9 +298,9 @@ def split_groups(groups: int, devices: int) -> bool:
     each device has all these heads.
 
     Raises:
-        ValueError: neither of the numbers `groups` and `devices` divides the other. Heads of
-            queries that share a head of keys would then be on two devices, of which one would also
-            need another head of keys.
+        ValueError: `devices` does not divide `groups`, and `groups` does not divide `devices`. Some
+            device would then need several heads of keys, and have only a part of the heads of
+            queries that share one of them.
     """
     if groups % devices and devices % groups:
         fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
