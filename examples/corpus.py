@@ -1,7 +1,7 @@
-"""Makes tokens of the texts of the examples (bytes, or GPT-2's pieces of words), and
+"""Turns the texts of the examples into tokens (bytes, or GPT-2's pieces of words), and
 computes the losses of models that only count tokens.
 
-A model that has learnt something has a lower loss than `bigram`.
+These losses are baselines: a trained model should have a lower loss than `bigram`.
 
 Legend: V is the size of the vocabulary, N the number of training tokens (`train`), c(w)
 the number of times that token w occurs in them, and c(v, w) the number of times that w
@@ -68,8 +68,8 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Returns the tokenizer of GPT-2, a byte-pair encoding, from its file of ranks at
-    `path`. It uses no network and no cache. Token 50,256 ends a text.
+    """Returns the tokenizer of GPT-2, a byte-pair encoding, from its file of token
+    ranks at `path`. It uses no network and no cache. Token 50,256 ends a text.
 
     `encode` treats the string "<|endoftext|>" as thirteen ordinary characters, so it
     never returns token 50,256. It raises `ValueError` for a text with about a million
@@ -92,15 +92,15 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: needed GPT-2's ranks, found no file. The repository has "
-            f"examples/data/gpt2.tiktoken."
+            f"gpt2_tokenizer needs the file of GPT-2's token ranks; {path} does not "
+            "exist. The repository has this file: examples/data/gpt2.tiktoken."
         )
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != GPT2_SHA256:
         raise ValueError(
-            f"{path}: damaged, or not GPT-2's ranks: needed sha256 {GPT2_SHA256}, got "
-            f"{digest} of {len(content)} bytes. "
+            f"{path}: damaged, or not the file of GPT-2's token ranks: needed sha256 "
+            f"{GPT2_SHA256}, got {digest} of {len(content)} bytes. "
             "Copy it again from examples/data/gpt2.tiktoken in the repository."
         )
     encoding = tiktoken.Encoding(

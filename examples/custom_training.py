@@ -1,8 +1,8 @@
-"""A model and a loop of your own, every axis on: data x stage x tensor, ZeRO-1,
-microbatches, bfloat16, checkpoint and resume.
+"""A model and a training loop of your own, over data x stage x tensor, with ZeRO-1,
+microbatches, bfloat16 and checkpoints.
 
 Run: python examples/custom_training.py. An MLP-Mixer (arXiv 2105.01601) learns
-handwritten digits, is stopped, and goes on.
+handwritten digits. Then the training resumes from its checkpoint.
 """
 
 # Estimate: 4 mixer layers of 17 k weights are 8 MFLOP a digit and 1 GFLOP a step of 128

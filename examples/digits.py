@@ -1,5 +1,5 @@
-"""Real handwritten digits for the examples: those that come with scikit-learn, or
-MNIST's files (Fashion-MNIST's too)."""
+"""Real images for the examples: the handwritten digits that come with scikit-learn, or
+the files of MNIST or Fashion-MNIST."""
 
 import gzip
 from pathlib import Path
@@ -11,8 +11,8 @@ HELD_OUT = 357  # of scikit-learn's 1,797 digits; 1,440 are left to train on
 
 
 class Digits(NamedTuple):
-    """Images [number, height, width], dark 0 to bright 1, and what they show, 0 to
-    9."""
+    """The images, [number, height, width], with pixels from 0 (dark) to 1 (bright), and
+    the labels of the images, from 0 to 9."""
 
     images: np.ndarray
     labels: np.ndarray

@@ -1,9 +1,9 @@
 """A small decoder with a mixture of experts over `data`, on real text: the load of each
 expert over time, and a dense twin.
 
-Run: python examples/experts.py. The dense twin has only as many parameters as the
-mixture uses for one token, so both compute as much for a token. The mixture learns
-faster at first; after 200 steps the two are even.
+Run: python examples/experts.py. The dense twin has about as many parameters as the
+mixture uses for one token, so both need about the same FLOPs per token. The mixture
+learns faster at first; after 200 steps the two are even.
 """
 
 # Estimate: 8 experts of 3 x 96 x 192 in each of 2 layers are 0.9 M weights, of which a

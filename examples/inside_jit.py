@@ -78,8 +78,8 @@ def inside(devices, batch):
 
 
 def around(devices, batch):
-    """Returns the losses of our step around the plain model, which is jitted as for one
-    device. The step gives each device a part of the batch."""
+    """Returns the losses of our train step. The step gives each device a part of the
+    batch, and calls the jitted `plain_loss`, which is written for one device."""
     everywhere = ("data", "tensor")
     state, specs = step.init(make_weights, optimizer, rules.match("**", P()), devices)
     grad = grads.averaged(jax.value_and_grad(jax.jit(plain_loss)), ring(everywhere))

@@ -1,8 +1,8 @@
 """A small Llama on sequences of 8,192 bytes of real text over context 4 x data 2.
 
 Run: python examples/long_context.py [--quick]. It prints how memory grows with the
-length T of a sequence, how evenly the devices divide the work, and the losses. Speeches
-are packed into windows: no token sees another speech.
+length T of a sequence, how evenly the devices divide the work, and the losses. The text
+is a series of speeches, and a token attends only to tokens of its own speech.
 """
 
 # Estimate: the T x T scores of 2 heads are 4 x 2 x 8192^2 = 0.5 GB in float32, for each
@@ -81,7 +81,7 @@ def memory(lengths):
 
 def balance():
     """Prints how many blocks of scores each of four devices computes, and how many of
-    these a causal sequence needs."""
+    these blocks causal attention needs."""
     orders = {"zigzag": context.zigzag, "contiguous": context.contiguous}
     for name, order in orders.items():
         table = context.block_pairs(order, 4)

@@ -1,8 +1,8 @@
 """A GPT-2 on two meshes, with the same bits after five steps.
 
-Run: python examples/same_bits.py. A train step for data 8 runs on eight devices, and on
-two devices, each of which computes the parts of four. The hash of all numbers of the
-state is the same. Then the two meshes run ordinary steps, and the hashes differ.
+Run: python examples/same_bits.py. A train step for 8 devices along `data` runs on eight
+devices, and on two devices that each do the work of four. The hash of all numbers of
+the state is the same. Then the two meshes run ordinary steps, and the hashes differ.
 """
 
 # Estimate: to compile takes nearly all of the time: 8 s for each of two programs, and

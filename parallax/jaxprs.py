@@ -180,8 +180,8 @@ class Reach(NamedTuple):
         met: those arguments of `alone` that such a chain combines with data, as a matmul combines a
             weight with activations. Data are values that depend on the batch.
         sent: the arguments that a collective has sent on the way to the value.
-        multiplied: the arguments that a product combined with this device's own data, before a
-            collective sent either of them. They stay in the mask after a later collective.
+        multiplied: the arguments that were multiplied with this device's own data, before a
+            collective sent the argument or the data. A later collective does not remove them.
     """
 
     at_all: int = 0
@@ -202,9 +202,9 @@ class Uses(NamedTuple):
         reached: whether the result depends on the argument.
         unsent: whether a chain of operations without a collective leads from the argument to the
             result, and combines the argument with data (a value that depends on the batch). Such a
-            chain does not use the shards of other devices. `unsent` is also true if a product
-            combines the argument with this device's part of the batch, before a collective sends
-            either of them.
+            chain does not use the shards of other devices. `unsent` is also true if the argument
+            is multiplied with this device's part of the batch, before a collective sends the
+            argument or that part.
     """
 
     reached: list[bool]
@@ -217,10 +217,10 @@ def uses(
     """Returns, for each result of a program, the dependence of the result on the arguments, and
     then on each of `weights`.
 
-    A `Uses` has two bools for each argument. `reached` says whether the result depends on the
-    argument. `unsent` says whether a chain of operations without a collective leads from the
-    argument to the result, and combines the argument with a value that depends on data. It is also
-    true if a product of the argument with this device's own data is sent later.
+    For each argument, `reached` says whether the result depends on the argument. `unsent` says
+    whether a chain of operations without a collective leads from the argument to the result, and
+    combines the argument with a value that depends on data. `unsent` is also true if the argument
+    is multiplied with this device's own data, before a collective sends the argument or the data.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
     may be added to a loss. If an argument goes into a `ppermute` anywhere, `unsent` is false for
@@ -231,8 +231,8 @@ def uses(
         closed: the program.
         axis: the axis; collectives along other axes are ignored.
         data: for each argument, whether it is data, as opposed to a weight.
-        weights: arrays that the program may read by closure. Such a constant counts as a further
-            argument that is a weight.
+        weights: weights that the program may read by closure. Each of these arrays counts as a
+            further argument.
     """
     arguments = len(opened(closed).invars)
     count = arguments + len(weights)
@@ -405,8 +405,8 @@ class FollowingAlong(Following):
 
 
 class _Ways(FollowingAlong):
-    """Finds, for `uses`, on which arguments of the program each value depends. The fact about a
-    value is its `Reach`.
+    """Finds on which arguments of the program each value depends. The fact about a value is its
+    `Reach`.
 
     Attributes:
         data: a mask of the arguments that are data, and of the constants that differ between
@@ -514,9 +514,9 @@ def frames(eqn: JaxprEqn) -> Sequence[Any]:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """Returns the innermost line that made an equation, such as "clipping.py:77", outside the files
-    of JAX, of Python's library and of installed packages (`_BELOW`); "" if there is no such line.
-    """
+    """Returns the source line that made an equation, such as "clipping.py:77": the innermost line
+    in no file of JAX, of Python's library or of an installed package (`_BELOW`). Returns "" if
+    there is no such line."""
     for frame in frames(eqn):
         name = frame.file_name
         # Names without ".py", such as "<frozen ...>" or "<stdin>", are no files.

@@ -94,8 +94,8 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `grad`, made from a `scaled` loss, with the loss and the gradients divided by
-    `scale`.
+    """Returns a function like `grad` whose loss and gradients are divided by `scale`. `grad` is the
+    gradient function of a `scaled` loss.
 
     The loss and the gradients are float32 or wider. A function that compares the size of gradients
     with a bound must get the unscaled gradients: `grads.clipped(unscaled(grad, scale), max_norm)`.
@@ -164,9 +164,8 @@ def adjusted(
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
     the scale is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so
-    it is always finite. At a scale of 2^24, a gradient of 2^-48 becomes 2^-24, the smallest number
-    of float16, so a greater scale would help only gradients below 2^-48. Such gradients vanish
-    anyway when float32 adds them to a gradient of 2^-24 or more.
+    it is always finite. At a scale of 2^24, float16 rounds only gradients below 2^-49 to zero. Such
+    gradients vanish anyway when float32 adds them to a gradient of 2^-24 or more.
 
     Args:
         scale: the `Scale` of this step.

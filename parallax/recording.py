@@ -31,8 +31,8 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Sets the `layer` or the `microbatch` that a tap (a place in the model that reports a value)
-    in the `with` block reports with the value.
+    """Sets the `layer` or the `microbatch` of the values that taps report in the `with` block. A
+    tap is a place in the model that reports a value.
 
     `layer` and `microbatch` are integers or arrays. None keeps the number that an enclosing `at`
     has set. Outside of `with taps.recording()`, `at` does nothing.

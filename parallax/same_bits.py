@@ -65,8 +65,9 @@ class StepOfCell(NamedTuple):
 
     Attributes:
         eqn: the equation.
-        alone: whether the equation runs by itself, in no segment. It does if the equation, or one
-            inside it, needs values of other cells, or the index of its own cell.
+        alone: whether the equation runs by itself, outside of the segments (groups of equations
+            that are compiled together). It does if the equation, or one inside it, needs values of
+            other cells, or the index of its own cell.
         reads: the keys of its operands. A key is a number that identifies a value of the program.
         writes: the keys of its results.
     """
@@ -152,8 +153,8 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
         raise ValueError(
             "same_bits.spmd needs a mesh with the same axes as `cells`, and the size of each axis "
             f"must divide its number of cells; got the mesh {sizes} for the cells {dict(cells)}. "
-            "Give the mesh each axis (of size 1 where it is not split), and use at least as many "
-            "cells as devices along each axis."
+            "Give the mesh exactly the axes of `cells`; an axis may have size 1. Along each axis, "
+            "use a power of two of devices, and at least as many cells as devices."
         )
 
 
@@ -201,7 +202,8 @@ class TwoForms(NamedTuple):
     Attributes:
         axes: the axes that split the array, in the order of the argument `cells` of `spmd`.
         shape: the shape that the caller sees.
-        wide: this shape, with a dim for each axis in front of the dim that it splits.
+        wide: `shape` with each split dim replaced by several dims: the number of cells along each
+            of its axes, and the size of the dim in a block. A dim of 12 over 4 cells becomes 4, 3.
         order: the dims of `wide` in the order of the stack's dims.
     """
 
@@ -212,17 +214,19 @@ class TwoForms(NamedTuple):
 
     @classmethod
     def of(cls, spec: PartitionSpec, aval: Any, counts: Mapping[str, int]) -> "TwoForms":
-        """Returns the `TwoForms` of a global array of the type `aval`. `spec` says which axes split
-        the array, and `counts` has the number of cells (logical devices) along each axis."""
-        wide, names = [], []
+        """Returns the `TwoForms` of a global array of the type `aval`: how to turn the array into a
+        stack of blocks, and back. `spec` says which axes split the array, and `counts` has the
+        number of cells (logical devices) along each axis."""
+        wide, names = [], []  # for each dim of `wide`, its axis; None for a dim of a block
         for size, entry in itertools.zip_longest(aval.shape, spec):
             split = [axis for axis in entry_axes(entry) if axis in counts]
             sizes = [counts[axis] for axis in split]
             wide += [*sizes, size // math.prod(sizes)]
             names += [*split, None]
         axes = tuple(axis for axis in counts if axis in names)
-        rest = (k for k, name in enumerate(names) if name is None)
-        return cls(axes, aval.shape, tuple(wide), (*map(names.index, axes), *rest))
+        of_block = (k for k, name in enumerate(names) if name is None)
+        order = (*map(names.index, axes), *of_block)  # a stack's first dims index the cells
+        return cls(axes, aval.shape, tuple(wide), order)
 
     def stacked(self, x: Any) -> Any:
         """Returns the global array `x` as a stack of the blocks of all cells (logical devices). The
@@ -406,8 +410,9 @@ class Walk:
         return tuple(axis for axis in self.counts if axis in named)
 
     def over(self, stack: Stack, axes: Sequence[str]) -> Stack:
-        """Returns the value with one dim for each of `axes`, over the cells (logical devices) of
-        this device. A dim that `stack` lacks is added, with a copy of the value for each cell."""
+        """Returns `stack` with a dim for each of `axes`. Such a dim indexes this device's cells
+        (logical devices) along the axis. A dim that `stack` lacks is added, with a copy of the
+        value for each cell."""
         wanted = self.ordered((*axes, *stack.axes))
         inside = jnp.shape(stack.array)[len(stack.axes) :]
         thin = [self.here(axis) if axis in stack.axes else 1 for axis in wanted]
@@ -449,11 +454,13 @@ class Walk:
     def _segment(
         self, left: Sequence[StepOfCell], values
     ) -> tuple[list[StepOfCell], list[StepOfCell]]:
-        """Returns the steps of the next segment, and the other steps.
+        """Returns the steps of the next segment, and the other steps of `left`.
 
-        A segment is compiled apart from the rest of the program. It takes all steps that can run
-        now and whose operands differ along the same axes. This choice depends only on the program
-        and the numbers of cells, so the kernels of a segment are the same on every mesh.
+        A segment is compiled apart from the rest of the program. It has the first step, and each
+        later step that does not run alone and needs no result of the other steps. The operands of
+        all its steps differ from cell (logical device) to cell along the same axes. This choice
+        depends only on the program and on the number of cells along each axis, so the kernels of a
+        segment are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()
@@ -473,9 +480,9 @@ class Walk:
     def _run_cells(
         self, steps: Sequence[StepOfCell], wanted: Sequence[int], flat: Flat, values
     ) -> None:
-        """Runs the steps for each cell (logical device) of this device, and puts the results with
-        the keys `wanted` into `values`. A key is the number of a value in the program. Steps on
-        which no wanted result depends are left out."""
+        """Runs `steps`, equations of the program, for each cell (logical device) of this device.
+        Puts the results with the keys `wanted` into `values`. A key is the number of a value in the
+        program. Steps on which no wanted result depends are left out."""
         if not wanted:
             return
         steps = _needed(steps, wanted)
@@ -484,8 +491,9 @@ class Walk:
         axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
 
         def cell(*operands):
-            """Runs the steps for one cell, and returns its values for the keys `wanted`. `operands`
-            are the cell's values for the keys in `reads`."""
+            """Runs `steps`, equations of the program, for one cell. Returns the cell's values with
+            the keys `wanted`; a key is the number of a value. `operands` are the cell's values with
+            the keys in `reads`."""
             walk = Walk({}, {}, self.opened)
             known = {**flat.constants, **dict(zip(reads, map(Stack, operands), strict=True))}
             for step in steps:
@@ -504,8 +512,8 @@ class Walk:
         sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
         def along_others(slices):
-            """Returns the results of the cells (logical devices) of this device that have one index
-            along the first axis. `slices` has the operands at this index."""
+            """Returns the results of this device's cells (logical devices) at one index along the
+            axis `axes[0]`. `slices` has the operands at this index."""
             inside = list(stacks)
             for k, x in slices.items():
                 inside[k] = Stack(x, stacks[k].axes[1:])
@@ -577,8 +585,8 @@ class Walk:
         axes = [self.ordered(types.axes_of_type(aval)) for aval in avals]
 
         def carried(stacks):
-            """Returns the carries as stacks over the axes along which they vary, by their types in
-            the loop's body. So a carry has the same shape in every iteration."""
+            """Returns each carry as a stack over the axes along which it varies. The types of the
+            body's arguments give these axes, so a carry has one shape in all iterations."""
             return [self.over(*pair) for pair in zip(stacks, axes, strict=True)]
 
         def trip(carry, slices):

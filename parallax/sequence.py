@@ -108,12 +108,13 @@ def row(
     matmul_reduce_scatter: Callable[..., Any] | None = None,
     on_tpu: bool = False,
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """Returns the result of a row-parallel layer, which sums and scatters the products:
-    `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
+    """Returns the result of a row-parallel layer. The devices' products (`{U_X}`) are summed over
+    the axis X, and split by tokens: `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
-    `x` and `weight` have this device's inputs, and `bias` has all outputs. `matmul_reduce_scatter`
-    may be `collectives.matmul.matmul_reduce_scatter`, with which a device multiplies while it sends
-    and receives partial sums. `on_tpu` has the same meaning as in `tensor.row`.
+    `x` (A) and `weight` (W) have this device's inputs, and `bias` (b) has all outputs. With
+    `on_tpu` the gradient of the bias is a product with ones, which is faster on TPUs.
+    `matmul_reduce_scatter` may be the function of this name in `collectives.matmul`, with which a
+    device multiplies while it sends and receives partial sums.
 
     Raises:
         ValueError: the number of tokens is not a multiple of the number of devices, or the weight
@@ -157,8 +158,8 @@ def comms(
     a `tensor.Comms`, the record of the functions by which a model's layers send data.
 
     The vocabulary is split over `axis` and also over the axes `shared`, such as the stages of a
-    pipeline. `all_tokens` and `sum_partials` communicate over the axes `shared` by Megatron's pair,
-    `tensor.copy_to` and `tensor.reduce_from`.
+    pipeline. Over the axes `shared`, `all_tokens` communicates by `tensor.copy_to`, and
+    `sum_partials` by `tensor.reduce_from` (Megatron's pair).
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
@@ -176,10 +177,9 @@ def comms(
         return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
 
     def all_tokens_alike(x):
-        """Gathers the rows `x` of all devices, one row for each token (dim 1). The result is typed
-        as the same on all devices. No gradient flows through the gather, since a cast to this type
-        (`replicated`) has no derivative. A mixture of experts gathers the experts' ids with this
-        function."""
+        """Returns `x` of all devices, gathered along dim 1, the tokens. `replicated` types the
+        result as the same on all devices. `replicated` has no derivative, so `stop_gradient` makes
+        the gradient zero. A mixture of experts gathers the experts' ids with this function."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 
@@ -205,8 +205,8 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Comms:
-    """Returns the communication of sequence parallelism, as `comms` does, with layers that use
-    `collectives.matmul` to multiply some tokens while others are being sent.
+    """Returns the result of `comms` with the two functions of `collectives.matmul`, so that a layer
+    multiplies some tokens while other tokens are being sent.
 
     The functions of `collectives.matmul` send to both neighbours in the ring of devices at the same
     time, whatever the algorithm that `axis` names. That algorithm is used only outside the layers,

@@ -124,12 +124,12 @@ def make(
             right on shards of one dim and wrong on shards of another.
 
     Raises:
-        ValueError: the loss or a gradient varies along an axis, although the model is the same on
-            all devices of that axis, so it was not reduced; a gradient was already reduced over an
-            axis that shards its parameter; a Python number has a gradient; the auxiliary values
-            differ between devices; the optimizer would be wrong on these shards, or does not fit
-            the gradients (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the
-            form of the model, or a leaf that is not an array.
+        ValueError: in each of these cases. The loss or a gradient was not reduced over an axis
+            whose devices have the same model. A gradient was reduced over an axis that shards its
+            parameter. A Python number has a gradient. The auxiliary values differ between devices.
+            The optimizer would be wrong on these shards, or does not fit the gradients
+            (`optimizers.elementwise.UnfitOptimizer`). `after_update` changes the form of the model,
+            or a leaf that is not an array.
     """
     if max_norm is not None:
         check_max_norm("step.make", max_norm)
@@ -327,8 +327,9 @@ def _check_form(path: str, new: Any, old: Any) -> None:
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
             f"step.make: after_update must keep the form of {path}, (shape, type, axes along which "
-            f"it differs) = {form(old)}; it returned {form(new)}. If the axes differ, average the "
-            "array over the new ones, as grads.averaged does with auxiliary values."
+            f"the devices' values differ) = {form(old)}; it returned {form(new)}. If the axes "
+            "differ, average the array over the new axes, as grads.averaged does with auxiliary "
+            "values."
         )
 
 
@@ -486,8 +487,9 @@ def _in_place(
     makes the state by `make()`. Else the argument is a model with whole arrays, and the function
     makes the state by `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the
     shardings."""
-    # The compiled functions return leaves, not a tree. If static fields of a model are functions,
-    # each `make_model()` may make new functions, and its tree then has another structure.
+    # The compiled functions return leaves, and `in_place` puts them into the tree of `shapes`: the
+    # tree of a new model may have another structure, which `jit` would return. For example, static
+    # fields that are functions may be new functions in each model.
     leaves, structure = jax.tree.flatten(shapes)
     target_shardings = [leaf.sharding for leaf in leaves]
     # Under `jit` each device makes its own shards, so no device holds a whole array.
@@ -515,10 +517,9 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in a tree like
-    `shapes`. `shapes` is the model of the state that `planned` describes, with a
-    `jax.ShapeDtypeStruct` in place of each array. Each process must have every array of `given` as
-    a whole. Raises `ValueError` if the number, the shapes or the dtypes of the arrays are not those
-    of `shapes`."""
+    `shapes`. `shapes` is a model in which a `jax.ShapeDtypeStruct` stands for each array. Each
+    process must have every array of `given` as a whole. Raises `ValueError` if the number, the
+    shapes or the dtypes of the arrays are not those of `shapes`."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):

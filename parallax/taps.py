@@ -15,9 +15,9 @@ along each of these dims in the whole array. The parameters of `tap_p` are `way`
 `recorder`:
 
 - `way` says what the tap reports. A FORWARD tap reports the value, a BACKWARD tap the cotangent,
-  and an AFTER tap a value that is computed after the backward pass. A LINEAR tap stands in the
-  derivative, on the value's tangent. A LINEAR tap reports nothing, and its transpose is the
-  BACKWARD tap.
+  and an AFTER tap a value that is computed after the backward pass. The derivative of a FORWARD
+  tap applies a LINEAR tap to the value's tangent. A LINEAR tap reports nothing, and its transpose
+  is the BACKWARD tap.
 - `mark`, a `Mark`, has the name of the tap (`path`), and says how the value is split (`dims`,
   `terms`).
 - `recorder`, a `Recorder`, is the object to which the tap reports.
@@ -56,14 +56,14 @@ class Mark(NamedTuple):
     """The facts about a tap that are known when the program is traced.
 
     Attributes:
-        path: the name of the tap; "*" stands for the layer.
+        path: the name of the tap. A "*" in the name stands for the number of the layer.
         dims: for each dim of the value, the axes that split this dim.
         terms: the axes over which the value is still to be summed, since each device has a term.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
         placed: the dims for which a report gives the positions of the block's elements in the whole
             array.
-        differentiated: whether the tap was differentiated, so that its cotangent has a tap.
+        differentiated: whether the tap was differentiated, so that another derivative adds no tap.
     """
 
     path: str
@@ -106,7 +106,7 @@ class Recorder:
     Attributes:
         paths: the index of each path. Indices count from 0, in the order in which the taps were
             first traced.
-        marks: for each path, the mark of the tap that was traced first.
+        marks: for each path, the `Mark` of the first tap of this path that was traced.
         reports: the reports of all devices, in any order.
     """
 
@@ -145,8 +145,8 @@ def tap(
 
     Args:
         x: a value of the model; on each device, the device's block of it.
-        path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the layer
-            that `at` gives.
+        path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the number
+            of the layer, which is set by `with bisect.at(layer=...)` around the call.
         spec: the split of the whole value. In the spec, "batch" marks the dim of the batch's rows,
             which the data axis and the cut into microbatches may split. `P(unreduced={"tensor"})`
             says that each device of that axis has a term of a sum. `P(unreduced={"batch"})` says
@@ -355,7 +355,7 @@ def _transposed(cotangent, x, *others, **params):
 def _batched(arguments, dims, *, mark, way, recorder):
     """Returns the result of a tap under `jax.vmap`, and the result's mapped dim. This function is
     the batching rule of `tap_p`: it binds `tap_p` to the mapped operands. In the new tap's `Mark`,
-    the mapped dim is a dim of the batch. `arguments` are the operands of `tap_p`, and `dims` has
+    the axis "batch" splits the mapped dim. `arguments` are the operands of `tap_p`, and `dims` has
     the mapped dim of each operand, or None."""
     dim, *others = dims
     # A `vmap` in a model is taken to run over rows of the batch, so its dim gets `BATCH` below.
@@ -369,7 +369,7 @@ def _batched(arguments, dims, *, mark, way, recorder):
     if any(mapped):
         raise ValueError(
             "bisect.tap: jax.vmap maps the number of the layer or of the microbatch at the tap "
-            f"{mark.path}. Call `at` outside the vmap."
+            f"{mark.path}. Call `bisect.at` outside the vmap."
         )
     # The dims in `placed` are counted without the mapped dim, so the dims at or after the mapped
     # dim move by one.

@@ -6,9 +6,10 @@ of the side is the axis's piece of that dim. The ring of an axis is a closed pat
 box: it goes out along one side, and comes back through all other points, by steps to neighbouring
 points if possible. A *cut* is one choice of all pieces; `cut[dim][axis]` is one piece. All cuts are
 tried, and the cut whose hops cross the fewest links is taken. If two cuts cross equally many links,
-the cut with shorter hops along the last axes of the mesh is taken. If these hops are equally long
-too, the cut with fewer pieces above 1 is taken. In this cut fewer axes share a dim of the torus.
-This is better because the hops of two axes that share a dim may cross the same links.
+the links of axis k of the mesh get the weight 1 + 1e-5 k, so that the cut with shorter hops along
+later axes is taken. If the weighted links are equal too, the cut with fewer pieces above 1 is
+taken. In this cut fewer axes share a dim of the torus. This is better because the hops of two axes
+that share a dim may cross the same links.
 
 Along each dim, a device has one coordinate for each axis. The axis's piece of the dim is the number
 of values that the coordinate can have, from 0 on. A *laying* of a dim is an array that holds the
@@ -212,8 +213,8 @@ def _laid(
     Args:
         cut: for each dim of the torus, its pieces: the factors of the dim's length, one for each
             axis. The last entry has the pieces of the cores on a chip, which count as one more dim.
-        lines: for each dim, one array from `_lines`, with the place along the dim of each
-            combination of the axes' coordinates.
+        lines: for each dim, one array from `_lines`. The array has, for each combination of the
+            axes' coordinates, the device's place along the dim.
         paths: for each axis, one array from `_paths`, the order in which the axis's ring visits the
             axis's devices.
         sizes: the sizes of the mesh's axes.
@@ -287,11 +288,13 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
 
     The axes are nested: for each coordinate of an outer axis, the coordinates of the inner axes
     fill a stretch of neighbouring places. Up to three axes are nested in all orders, and more axes
-    in one order. With two axes or more, each order gives two layings. In the first laying, all
-    stretches have the inner coordinates in the same order. In the second laying, every second
-    stretch has the inner coordinates in reverse order. With two axes, neighbouring stretches of the
-    second laying meet at the same inner coordinate: at this inner coordinate, the outer axis has a
-    hop of one link. With three axes or more, not all neighbouring stretches meet like this.
+    in one order. With two axes or more, each order gives two layings: in the second one, every
+    second stretch runs backward. For the pieces (2, 4), with the first axis outside, `line` is
+
+        [[0, 1, 2, 3], [4, 5, 6, 7]]  and  [[0, 1, 2, 3], [7, 6, 5, 4]].
+
+    In the second laying, coordinate 3 of the inner axis is at the places 3 and 4, so there a hop
+    along the outer axis takes one link. With three axes or more, not all stretches meet like this.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -301,8 +304,8 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
         for fold in (False, True) if len(axes) > 1 else (False,):
             line = np.zeros(pieces, int)
             for digits in np.ndindex(*pieces):
-                # From the outermost axis to the innermost; after an odd digit the next stretch runs
-                # backward.
+                # `place` is a number whose digits are the coordinates, the outermost axis first.
+                # With `fold`, the digit after an odd digit counts backward.
                 place, backward = 0, False
                 for axis in order:
                     digit = pieces[axis] - 1 - digits[axis] if backward else digits[axis]
@@ -313,8 +316,9 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
-    """Returns the lengths of the sides of the box that an axis's devices form in the torus. A side
-    is the axis's piece of one dim, a factor of the dim's length. Pieces of 1 are left out.
+    """Returns the lengths of the sides of the box that an axis's devices form in the torus. Each
+    side lies along one dim, and its length is the axis's factor (piece) of the dim's length. Sides
+    of length 1 are left out.
     """
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
@@ -322,12 +326,12 @@ def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """Returns the mean cost of a hop of an axis's ring, for each path of the ring and all choices
-    of the dims' layings: an array [paths, layings of dim 0, layings of dim 1, ...].
+    """Returns the mean cost of a hop of an axis's ring: an array [paths, layings of dim 0, layings
+    of dim 1, ...].
 
-    The cost of a hop is the number of links that the hop crosses, with a small addition for long
-    hops. `_paths` gives the paths that the ring may take. `_lines` gives the layings of a dim: each
-    is an array with the place along the dim for each combination of the axes' coordinates.
+    `_paths` gives the paths that the ring may take. A laying of a dim, from `_lines`, is an array:
+    for each combination of the axes' coordinates, the device's place along the dim. The cost of a
+    hop is the number of links that the hop crosses, with a small addition for long hops.
 
     Args:
         axis: the index of the axis.
@@ -362,13 +366,13 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns, for each path through a box, the fraction of the path's steps that go from
-    coordinate i to coordinate j along a side of the box.
+    """Returns fractions of the steps of each path of `_paths`: an array [paths, sides, n, n], where
+    n is the length of the longest side.
 
-    The returned array has the shape [paths, sides, n, n], where n is the length of the longest
-    side. A step along another side does not change the coordinate along this side, so it counts as
-    a step from i to i. For each path, take the sum over the sides, i and j of the fraction times
-    the number of links between i and j: the result is the mean number of links that a step crosses.
+    Element [path, side, i, j] is the fraction of the path's steps that go from i to j in the
+    coordinate along the side. A step along another side keeps this coordinate, so the step counts
+    as one from i to i. To get the mean number of links that a step of a path crosses, multiply each
+    fraction by the number of links between i and j, and add up.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))

@@ -134,11 +134,11 @@ def refusal(
 
     Args:
         fields: a layout's fields by name.
-        sizes: an empty dict, to check the fields alone; or a dict with layers, heads, hidden, rows
-            (of the embedding: the vocabulary's size with padding), batch (sequences) and tokens (of
-            a sequence), and perhaps experts, devices and processes.
-        wording: how the message writes sizes and changes: for Python or for a command line, for
-            example.
+        sizes: the sizes in `SIZES`, and perhaps those in `OPTIONAL_SIZES`, by name. `hidden` counts
+            the hidden units of a feed-forward, `rows` the rows of the padded vocabulary, `batch`
+            the sequences, and `tokens` the tokens per sequence. With an empty dict, only the fields
+            are checked.
+        wording: how the message writes sizes and changes, such as for Python or a command line.
         written: the fields that the caller wrote, by name; all other fields have their defaults. A
             `wording` may repeat these fields in the proposed change, so that it is complete.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a
@@ -174,8 +174,7 @@ def proposal(texts: Sequence[str], note: str = "") -> str:
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:
-    """Returns whether these fields are valid for a layout, and whether this layout fits these
-    sizes."""
+    """Returns whether these fields make a valid layout that fits these sizes."""
     return next(faults(fields, _with_experts(sizes)), None) is None
 
 
@@ -219,9 +218,9 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     The other faults are fields without effect, fields that exclude each other, and sizes that do
     not fit the layout.
 
-    With `to_repair`, the faults come in the order in which `repaired` cures them: first those of
-    the axes, whose product is the number of devices, and then those of the sizes (such as the
-    batch) that must be multiples of the sizes of axes.
+    With `to_repair`, the faults come in the order in which `repaired` cures them. Faults of the
+    axes then come before faults of the model and the batch, since the sizes of the model and the
+    batch must be multiples of the sizes of axes.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))

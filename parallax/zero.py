@@ -20,12 +20,12 @@ A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of eac
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
 says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
 was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
-over the axes that its spec names, and summed over the other axes. A leaf is not summed over axes
-that split the parameter itself (experts). A mean divides by the product of the sizes of all axes of
-the tuple. `splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a
-`Split`: the dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a
-CPU each array of `x` waits for all of `y`, so that all devices send in one order: else they could
-wait for each other forever.
+over the axes that its spec names, and summed over the other axes. An axis that splits the parameter
+even without ZeRO, such as the experts' axis, is left out of both. A mean divides by the product of
+the sizes of all axes of the tuple. `splits_of(path, by_path, axis)` gives the dims of a leaf that
+`axis` splits, each as a `Split`: the dim, and those axes of `axis` that split this dim.
+`sequence_after(x, y)` is `x`; on a CPU each array of `x` waits for all of `y`, so that all devices
+send in one order: else they could wait for each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
 `ZeRO` makes all these functions, from a stage, an axis and the model's sharding rule.
@@ -107,7 +107,8 @@ def reduce_scattered(
             return splits_of(path, by_path, axis.over(names))
 
         def scattered(gradient, param, splits):
-            """Returns this device's share of one gradient, in float32 or wider."""
+            """Returns this device's share of one gradient, in float32 or wider. Without splits,
+            the gradient is not summed here: `value_and_sums` sums it later (`names_left`)."""
             # A gradient that does not have the parameter's shape was already scattered inside
             # `grad`, once in each microbatch (ZeRO-2). `reduce_scatter` sums in float32 or wider;
             # the cast after it is for gradients that are not scattered here.
@@ -116,6 +117,7 @@ def reduce_scattered(
             return gradient.astype(accumulation_dtype(gradient.dtype))
 
         def names_left(gradient, names, splits):
+            """Returns the axes over which `scattered` took no sum of this gradient."""
             done = shards.names_of(splits)
             return tuple(name for name in names if name not in done)
 
@@ -192,7 +194,7 @@ def sharded(
         return shards.take(weight, splits(path, weight))
 
     def gradient_share(path, gradient, weight):
-        """Returns this device's share of the mean of one gradient."""
+        """Returns this device's share of one gradient, averaged over the devices."""
         if gradient.shape != weight.shape:  # already a share, from `reduce_scattered`
             return gradient
         # The axes along which the devices have the same parameter and different gradients.
@@ -390,9 +392,9 @@ def part_specs(
                 )
             return PartitionSpec(*spec[count:])
 
-        return jax.tree.map_with_path(inner, blocks(specs), is_leaf=trees.is_spec)
+        return jax.tree.map_with_path(inner, blocks(specs))
 
-    ends = eqx.tree_at(blocks, specs, None, is_leaf=trees.is_spec)
+    ends = eqx.tree_at(blocks, specs, None)
     # A stage gets one chunk at a time: its specs lack the dim of chunks, if there is one.
     return PartSpecs(ends, stage=without(loops - 1), layer=without(loops))
 
@@ -471,7 +473,7 @@ class ZeRO:
     specs: Specs = field(init=False)
 
     def __post_init__(self):
-        """Checks the stage and the axis, and makes the rule and the specs of the shares."""
+        """Checks `stage` and `axis`, and sets `optimizer_rule` and `specs`."""
         names = axes_of(Axis.of(self.axis))
         if self.stage not in (1, 2, 3):
             raise ValueError(
@@ -561,7 +563,8 @@ class ZeRO:
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "
-                    "was given has none. Give ZeRO the shapes of the model that is trained."
+                    "was given has no leaf at this path. Give ZeRO the shapes of the model that is "
+                    "trained."
                 )
             needed = NamedSharding(self.mesh, specs[path]).shard_shape(wholes[path])
             if shape != needed:

@@ -314,6 +314,39 @@ def test_a_factor_is_no_rounding():
     assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "bool", "key"])
+def test_copies_of_whole_numbers_that_differ_are_reported(dtype):
+    """Replicas may have drifted apart in a step's number or a random key too."""
+    devices = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def run(differs):
+        kind = "uint32" if dtype == "key" else dtype
+        copies = np.zeros(4, kind), np.asarray([0, 0, differs, 0], kind)
+        placed = [jax.device_put(x, d) for x, d in zip(copies, jax.devices()[:2], strict=True)]
+        sharding = mesh.shardings(P(), devices)
+        numbers = jax.make_array_from_single_device_arrays((4,), sharding, placed)
+        if dtype == "key":
+            numbers = jax.random.wrap_key_data(numbers, impl="rbg")
+        return bisect.of_tree({"step": numbers})
+
+    assert bisect.compare(run(False), run(False)).first is None
+    found = bisect.compare(run(False), run(True)).first
+    assert str(found.key) == "result.step"
+    assert "different copies" in found.diagnosis
+
+
+def test_imaginary_parts_are_compared():
+    def run(factor):
+        def step(x):
+            return jnp.fft.ifft(bisect.tap(jnp.fft.fft(x) * factor, "spectrum", P())).real
+
+        return lambda: (step, (jnp.arange(8.0),))
+
+    assert bisect.compare(run(1), run(1)).first is None
+    found = bisect.compare(run(1), run(jnp.asarray([1, 1, 1, 1, 1, 1, 1, 1j]))).first
+    assert (str(found.key), found.index) == ("spectrum", (7, 0))
+
+
 @pytest.mark.sweep(3, "wholes")
 def test_the_microbatch_and_the_number_are_named():
     off = lambda x: x.at[1].multiply(2)  # of each microbatch on each device, the second row

@@ -111,6 +111,18 @@ def tables(draw, stages, microbatches, chunks, loops=False):
     return functools.partial(from_orders, orders, places)
 
 
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (0, "at place 0, which is on stage 0. Move the job to stage 0, or place 0 to stage 1."),
+        (7, "at place 7, but the chunks of all stages have only the places 0 to 1."),
+    ],
+)
+def test_a_job_at_another_stages_place_or_at_none_is_refused(place, told):
+    with pytest.raises(ValueError, match=re.escape(f"stage 1 has a job {told}")):
+        from_orders([[], [Job("forward", 0, place)]], np.array([[0, 1]]))
+
+
 @given(data=st.data(), P_=st.integers(1, 5), M=st.integers(1, 4), v=st.integers(1, 3))
 @settings(max_examples=30)
 def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):

@@ -721,7 +721,7 @@ def test_random_keys_are_not_added(algorithm, name):
         lambda keys: getattr(algorithm, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P()
     )
     with pytest.raises(
-        ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."
+        ValueError, match=r"Random keys cannot be added; got an array of keys, key<fry>\[4\]\."
     ):
         run(jax.random.split(jax.random.key(0), 4))
 

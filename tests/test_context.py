@@ -464,8 +464,8 @@ ERRORS = {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(heads of queries, heads of keys) of the whole model": {"heads": (6, 4)},
-    "a device has 3 tokens (6 over 2 devices), which must be a multiple of 2, its number of "
-    "chunks. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
+    "the number of tokens of a device, 3 (6 over 2 devices), must be a multiple of 2, the number "
+    "of chunks of a device. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
         "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
@@ -594,7 +594,7 @@ def gathered_shape(attend, n=4, order=context.zigzag):
 )
 def test_a_mask_by_its_own_count_is_refused(attend):
     said = (
-        "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for its "
+        "context.gathered: attend ignores positions=, and counts queries and keys from 0 for its "
         "mask or bias. But the 8 queries of a"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):

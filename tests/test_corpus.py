@@ -114,7 +114,7 @@ def test_a_damaged_vocabulary_is_refused(tmp_path):
 
 def test_a_missing_vocabulary_is_named(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"absent: needed GPT-2's ranks.*examples/data/gpt2\.tiktoken"
+        FileNotFoundError, match=r"GPT-2's token ranks.*absent does.*examples/data/gpt2\.tiktoken"
     ):
         corpus.gpt2_tokenizer(tmp_path / "absent")
 

@@ -144,9 +144,9 @@ def test_a_write_cut_short_leaves_no_record_of_another_vocabulary(tmp_path, monk
 def test_a_vocabulary_that_there_cannot_be_is_refused(tmp_path, vocabulary):
     path = tmp_path / "text.bin"
     path.write_bytes(bytes(8))
-    with pytest.raises(ValueError, match=r"needs a vocabulary from 1 to 2147483648, got "):
+    with pytest.raises(ValueError, match=r"needs a vocabulary of 1 to 2147483648 tokens, got "):
         data.write(tmp_path / "other.bin", np.array([1, 2]), vocabulary=vocabulary)
-    with pytest.raises(ValueError, match=r"needs a vocabulary from 1 to 2147483648, got "):
+    with pytest.raises(ValueError, match=r"needs a vocabulary of 1 to 2147483648 tokens, got "):
         data.read(path, vocabulary=vocabulary)
     assert os.listdir(tmp_path) == ["text.bin"]
 
@@ -390,8 +390,8 @@ def test_tokens_may_lie_in_a_file(tmp_path):
         ({"rows": slice(4, None)}, "rows must select at least one of the 4 sequences"),
         (
             {"length": 20},
-            r"needs 21 tokens \(length 20 and the next one\); the text has 20\. .*a length up "
-            r"to 19",
+            r"needs 21 tokens \(the inputs and the token after them\); the text has 20\. .*a "
+            r"length up to 19",
         ),
     ],
 )

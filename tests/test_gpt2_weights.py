@@ -315,7 +315,7 @@ def replaced(name, value):
 WRONG_TENSORS = {
     "missing": (
         without("transformer.h.1.mlp.c_fc.bias"),
-        r"the tensor h\.1\.mlp\.c_fc\.bias is missing, which .*config",
+        r"the tensor h\.1\.mlp\.c_fc\.bias is missing, but .*config",
     ),
     "extra": (
         replaced("transformer.h.3.ln_1.bias", lambda _: np.zeros(12)),

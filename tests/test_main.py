@@ -108,7 +108,7 @@ def test_prints(arguments, words, capsys):
             "plan --devices 8 --precision bf16",
             "one of full, bfloat16, float16; got 'bf16'. Use --precision bfloat16.",
         ),
-        ("plan --model xl", "plan needs --devices, --layout, or a file and --mesh."),
+        ("plan --model xl", "plan needs --devices, or --layout, or FILE:FUNCTION with --mesh."),
         (
             "plan --mesh data=8",
             "file, as in `plan path/to/file.py:function --mesh data=8`",

@@ -207,11 +207,13 @@ REFUSED = {
         (3,),
         [{1: [2], 2: [2]}, {1: [1]}],
     ),
-    "Route: in round 1 block 2 arrives at offset 1, whose block was sent away in round 0.": (
+    "Route: in round 1 block 2 arrives at offset 1, but the block at offset 1 was sent away in "
+    "round 0, so the terms that arrive would be lost. Let block 2 arrive earlier": (
         (3,),
         [{1: [1]}, {1: [2]}],
     ),
-    "Route: in round 0 block 2 arrives at offset 1, whose block was sent away in round 0.": (
+    "Route: in round 0 block 2 arrives at offset 1, but the block at offset 1 was sent away in "
+    "round 0, so": (
         (3,),
         [{1: [1, 2]}],
     ),
@@ -230,7 +232,7 @@ REFUSED = {
     "Route: round 0 sends block 0, which is at home already": ((3,), [{1: [0]}]),
     "Route needs a shape with at least one dim, and at least 1 device along each dim; "
     "got shape (0,).": ((0,), []),
-    "pairs: the number of devices must be a power of two; got 6. Use halving": (
+    "pairs: the number of devices must be a power of two; got 6. Use `halving`": (
         lambda: tables.pairs.table(6)
     ),
     "machines(4) needs a multiple of 4 devices; got 6.": lambda: tables.machines(4).table(6),

@@ -575,14 +575,14 @@ MESSAGES = {
         "The forward table must be whole numbers, ticks x stages, got float64 of shape (1, 1). "
         "Write one row per tick and -1 where a stage rests.",
     ),
-    "stages": (lambda: gpipe(0, 4), "A schedule needs stages of at least 1, got stages=0."),
+    "stages": (lambda: gpipe(0, 4), "A schedule needs stages >= 1, got stages=0."),
     "microbatches": (
         lambda: one_f_one_b_lockstep(4, 0),
-        "A schedule needs microbatches of at least 1, got microbatches=0.",
+        "A schedule needs microbatches >= 1, got microbatches=0.",
     ),
     "chunk count": (
         lambda: zero_bubble_lockstep(4, 4, 0),
-        "A schedule needs chunks of at least 1, got chunks=0.",
+        "A schedule needs chunks >= 1, got chunks=0.",
     ),
     "true in a table": (
         lambda: Schedule(np.ones((1, 1), bool), np.zeros((1, 1), int)),

@@ -84,7 +84,7 @@ def damaged(folder, copy, kind):
     [
         ("missing", r"00003\.bin: needed a file of 300 bytes, found no file"),
         ("short", r"00003\.bin: needed 300 bytes, the file has 298"),
-        ("bit", r"00003\.bin: needed the hash \w+\.\.\., the file has other bytes"),
+        ("bit", r"00003\.bin: needed bytes with the hash \w+\.\.\., found other bytes"),
         ("manifest", r"manifest\.json: the manifest is damaged"),
     ],
 )
@@ -369,7 +369,7 @@ def test_bytes_are_read_once_or_not_at_all(own, tmp_path, reads):
     assert not reads
     for changed in (path, own / "00005.bin"):
         changed.write_bytes(changed.read_bytes()[::-1])
-        message = rf"{changed.name}: needed the hash \w+\.\.\., the file has other bytes"
+        message = rf"{changed.name}: needed bytes with the hash \w+\.\.\., found other bytes"
         with pytest.raises(manifest.Damaged, match=message):
             both()
         both(check_bytes=False)

@@ -2,8 +2,8 @@
 
     python make_state_of_the_union.py FOLDER_OF_THE_PACKAGE
 
-The file has the addresses from 1934 on that the package's table marks as spoken, in
-the order of their dates. The addresses are whole, without two kinds of editors' notes:
+The file has all State of the Union addresses since 1934 that the package's table marks
+as spoken, sorted by date. The addresses are whole, without two kinds of editors' notes:
 those that have a line of their own, such as "[Delivered in person before a joint
 session]", and "[See APP Note.]".
 """
@@ -18,9 +18,8 @@ EDITORS_NOTE = re.compile(r"\[[^\[\]]*\]")
 
 
 def tidy(address: str) -> str:
-    """Returns the text of one address, a speech, without the editors' notes, with
-    single spaces and only printable characters. Each run of blank lines becomes one
-    blank line.
+    """Returns the text of one speech without the editors' notes, with single spaces and
+    only printable characters. Each run of blank lines becomes one blank line.
     """
     address = address.replace("[See APP Note.]", "")
     lines = (" ".join(line.split()) for line in address.splitlines())
@@ -33,8 +32,8 @@ def tidy(address: str) -> str:
 
 
 def main(package: Path, target: Path) -> None:
-    """Writes all addresses to `target`, with one blank line between each address and
-    the next."""
+    """Writes all spoken speeches since `FIRST_YEAR` to the file `target`, with a blank
+    line between speeches."""
     with open(package / "data" / "metadata.csv", encoding="utf-8", newline="") as file:
         rows = [
             row

@@ -62,8 +62,8 @@ class World(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What a run's flags come to: the model's sizes, tokens in a sequence, the layout,
-    and its pipeline's schedule."""
+    """The values that follow from a run's flags: the model's sizes, the number of
+    tokens in a sequence, the layout, and the pipeline's schedule."""
 
     config: gpt2.Config
     length: int
@@ -174,8 +174,8 @@ def refusal(settings: Settings, world: World) -> str | None:
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """`change` with the further changes that make all flags valid; None if none are
-    found."""
+    """Returns `change`, with further changes if the flags need these to be valid.
+    Returns None if no such changes are found."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):
@@ -310,7 +310,8 @@ def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _wording(settings: Settings, world: World) -> validate.Wording:
-    """A layout's fields and a run's sizes as flags."""
+    """Returns the `Wording` that writes the fields of layouts and sizes of runs as
+    flags."""
     fixed = (
         ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
     )

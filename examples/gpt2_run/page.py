@@ -32,8 +32,8 @@ def write(
         plan: the plan of the run.
         train: the compiled step.
         described: the text that the run printed before its first step.
-        comparison: the first losses of the run beside those of one device; "" if one
-            device computed no losses.
+        comparison: the first losses of the run, beside the losses of the same steps on
+            one device; "" if these steps did not run on one device.
         sample: the text that the model wrote.
         seconds: the seconds that each part of the run took, by the name of the part.
     """

@@ -49,8 +49,8 @@ TOKENIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Settings, checked and worked out, and the text: all that is known before a device
-    computes."""
+    """The checked settings of a run, the values that follow from them, and the text to
+    train on: all that is known before a device computes."""
 
     settings: Settings
     job: processes.Job
@@ -296,7 +296,7 @@ def describe(
 
     Args:
         sent: the bytes that a device sends in a step, by mesh axis.
-        rate: the flops per second of a matrix product on all devices.
+        rate: the flops per second of all devices together, in matrix products.
         measured: how `rate` was measured.
         first: the number of steps that are already done.
     """
@@ -383,8 +383,8 @@ def said(plan: Plan) -> str:
 
 
 def chosen(plan: Plan) -> dict[str, Axis]:
-    """Returns each axis of the mesh with its collective algorithm. With `--all-reduce
-    auto`, times several all-reduces on each axis, and prints the choice."""
+    """Returns each axis of the mesh with its collective algorithm. `--all-reduce auto`
+    measures the time of several all-reduces on each axis, and prints the choice."""
     if plan.settings.all_reduce == "auto":
         axes = [name for name, size in plan.layout.axes.items() if size > 1]
         both = [("stage", "tensor")] if {"stage", "tensor"} <= {*axes} else []

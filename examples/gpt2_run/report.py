@@ -37,11 +37,11 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def step_flops(config: gpt2.Config, tokens: int, length: int) -> int:
-    """The model's flops in a step of `tokens` tokens: (6 N + 12 L D T) each.
+    """Returns the model's flops in a step of `tokens` tokens: 6 N + 12 L D T per token.
 
-    6 N is a multiplication and an addition for every parameter, once forward and twice
-    backward; 12 L D T is the same for attention's two products, the causal mask not
-    deducted. What `--remat` computes again does not count.
+    6 N is a multiplication and an addition per parameter, once forward and twice
+    backward. 12 L D T is the two products of attention, without a causal mask, forward
+    and backward. Operations that `--remat` repeats are not counted.
     """
     return (6 * config.parameters + 12 * config.layers * config.width * length) * tokens
 
@@ -78,9 +78,9 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def split(layout: Layout) -> str:
-    """Returns a text that says what the devices split, besides the batch, the layers
-    and the vocabulary. The text then names the precision of the computation, and the
-    activations that the backward pass computes again."""
+    """Returns a text that names the state that ZeRO splits, and says if the residual
+    stream and the sends are split over the tensor axis. The text then names the
+    precision, and the activations that the backward pass computes again."""
     sharded = (
         "nothing",
         "optimizer state",
@@ -149,8 +149,8 @@ def cores() -> int:
 
 
 def printer(job: processes.Job) -> Callable[[str], Any]:
-    """A function that prints a line at once on rank 0, and does nothing on the other
-    ranks."""
+    """Returns a function that, on rank 0, prints a line and flushes the output. On the
+    other ranks the function does nothing."""
     return functools.partial(print, flush=True) if job.rank == 0 else lambda line: None
 
 

@@ -35,8 +35,8 @@ def sinks(plan: Plan, first: int) -> metrics.Sink:
 
 
 def limited(spikes: Spikes | None) -> tuple[Any, ...]:
-    """Returns the arguments that follow the batch in a call of the train step. If there
-    is a guard against spikes, they are None for the weights of the tokens, and the
+    """Returns the arguments that follow the batch in a call of the train step. With a
+    guard against spikes there are two: the weights of the tokens, here None, and the
     guard's limit on the loss. Without a guard there are none."""
     return () if spikes is None else (None, np.float32(spikes.limit))
 
@@ -69,9 +69,9 @@ class Session:
     told: str = ""  # the signal that ended the loop
 
     def begin(self, first: int, note: dict[str, Any]) -> None:
-        """Sets the counters, the clock, the sink and the progress line for a run after
-        step `first`. `note` holds the counts that the checkpoint of this step stored;
-        without a checkpoint it is empty."""
+        """Sets the counters, the clock, the sink and the progress line for a run that
+        continues after step `first`. `note` holds the counts in the checkpoint of this
+        step; without a checkpoint `note` is empty."""
         plan, s = self.plan, self.plan.settings
         self.skipped = metrics.Skipped(s.skip_budget, note.get("skipped", []))
         self.clock = metrics.Clock(note.get("clock"))

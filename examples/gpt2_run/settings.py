@@ -222,9 +222,9 @@ def check(settings: Settings) -> None:
 
 
 def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a message for each wrong flag and the values to use instead, by the names
-    of the fields. A flag that is wrong only for some texts or devices is not found
-    here."""
+    """Yields a pair for each wrong flag: a message, and a dict from names of fields to
+    the values to use instead. A flag that is wrong only for some texts or devices is
+    not found here."""
     for name, (least, most) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not least <= value <= most:
@@ -298,8 +298,8 @@ def _cure(change: Mapping[str, Any]) -> str:
 
 
 def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | None:
-    """`change` with the further changes that make the flags valid on virtual CPU
-    devices; None if none are found."""
+    """Returns `change`, with further changes if the flags need these to be valid on
+    virtual CPU devices. Returns None if no such changes are found."""
     after = dataclasses.replace(settings, **change)
     if next(faults(after), None) is not None or after.source is not None:
         return None

@@ -200,9 +200,9 @@ class _SliceReader:
           variable is returned.
         - A call of a function, or a `scan`, is opened, and nothing is collected. The result of its
           jaxpr that becomes `atom` is returned, so `follow` goes on inside this jaxpr.
-        - For any other equation, such as a `while` or a `cond`, the Python functions that made the
-          equation and the collectives that it runs are collected, and those of all equations inside
-          its jaxprs too. The operands of the equation are returned.
+        - Any other equation, such as a `while` or a `cond`, is noted: `_note` collects the
+          collectives that the equation runs, and the Python functions that made the equation. All
+          equations inside its jaxprs are noted too. The operands of the equation are returned.
 
         A tap whose `way` is LINEAR belongs to a derivative and reports no value. So a LINEAR tap is
         of the third kind. A call of one of JAX's own functions is also of the third kind, but its

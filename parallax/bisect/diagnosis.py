@@ -92,9 +92,9 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
-    """Returns a text with the factor, and the axes whose size is this factor, if the wrong value is
-    a multiple of the right one; else "". `counts` has the sizes of the axes and the number of
-    microbatches.
+    """Returns a text if the wrong value is a multiple of the right one, else "". The text has the
+    factor, and the axes whose size is the factor or its inverse. `counts` has the sizes of the axes
+    and the number of microbatches.
     """
     # The factor f that makes `wrong - f * right` smallest (least squares).
     squares = float(np.vdot(right, right))

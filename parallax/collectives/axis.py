@@ -272,7 +272,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         over the axis before it, and so on."""
 
         def leaf(x):
-            """Returns all devices' blocks of one array, joined along its dim `axis`.
+            """Returns all devices' blocks of one array, joined along the array's dim number `axis`.
 
             The groups of mesh axes (see `_groups`) gather one after another, the last group first.
             """

@@ -7,8 +7,9 @@ A collective is a list of rounds. In a round every device sends a message, or se
 links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
 program may send the messages of two such rounds at the same time, but a device with one port
 cannot. The other rounds have `waits` set. A round's `reduced` is the bytes that a device adds to
-its own numbers. All costs here are integers that include padding, and they equal the costs that the
-tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live mesh.
+its own numbers. All counts in a `Cost` are integers. They include padding, and equal the counts
+that the tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live
+mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
@@ -64,8 +65,8 @@ class Round(NamedTuple):
 def priced(
     rounds: Callable[..., Sequence[Round]], name: str = ""
 ) -> Callable[[Function], Function]:
-    """Returns a decorator that gives a function a name, and the rounds of messages from which
-    `cost.of` computes its cost.
+    """Returns a decorator that sets a function's name and its attribute `rounds`, from which
+    `cost.of` computes the function's cost.
 
     Args:
         rounds: `rounds(size, n, itemsize, **options)` returns the rounds for an array of `size`
@@ -165,9 +166,9 @@ def rounds(
 ) -> Sequence[Round]:
     """Returns the rounds of messages of a call of `collective`.
 
-    The arguments, and the errors that are raised, are those of `cost.of`: `nbytes` is the bytes of
-    the argument on one device (for an all-gather, of one block), and `itemsize` is the size in
-    bytes of one element. `n` is the number of devices on the axis, or on each of several axes.
+    The arguments and the errors are those of `cost.of`. `nbytes` is the bytes of the collective's
+    argument on one device, and `itemsize` is the size in bytes of one element. `n` is the number of
+    devices on the axis, or on each of several axes.
     """
     # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}

@@ -30,8 +30,8 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
     """Returns the tree `x`, which a CPU computes only after `after`; values and types do not
     change.
 
-    The result is differentiable in `x`. Random keys do not wait, and neither do arrays that JAX
-    types as `unreduced` or `reduced`, since JAX cannot index them.
+    The result is differentiable in `x`. Random keys, and arrays that JAX types as `unreduced` or
+    `reduced`, neither wait nor are waited for.
     """
     leaves, structure = jax.tree.flatten(x)
     waiting = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]

@@ -50,7 +50,8 @@ def reduce_scatter_leaf(
     """Returns `lax.psum_scatter` of one array, computed by `slices.scatter`.
 
     The transpose is `slices.gather`. Neither `slices.scatter` nor `slices.gather` adds or removes a
-    dim. So if not `tiled`, the dim is dropped after the scatter, and added before the gather.
+    dim. So if not `tiled`, dim `scatter_dimension`, which the scatter cuts to size 1, is dropped
+    after the scatter, and added before the gather.
     """
     # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an error.
     x = check_summand("reduce_scatter", summable(x), axis_name)
@@ -75,13 +76,14 @@ def all_gather_leaf(
     """Returns `lax.all_gather` of one array, of numbers or random keys.
 
     `slices.gather` computes the result. The transpose is `slices.scatter`, or a slice if the result
-    is invariant. Neither the gather nor its transpose adds or removes a dim. So if not `tiled`, the
-    dim is added before the gather, and dropped after the transpose. `to` is the replication type of
-    the result along the axis: "varying", "invarying" or "reduced", as in `lax.pcast`.
+    is invariant. Neither the gather nor its transpose adds or removes a dim. So if not `tiled`, dim
+    `axis`, of size 1, is added before the gather, and dropped after the transpose. `to` is the
+    replication type of the result along the axis: "varying", "invarying" or "reduced", as in
+    `lax.pcast`.
     """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(
-            "all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; "
+            "all_gather: `to` must be 'varying', 'invarying' or 'reduced', as in lax.all_gather; "
             f"got {to!r}."
         )
     x = check_block("all_gather", jnp.asarray(x), axis_name)
@@ -161,7 +163,7 @@ def summable(x: ArrayLike) -> Shaped[Array, "..."]:
     # The sum of two keys is no key, and means nothing.
     if is_key(array):
         raise ValueError(
-            f"Random keys cannot be added, and this array holds some, "
+            "Random keys cannot be added; got an array of keys, "
             f"{array.dtype}{list(array.shape)}. Make the key the same on all devices, or gather it."
         )
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array

@@ -117,7 +117,7 @@ def gather(
         unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
-    # For each table, the blocks that this device has, by the offset of their owners.
+    # `copies[table][offset]` is this device's copy of the block whose owner is at `offset`.
     copies = [{route.home: block} for route, block in zip(routes, blocks, strict=True)]
 
     def copy(table, offset):
@@ -134,7 +134,7 @@ def gather(
         for number in reversed(chain):
             arrivals = _arrivals(routes, number, copy, axis_name, dim, backwards=True)
             for table, offset, block in arrivals:
-                copies[table][offset] = block  # a later round may send it on
+                copies[table][offset] = block  # a later round may pass it on
                 result = write(result, table, routes[table].device_at(me, offset), block)
     return result
 
@@ -207,7 +207,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         """Returns a function of `trip`, the number of an iteration. The function returns the terms
         that this device adds to the partial sums that arrive in this iteration for `table`.
 
-        `step` and `offsets` are those of the chain's first round, as in `_chain_messages`.
+        `step` and `offsets`, from `_chain_messages`, are those of the first round in the loop.
         """
         route = routes[table]
 
@@ -272,12 +272,12 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     and updates `copies`.
 
     Each iteration is one hop: each table passes on the blocks that just arrived, and the blocks
-    that arrive now are written. `copies` has, for each table, the blocks that this device has, by
-    the offset of their owners. `write`, `result` and `dim` are as in `gather`:
+    that arrive now are written. `copies[table][offset]` is this device's copy of the block whose
+    owner is at `offset` from this device. `write`, `result` and `dim` are as in `gather`:
     `write(result, table, j, block)` returns `result` with device j's block written into it.
 
     A gather runs the table backwards: the rounds that stand before the chain in the table run after
-    the chain. These rounds may send on any block that arrives in the chain. So if the table has
+    the chain. These rounds may pass on any block that arrives in the chain. So if the table has
     such rounds, the loop keeps every message that arrives. For each array of a message there is a
     stack of shape `[length, *array]`, where `length` is the number of iterations; entry k is the
     array that arrives in iteration k.
@@ -286,7 +286,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     sent_on_later = chain.start > 0
 
     def owners_after(trip, table, step, offsets):
-        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`."""
+        """Returns the offsets from this device to the owners of the blocks that arrive in iteration
+        `trip`. `step` and `offsets` are those of the chain's first round."""
         # Backwards: the last iteration brings the blocks of the chain's first round.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
@@ -297,8 +298,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         `messages` (see `_chain_messages`) has (table, step, offsets) for each table that sends. A
         table has the same `step` in all rounds of the chain. In a gather, the message of a table
         comes from the device at offset `step`. `stacks` keep each arrived block for rounds after
-        the loop, and are empty if no rounds follow. `owners_after` returns, for the blocks that
-        arrive in an iteration, the offsets from this device to the blocks' owners.
+        the loop, and are empty if no rounds follow.
         """
         last_messages, stacks, result = carry
         arrived = {}
@@ -362,8 +362,8 @@ def _loop(length: int, hop, carry):
 
 
 def _joined(blocks, dim: int) -> list:
-    """Returns the arrays of a message. All blocks of a message have the same size: small blocks are
-    joined into one array, and large blocks stay separate arrays."""
+    """Returns the arrays of a message: one array, joined along `dim`, if each block has at most
+    `JOINED` bytes; else the blocks themselves. All blocks of a message have the same size."""
     nbytes = blocks[0].size * blocks[0].dtype.itemsize
     # `pieces_of` is the number of permutes for the message. One block is not joined.
     is_joined = pieces_of(len(blocks), nbytes) < len(blocks)
@@ -422,9 +422,9 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     XLA cannot fuse the writes into the operation that uses the result.
 
     Without the barrier, XLA may fuse some of the writes, such as that of the last block. If XLA
-    then fuses a product and a sum, it rounds the numbers of these blocks once instead of twice. The
-    fused blocks differ from device to device, so replicas would drift apart. The CPU's compiler
-    removes an optimization barrier, so on a CPU a loop takes the barrier's place.
+    then fuses a product and a sum, it rounds the numbers of these blocks once instead of twice.
+    These are different blocks on different devices, so replicas would drift apart. The CPU's
+    compiler removes an optimization barrier, so on a CPU a loop takes the barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

@@ -164,7 +164,8 @@ def _prices(tables_of):
         """Returns the rounds of messages for blocks of `block_size` numbers.
 
         An algorithm may have several tables, which run side by side: each carries a share of every
-        block. With `back` the tables run backwards, as a gather, in which a device adds nothing.
+        block. With `back` the rounds are those of a gather: the tables run backwards, and the
+        devices add no numbers.
         """
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))  # (start, length) for each table
@@ -213,7 +214,7 @@ def messages(
     Args:
         routes: the tables.
         nbytes: for each table, the bytes of a block.
-        back: whether the tables run backwards, as a gather.
+        back: whether the rounds are those of a gather, for which the tables run backwards.
         added: for each table, the bytes that a device adds to its own numbers for each arriving
             block; by default a device adds nothing.
     """

@@ -64,9 +64,8 @@ class Route:
             may be plain integers. A step may be negative: -1 means n - 1. A round may be empty.
 
     Raises:
-        ValueError: a device sends its own block, or sends another block twice or never; a block
-            arrives at a device that sends its own term of this block in the same round or sent it
-            before; a step or an offset is outside the box; or the box has no dim or no devices.
+        ValueError: a device's term of a block would not reach the block's owner exactly once; a
+            step or an offset is outside the box; or the box has no dim or no devices.
     """
 
     shape: Point
@@ -74,7 +73,7 @@ class Route:
 
     def __post_init__(self):
         """Turns steps and offsets that are plain numbers into points (tuples with one number for
-        each dim of the box), and checks the table."""
+        each dim of `shape`), and checks the table."""
         rounds = []
         for sends in self.rounds:
             points = {_point(step): tuple(map(_point, sends[step])) for step in sends}
@@ -103,13 +102,13 @@ class Route:
         """Returns the offset that a block has after `times` hops of `step`.
 
         A hop brings a block nearer to its owner, so along each dim the offset falls by the step,
-        modulo the size of the box. `times` may be traced.
+        modulo the number of devices along this dim. `times` may be traced.
         """
         dims = zip(offset, step, self.shape, strict=True)
         return tuple([(o - times * s) % length for o, s, length in dims])
 
     def device_number(self, point: Sequence[int]) -> int:
-        """Returns the number, in row-major order, of the device at a point of the box.
+        """Returns the number, in row-major order, of the device at a point of the box of devices.
 
         A point outside the box wraps around.
         """
@@ -233,8 +232,9 @@ def _check(route: Route) -> None:
             if arrival in sent:
                 raise ValueError(
                     f"Route: in round {r} block {_describe(o)} arrives at offset "
-                    f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. "
-                    "Let it arrive earlier, or at another offset."
+                    f"{_describe(arrival)}, but the block at offset {_describe(arrival)} was sent "
+                    f"away in round {sent[arrival]}, so the terms that arrive would be lost. "
+                    f"Let block {_describe(o)} arrive earlier, or at another offset."
                 )
     # No block was sent twice, and the own block never: n - 1 sent blocks are all the others.
     if len(sent) < route.n - 1:

@@ -2,11 +2,12 @@
 `algorithm` turns that function into a collective algorithm.
 
 `ring.table(8)` is the table of a ring of 8 devices, and `ring.all_reduce(x, "data")` runs it. A
-table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, device i sends to
-device i + step the blocks that belong to the devices i + o, for each o in `offsets`. The devices
-form a *box* (a grid), such as 2 machines x 8 devices. `product(tables, order)` joins several tables
-into one table. Each of the tables has its own dims of the box, and sends along these dims only. The
-joined table has the rounds of all tables: table after table, in the order that `order` gives.
+table is a `Route` with a list of rounds. A round is {step: offsets}: in a reduce-scatter, for each
+o in `offsets`, device i sends to device i + step the block that belongs to device i + o. The
+devices form a *box* (a grid), such as 2 machines x 8 devices. `product(tables, order)` joins
+several tables into one table. Each of the tables has its own dims of the box, and sends along these
+dims only. The joined table has the rounds of all tables: table after table, in the order that
+`order` gives.
 
 The list below is for n devices; a torus has k axes, which have a, b .. devices. A *message* is the
 data that a device sends to another in one transfer.
@@ -110,8 +111,8 @@ def pairs(n: int) -> Route:
     """
     if n & (n - 1):
         raise ValueError(
-            f"pairs: the number of devices must be a power of two; got {n}. Use halving, which "
-            "takes any number of devices, and has no more rounds than pairs."
+            f"pairs: the number of devices must be a power of two; got {n}. Use `halving`, "
+            "which takes any number of devices."
         )
     dims = max(n.bit_length() - 1, 1)
     # A ring of two devices along each dim of a box 2 x 2 x ...; one device has one dim of size 1.
@@ -147,9 +148,9 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
 def hierarchical(*sizes: int) -> Route:
     """Runs a ring along the last axis, then a ring along the axis before it, and so on.
 
-    `sizes` are the numbers of devices on the axes. This is `machines` with mesh axes in place of
-    machines: the last axis has the fast links, inside a machine. The reduce-scatter along the last
-    axis leaves fewer bytes for the slower axes.
+    `sizes` are the numbers of devices on the axes. The last axis should have the fastest links,
+    such as those inside a machine. The reduce-scatter along the last axis leaves fewer bytes for
+    the slower axes.
     """
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
@@ -177,11 +178,10 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     first route's box, then those of the second route's box, and so on. `order` lists indices of
     `routes`.
 
-    When a route runs, the earlier routes have already brought all blocks to offset 0 along their
-    own dims. So where a route sends offset o, the joined table sends each block whose offset is o
-    along this route's dims and 0 along the dims of the earlier routes. Along the dims of the later
-    routes, the block may have any offset. So the messages of a route have fewer blocks than those
-    of the route before.
+    The block at offset o on device i belongs to device i + o. Where a route sends the block at
+    offset o, the joined table sends all blocks with offset o along this route's dims. Along the
+    dims of routes that ran earlier, the offset of these blocks is 0 already. Along the dims of
+    routes that run later, their offset may be any.
     """
     rounds = []
     for turn, k in enumerate(order):
@@ -196,6 +196,7 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
         for sends in routes[k].rounds:
             messages = {}
             for step, offsets in sends.items():
+                # `_points_at` joins o, along box k, with each offset in `spans` along other boxes.
                 blocks = [point for o in offsets for point in _points_at(spans, k, o)]
                 # With `homes` there is one such point: the step, with 0 along all other boxes.
                 messages[_points_at(homes, k, step)[0]] = blocks

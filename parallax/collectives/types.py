@@ -77,7 +77,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     The transpose of `varying` is a `psum` over the axes that were added.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over an axis of `axis_name`.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
         TypeError: the types of this version of JAX do not record the varying axes.
     """
 
@@ -162,7 +162,7 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of devices on the axis, or on several axes together.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over this axis.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
     """
     _check_bound(axes(axis_name))
     return lax.axis_size(axis_name)

@@ -17,7 +17,8 @@ from parallax.commands.options import (
 
 
 def add_plan(commands: Any) -> None:
-    """Adds the command `plan` to argparse's `commands`, with its options."""
+    """Adds the command `plan` to argparse's `commands`. `add_command` adds the options that all
+    commands share: the model, the layout, and `--batch`, whose default is 512 here."""
     command = add_command(
         commands,
         "plan",
@@ -137,7 +138,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
     if options.devices is None:
         raise ValueError(
-            "plan needs --devices, --layout, or a file and --mesh. "
+            "plan needs --devices, or --layout, or FILE:FUNCTION with --mesh. "
             "Use --devices 8 to search, or --layout data=2,tensor=4 for one plan."
         )
     for name in ("devices", "batch"):
@@ -187,7 +188,7 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
         raise ValueError(
             f"--mesh {options.mesh} applies only to a step in a file, and no file is named. Name "
             f"the file, as in `plan path/to/file.py:function --mesh {options.mesh}`, or use "
-            f"--layout {options.mesh} for a model of --model."
+            f"--layout {options.mesh} to plan the model that --model names."
         )
     if options.mesh is None:
         raise ValueError(f"plan {options.program} needs --mesh. Use --mesh data=256.")

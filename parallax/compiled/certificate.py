@@ -10,8 +10,8 @@ A collective in a loop counts once for each iteration (trip). For each group of 
 exchange data, XLA writes the devices' numbers; the mesh tells along which axes these devices
 differ. In a *chain* each collective waits for the collective before it; `hops` is the length of a
 chain. A *computation* is a list of instructions with a name, such as a loop's body. `hlo.runs`
-yields the collectives of a program, each with its number of runs (`times`); the `ops` of a
-collective are the arrays that it returns.
+yields the collectives of a program, each with its number of runs (`times`). `Instruction.ops` lists
+the arrays that a collective returns.
 """
 
 import functools
@@ -41,9 +41,8 @@ class Entry(NamedTuple):
         count: the number of runs over all trips of loops.
         bytes: the bytes of the results, summed over all runs; for a permute, the bytes that a
             device receives.
-        hops: the length of the longest chain in which each collective waits for the one before. A
-            chain counts all collectives of this kind along these axes, both conditional and
-            unconditional.
+        hops: the length of the longest chain of collectives of this kind along these axes,
+            conditional or not. In a chain each collective waits for the collective before it.
         conditional: whether the collectives are in a branch that may not be taken. The collectives
             of all branches are counted.
         unbounded: whether the collectives are in a loop of unknown length, counted as one trip.
@@ -132,9 +131,9 @@ def differences(
         predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
             tuple of names. The value of a key is a `Cost`, or only a number of bytes. The bytes, or
             the `sent` of a `Cost`, are compared with the bytes of all entries along this axis. The
-            `messages` of a `Cost` are compared with the entries' count, and its `chain` with their
-            hops. Fewer hops than predicted are no difference, since several arrays may travel side
-            by side.
+            `messages` of a `Cost` are compared with the sum of the entries' `count`, and the
+            `chain` of a `Cost` with the entries' `hops`. Fewer hops than predicted are no
+            difference, since several arrays may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -188,14 +187,14 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """Returns a sentence for each number that differs from its prediction: the bytes, the count and
-    the hops of all `entries`. Fewer hops than predicted are no difference.
+    """Returns a sentence for each total of `entries` that differs from its prediction. The totals
+    are the bytes, the count and the hops. Fewer hops than predicted are no difference.
 
     Args:
         what: the words with which each sentence begins, such as "all-reduce along data".
         predicted: the tuple (bytes, count, hops) of predicted numbers, or None if nothing was
             predicted. An element of the tuple that is None is not compared.
-        entries: the program's entries along the same axes; an empty list if the program has none.
+        entries: the program's entries to compare, all along the same axes; may be empty.
     """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
@@ -310,8 +309,8 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns, for each key, the largest length that any of `chains` has for this key. These are
-    counters from a key to the length of a chain. The union (`|`) of two counters takes the larger
+    """Returns, for each key, the largest length that any of `chains` has for this key. Each of
+    `chains` is a counter from keys to lengths. The union (`|`) of two counters takes the larger
     number."""
     return functools.reduce(operator.or_, chains, Counter())
 

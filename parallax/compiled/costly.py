@@ -65,8 +65,8 @@ def instructions(
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
         """Returns the costs of the instructions of a computation that runs `times` times in a step.
 
-        `times` may be a fraction such as 3/8, since for some loops only a mean number of trips
-        (`counted`) is known. The number of runs of an instruction is rounded down.
+        For some loops only a mean number of trips is known, `hlo.Instruction.counted`. So `times`
+        may be a fraction such as 3/8. The number of runs of an instruction is rounded down.
         """
         expensive = []
         for line in program[name]:

@@ -73,8 +73,8 @@ class Instruction(NamedTuple):
         operands: the names of the instruction's operands, and of other instructions that it waits
             for.
         attributes: the text after the operands.
-        trips: the number of iterations (trips) of a loop whose text does not state this number.
-            `module` reads the number from the loop's condition; 0 if the condition does not tell.
+        trips: the number of iterations (trips) of a loop, read from its condition. It is 0 if the
+            condition does not tell, if `attributes` state the number, and for other instructions.
     """
 
     name: str
@@ -374,8 +374,8 @@ def _named(text: str) -> np.ndarray:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """Returns the text inside the first bracket, and the text after it. `text` must begin with a
-    bracket."""
+    """Returns the text inside the first pair of brackets, and the text after this pair. `text` must
+    begin with an opening bracket."""
     depth = 0
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

@@ -65,18 +65,16 @@ class Costs:
         return self.known[line.name]
 
     def _estimate(self, line: hlo.Instruction) -> float:
-        """Returns the seconds of an instruction. They come from the compiler's cycles, or from the
-        operations and bytes that a kernel states, if the text has either; if not, from the
-        operations and bytes of the instruction itself (on a TPU, only for copies). Raises
-        `ValueError` if the text has cycles and the chip has no clock.
+        """Returns the seconds of an instruction, by the rules at the top of this file. Raises
+        `ValueError` if the text states cycles and the chip has no clock rate (`clock` is 0).
         """
         if cycles := CYCLES.search(line.attributes):
             if not self.hardware.clock:
                 raise ValueError(
                     f"The compiled program gives the time of {line.name} in clock cycles, as "
-                    "programs for TPUs do, so the estimate in seconds needs a chip with a clock; "
-                    f"{self.hardware.name} has none. Pass the chip that the program was compiled "
-                    "for, with its clock in cycles per second."
+                    "programs for TPUs do, so the estimate in seconds needs the clock rate of the "
+                    f"chip; the record of {self.hardware.name} has none. Pass the chip that the "
+                    "program was compiled for, with its `clock` in cycles per second."
                 )
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
@@ -98,9 +96,8 @@ class Costs:
         """Returns the seconds that `operations` operations or `traffic` bytes take, whichever take
         longer. The devices of a chip share its rates, so the time is multiplied by the number of
         devices of a chip (`cores`)."""
-        # Only a TPU's chip has a clock. There the times of most instructions are the compiler's
-        # cycles, to which no share of the rate (`efficiency`) is applied. So none is applied to a
-        # kernel.
+        # Only TPUs have a `clock`. There the times of most instructions are the compiler's cycles,
+        # to which no share of the rate (`efficiency`) is applied. So none is applied to a kernel.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
         seconds_of_operations = operations / (self.hardware.rate * efficiency)
         seconds_of_traffic = traffic / (self.hardware.bandwidth * self.hardware.reached[0])

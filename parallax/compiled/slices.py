@@ -26,7 +26,7 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
     Args:
         computations: the instructions of each computation.
-        text: the text of the program, whose first line gives the devices of a slice.
+        text: the text of the program. Its first line states the number of devices of a slice.
 
     Raises:
         ValueError: a collective between slices is of a kind that cannot be read, such as an
@@ -76,7 +76,7 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
 
     Args:
         line: the `recv`.
-        kind: the program's name of the kind of message, "ONE_TO_ONE" or "ALL_REDUCE".
+        kind: the kind of message, a word in the program's text: "ONE_TO_ONE" or "ALL_REDUCE".
         sends: a dict from a rendezvous, the name that a `send` and its `recv` share, to the name of
             the `send`.
         partitions: the number of devices of a slice.

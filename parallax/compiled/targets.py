@@ -203,7 +203,7 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
             got = f"devices such as {meshes[0].devices.flat[0]}"
         raise ValueError(
             f"targets.compile needs shapes whose shardings are on devices of {target.name}; got "
-            f"{got}. Make the mesh of these devices: mesh.make(devices=target.devices, ...)."
+            f"{got}. Make the mesh of the target's devices: mesh.make(devices=target.devices, ...)."
         )
     try:
         with quiet():
@@ -318,8 +318,8 @@ def _topologies() -> Any:
 
 def _installed(extra: str, *modules: str) -> None:
     """Raises an `ImportError` if none of `modules` can be imported. Each of them has the compiler.
-    The message names the last module, and `extra`, the optional dependencies of this package that
-    install it."""
+    The message names the last module, and says to install this package with the optional
+    dependencies `extra`."""
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

@@ -104,7 +104,7 @@ def of(
 
     Raises:
         ValueError: the program is for another backend or for another number of devices, or the
-            program gives times in clock cycles and the machine's chip has no clock.
+            program states times in cycles and `machine.hardware` has no clock rate.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -165,10 +165,10 @@ def _body(loop: hlo.Instruction) -> str:
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
     """Returns how many trips a loop has in the run of the loop that begins now.
 
-    The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
-    that has one trip in every second tick of a pipeline. Each run of the loop then adds the mean to
-    a sum in `state.due`, and has as many trips as the whole part of the sum. The fraction stays in
-    `state.due` for the next run. A loop of unknown length is counted as one trip.
+    The program's text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for
+    a loop that has one trip in every second tick of a pipeline. Each run of the loop then adds the
+    mean to a sum in `state.due`, and has as many trips as the whole part of the sum. The fraction
+    stays in `state.due` for the next run. A loop of unknown length is counted as one trip.
     """
     stated = dict(loop.called)[_body(loop)]
     if stated or not loop.counted:
@@ -269,7 +269,7 @@ class _Replay:
             """Returns the time at which a branch would end. Its replay does not change `state`."""
             trial = SimpleNamespace(**vars(state))
             trial.free, trial.due = dict(state.free), dict(state.due)
-            trial.events = trial.waits = None
+            trial.events = trial.waits = None  # the trial records no events and no waiting times
             self._computation(name, trial)
             return trial.now
 

@@ -62,7 +62,7 @@ def check_places(
     `attend` is traced. If a result of its program depends on `positions`, `attend` passes. If no
     result does, `attend` is refused in two cases: its program compares two *counts*, or has a
     constant mask or bias. A count is an array with the values 0, 1, 2, ... that the program makes
-    itself. Attention without a mask does neither, so it passes.
+    itself. Attention without a mask and without a bias passes.
 
     Args:
         attend: the attention function.
@@ -85,7 +85,7 @@ def check_places(
     queries, keys = arrays[0].shape[1], arrays[1].shape[1]
     if _compares_counts(opened, {})[0] or _has_constant_mask(program, (queries, keys)):
         raise ValueError(
-            "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for "
+            "context.gathered: attend ignores positions=, and counts queries and keys from 0 for "
             f"its mask or bias. But the {queries} queries of a device need not be the first "
             f"{queries} of the {tokens} tokens in the order of the sequence. Compare positions[0], "
             "of the queries, with positions[1], of the keys, as context.blockwise does."
@@ -100,7 +100,7 @@ def _has_constant_mask(program: Any, scores: tuple[int, int]) -> bool:
     (queries, keys).
     """
     for constant in getattr(program, "consts", ()):
-        # The arguments of `attend` are constants too, but as tracers, which have no numbers here.
+        # q, k and v may be constants of the program too, as tracers, which have no numbers here.
         if isinstance(constant, Tracer) or np.shape(constant)[-2:] != scores:
             continue
         numbers = np.asarray(constant)
@@ -134,8 +134,7 @@ def _compares_counts(
     counts = dict(counts)
 
     def read(atom):
-        """Returns the ids of the program's counts (its arrays 0, 1, 2, ...) on which `atom`, an
-        operand or a result, depends."""
+        """Returns the ids of the counts on which `atom`, an operand or a result, depends."""
         return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
 
     for eqn in program.eqns:
@@ -178,8 +177,8 @@ def check_kernel(
     A window and ALiBi make scores depend on distances. `attention` calls a kernel on one chunk of
     the tokens without the chunk's place, so such scores would be wrong. The kernel is traced on one
     head. The *tables* in its program, arrays [tokens, tokens] that do not depend on q, k and v, are
-    evaluated. A table that is not constant on each side of its diagonal depends on distances.
-    Tables made in a loop or inside a Pallas kernel are not found.
+    evaluated. A table that is not constant on each side of its diagonal is taken to depend on
+    distances. Tables made in a loop or inside a Pallas kernel are not found.
 
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
@@ -327,9 +326,9 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
     if tokens % chunks or not tokens:
         next_multiple = max(1, -(-tokens // chunks)) * chunks
         raise ValueError(
-            f"context.attention: a device has {tokens} tokens ({tokens * n} over {n} devices), "
-            f"which must be a multiple of {chunks}, its number of chunks. Use sequences of "
-            f"{next_multiple * n} tokens, or order=context.contiguous."
+            f"context.attention: the number of tokens of a device, {tokens} ({tokens * n} over {n} "
+            f"devices), must be a multiple of {chunks}, the number of chunks of a device. Use "
+            f"sequences of {next_multiple * n} tokens, or order=context.contiguous."
         )
     if segments is not None:
         check_segments("context.attention", segments, q.shape[:2])

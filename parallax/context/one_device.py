@@ -29,8 +29,8 @@ def blockwise(
     """Returns softmax(q k^T / sqrt(K)) v on one device, in memory linear in the number of tokens. K
     is the head width.
 
-    Products have `q`'s type; their sums and the softmax are float32 or wider. There is no
-    forward-mode derivative.
+    The operands of matrix products have `q`'s type. The results of these products and the softmax
+    are float32 or wider. There is no forward-mode derivative.
 
     Args:
         q: queries.

@@ -8,8 +8,8 @@ count the attention's operations read the same table.
 
 A *pair* is a query chunk and a key chunk with a flag, as (query chunk, key chunk, flag). The flag
 is 1 if the scores of the two chunks are needed. It is 0 if the pair is only padding, so that all
-devices have equally many pairs in a hop. The chunks of a pair are numbered 0 to c - 1 within each
-device, where c is the number of chunks of a device.
+devices have equally many pairs in a hop. A pair names a chunk by its index, 0 to c - 1, among the c
+chunks of the device that the chunk belongs to.
 
 Legend: n devices, c chunks of a device, T tokens of a sequence.
 """
@@ -113,8 +113,8 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     c = chunks.shape[1]
 
     def visible_pairs(i, j):
-        """Returns a list of all pairs (a, b), with a third number 1 in each, for which device i's
-        query chunk a sees all of device j's key chunk b. The 1 says that the pair is needed."""
+        """Returns the list of all (a, b, 1) for which query chunk a of device i sees all of key
+        chunk b of device j. The 1 says that the pair is needed."""
         pairs = itertools.product(range(c), range(c))
         return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
 

@@ -58,10 +58,10 @@ def attention(
 
     The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it. The
     function `positions` returns the places of these tokens; `split` and `local_tokens` select the
-    tokens. Products have `q`'s type; their sums, the softmax and the gradients that devices send
-    are float32 or wider. Memory is linear in the number of tokens: a device holds the tiles of
-    `kernel`, and, for the backward pass, `q`, `k`, `v`, the result and one number per query and
-    head.
+    tokens. The operands of matrix products have `q`'s type. The results of these products, the
+    softmax, and the gradients that devices send are float32 or wider. Memory is linear in the
+    number of tokens: a device holds the tiles of `kernel`, and, for the backward pass, `q`, `k`,
+    `v`, the result and one number per query and head.
 
     Every device computes the same number of blocks of scores, in any `order`: a device that needs
     fewer blocks computes some that it does not use. With n devices and T tokens of a device,
@@ -118,8 +118,8 @@ class _Ring(NamedTuple):
 
     def local_pairs(self):
         """Returns the pairs of this device's own chunks, [pairs, 3]: each chunk of queries with
-        each earlier chunk of keys. A pair is (query chunk, key chunk, flag). The flag is 1 in all
-        these pairs, since all are needed."""
+        each earlier chunk of keys. A pair is (query chunk, key chunk, flag). The flag is 1, since
+        all these pairs are needed."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
@@ -150,16 +150,16 @@ def _forward(ring: _Ring, q, k, v, segments):
 
     def visit(sums, keys, pairs):
         """Merges the attention of all `pairs` into `sums`, and returns the new `sums`: (output,
-        log-sum-exp) of all chunks of queries. A pair is (query chunk, key chunk, flag)."""
+        log-sum-exp) of all chunks of queries. A pair is (query chunk, key chunk, is_needed)."""
 
         def add_pair(sums, pair):
             """Merges the attention of one chunk of queries to one chunk of keys into `sums`, which
             is (output, log-sum-exp), and returns the new `sums`.
 
             `queries` and `keys` come from the enclosing functions: `queries` are (q, segments), and
-            `keys` are (k, v, segments). Each array is cut into chunks, [chunks, batch, tokens of a
-            chunk, ...]. In a causal attention, the query chunk of a needed pair comes after the key
-            chunk: each query may see all keys. So the kernel runs with `causal=False`.
+            `keys` are (k, v, segments), in chunks. `_diagonal` computes each chunk with itself. In
+            all other needed pairs of a causal attention, the query chunk comes after the key chunk,
+            so each query may see all keys: the kernel runs with `causal=False`.
             """
             query_chunk, key_chunk, is_needed = pair
             q, q_segments = _chunk(queries, query_chunk)
@@ -177,7 +177,7 @@ def _forward(ring: _Ring, q, k, v, segments):
         return lax.scan(add_pair, sums, pairs)[0]
 
     def hop(h, carry):
-        """Merges the attention of the pairs of hop h into `sums`, and sends `keys` to the next
+        """Merges the attention to the keys of hop h into `sums`, and sends these keys to the next
         device. Returns the keys that arrive, for hop h + 1, and the new `sums`.
 
         `keys` are (k, v, segments), and `sums` are (output, log-sum-exp).
@@ -208,16 +208,16 @@ def _backward(ring: _Ring, residuals, ct):
 
     def visit(dq, sums, keys, pairs):
         """Adds the terms of all `pairs` to `dq` and `sums`, and returns both. `sums` are the
-        gradients of k and v. A pair is (query chunk, key chunk, flag)."""
+        gradients of k and v. A pair is (query chunk, key chunk, is_needed)."""
 
         def add_pair(carry, pair):
             """Adds the terms of one chunk of queries and one chunk of keys to the gradients, and
             returns the new gradients.
 
             `queries` and `keys` come from the enclosing functions: `queries` are (q, out, lse, ct,
-            segments), and `keys` are (k, v, segments), in chunks. In a causal attention, the query
-            chunk of a needed pair comes after the key chunk: each query may see all keys. So the
-            kernel runs with `causal=False`.
+            segments), and `keys` are (k, v, segments), in chunks. `_diagonal` computes each chunk
+            with itself. In all other needed pairs of a causal attention, the query chunk comes
+            after the key chunk, so each query may see all keys: hence `causal=False`.
             """
             (dq, sums), (query_chunk, key_chunk, is_needed) = carry, pair
             q, out, lse, ct, q_segments = _chunk(queries, query_chunk)
@@ -234,12 +234,12 @@ def _backward(ring: _Ring, residuals, ct):
         return lax.scan(add_pair, (dq, sums), pairs)[0]
 
     def hop(h, carry):
-        """Adds the terms of the pairs of hop h to `dq` and `sums`, and sends `keys` to the next
+        """Adds the terms of the keys of hop h to `dq` and `sums`, and sends these keys to the next
         device. Returns the keys that arrive, for hop h + 1, and the new `dq` and `sums`.
 
         `keys` are (k, v, segments), and `sums` are the gradients of k and v. The keys of hop h came
-        from the previous device, whose `sums` are the gradients of these keys from the earlier
-        hops. So each device first sends its `sums` to the next device.
+        from the previous device, and the `sums` of that device are the gradients of these keys so
+        far. So each device first sends its `sums` to the next device.
         """
         keys, dq, sums = carry
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
@@ -277,11 +277,12 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
     """
 
     def as_batch(x):
+        """Returns an array [chunks, batch, ...] as [chunks * batch, ...]."""
         return x.reshape(-1, *x.shape[2:])
 
     def on_chunks(*arrays):
-        """Returns the results of `f`, each an array [chunks, batch, ...]. One call of `f` computes
-        all chunks."""
+        """Returns the results of the kernel's function `f`, each an array [chunks, batch, ...]. One
+        call of `f` computes all chunks, as one batch."""
         segments = _both(*jax.tree.map(as_batch, (q_segments, k_segments)))
         results = f(*map(as_batch, arrays), causal=ring.causal, segments=segments)
         return tuple(x.reshape(*arrays[0].shape[:2], *x.shape[1:]) for x in results)

@@ -67,8 +67,8 @@ def batch(
         # A text of one token has no window of any length.
         shorter = f", or choose a length up to {len(tokens) - 1}" if len(tokens) > 1 else ""
         raise ValueError(
-            f"one window needs {length + 1} tokens (length {length} and the next one); "
-            f"the text has {len(tokens)}. Use a longer text{shorter}."
+            f"a window of length {length} needs {length + 1} tokens (the inputs and the token "
+            f"after them); the text has {len(tokens)}. Use a longer text{shorter}."
         )
     # The number of windows is the same for all offsets. `spare` is the largest offset. If there are
     # two windows or more, it is at least `length` - 1, so that a window may begin at any token.
@@ -202,6 +202,7 @@ def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
     if low < int32.min or high > int32.max:
         raise ValueError(
             "a batch needs tokens that fit int32, the type in which devices hold tokens; "
-            f"got {high if high > int32.max else low}. Encode the text again."
+            f"got {high if high > int32.max else low}. Encode the text with a "
+            "tokenizer: its tokens are from 0 to 2**31 - 1."
         )
     return tokens.astype(np.int32)

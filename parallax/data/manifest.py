@@ -127,7 +127,7 @@ def files(path: Path, value: Any) -> dict[str, list]:
     """Checks that `value`, the entry `files` of the manifest at `path`, is valid, and returns it.
 
     `value` must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
-    file. Each name must be printable, and the name of a file inside the manifest's folder. Raises
+    file. Each name must be a printable, relative path inside the manifest's folder. Raises
     `Damaged` for anything else.
     """
     need(
@@ -190,8 +190,8 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
         for (name, (_, stored)), digest in zip(files.items(), digests, strict=True):
             if digest != stored:
                 raise Damaged(
-                    f"{folder / name}: needed the hash {stored[:12]}..., the file has other bytes. "
-                    "It is damaged."
+                    f"{folder / name}: needed bytes with the hash {stored[:12]}..., found other "
+                    "bytes. The file is damaged."
                 )
 
 

@@ -30,8 +30,9 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file. `file[places]` reads the tokens at these places, and `numpy.asarray(file)`
-    reads the whole text. `file[start:stop]` is a view, and `len(file)` is the number of tokens.
+    """A text in a file, as tokens. `file[places]` reads the tokens at these places, and
+    `numpy.asarray(file)` reads all. `file[start:stop]` is a view, and `len(file)` is the number of
+    tokens.
 
     Consecutive places are read in one call. Each indexing opens the file and closes it again (about
     10 microseconds). So a text in many `File`s may have more files than a process may hold open.
@@ -92,9 +93,7 @@ class File:
         return tokens
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the whole text, for `numpy.asarray`. `copy` is not used: the result is always a
-        new array.
-        """
+        """Returns all tokens in a new array, for `numpy.asarray`. `copy` is not used."""
         tokens = np.empty(len(self), self.dtype)
         with self._open() as descriptor:
             self._read(descriptor, tokens, 0)

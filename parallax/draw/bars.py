@@ -24,7 +24,7 @@ def bytes_by_kind(
     that file.
 
     Args:
-        plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
+        plans: a dict from a plan's name to the plan's bytes by kind, such as `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
         counted: a phrase that says which bytes are counted, such as `"sent in a step"`. It is the
             heading of the table's first column, and a part of the label of the picture's axis.

@@ -73,8 +73,8 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:
-    """Returns, for each of `WIDTH` equal parts of the time from 0 to `end`, the share of the part
-    in which an event runs.
+    """Returns the fractions of time in which at least one event runs: a fraction for each of
+    `WIDTH` equal parts of the time from 0 to `end`.
 
     Events may overlap; the time in which two of them run counts once.
     """

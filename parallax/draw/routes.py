@@ -98,7 +98,7 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     the block's sum in the end. The value is the set of the terms that are summed in the block. A
     term is one device's part of the sum, and stands in the set as the distance from its device to
     the owner: 0 is the owner's own term, and on a ring, 2 is the term of the device two places
-    before the owner. A distance is given as one number: its index in row-major order.
+    before the owner. A distance is a point of the grid of devices, given as its row-major index.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.
@@ -175,9 +175,8 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
-    """Returns the title of the circle of devices that is drawn for `rounds`, a group of rounds with
-    equal arrows: the indices of the rounds, and the fewest and the most blocks that a device sends
-    in one of these rounds.
+    """Returns the title of the circle that shows `rounds`. The title has the indices of these
+    rounds, and the fewest and the most blocks that a device sends in one of them.
     """
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}

@@ -3,11 +3,11 @@
 
 A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers. A
 microbatch is *in flight* on a stage while the stage holds the microbatch's residuals. The
-*makespan* is the time from the start of the first job to the end of the last. The *bubble* is the
-part of the makespan in which a stage is idle. The bubble is the same for all stages, since all
-stages have the same work. In *lockstep*, no stage begins a tick before all stages have ended their
-jobs of the previous tick. A lane has a table of shape [ticks, stages]. An entry is a job, as the
-number microbatch * chunks + chunk, or -1 if the stage is idle. A `Span` is one job, from `start` to
+*makespan* is the time from the start of the first job to the end of the last. The *bubble* is a
+stage's total idle time in the makespan. This time is the same for all stages, since all stages have
+the same work. In *lockstep*, no stage begins a tick before all stages have ended their jobs of the
+previous tick. A lane has a table of shape [ticks, stages]. An entry is a job, as the number
+microbatch * chunks + chunk, or -1 if the stage is idle. A `Span` is one job, from `start` to
 `stop`, in the unit in which the times of the jobs are given.
 """
 
@@ -49,13 +49,13 @@ def summary(
 
 
 def text(schedule: Schedule) -> str:
-    """Returns a schedule as text: a column for each tick, and a line for each kind of job (forward,
-    backward or weight) of each stage.
+    """Returns a schedule as text: a column for each tick, two heading lines, and a line for each
+    kind of job (forward, backward or weight) of each stage.
 
     A cell has the number of a microbatch, or a dot if the stage is idle. If there are several
-    chunks, a cell has the form microbatch.chunk. For each tick, the second line names the kinds of
-    jobs that run on at least one stage. Where these kinds change, a new phase of the schedule
-    begins.
+    chunks, a cell has the form microbatch.chunk. The second heading line has, for each tick, the
+    kinds of jobs that run on at least one stage. Where these kinds change, a new phase of the
+    schedule begins.
     """
     names = _letters(schedule)
     running = []

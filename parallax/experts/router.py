@@ -105,10 +105,10 @@ class Statistics(NamedTuple):
 
     Attributes:
         balance: for each sequence, the number of experts times the sum over experts of
-            load * share, where `share` is the expert's mean share over the tokens. The balance is 1
-            if all experts have the same load. As an auxiliary loss it moves the router towards an
-            even load. Sources: Fedus et al., arXiv 2101.03961, formula 4; for one sequence at a
-            time, DeepSeek-AI, arXiv 2412.19437, formula 17.
+            load * share. `share` is the mean of `Routing.shares` over the sequence's tokens. The
+            balance is 1 if all experts have the same load. As an auxiliary loss it moves the router
+            towards an even load. Sources: Fedus et al., arXiv 2101.03961, formula 4; for one
+            sequence at a time, DeepSeek-AI, arXiv 2412.19437, formula 17.
         z: the mean over tokens of logsumexp(logits)^2. It is an auxiliary loss that keeps logits
             small (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is

@@ -178,9 +178,9 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the devices of those axes in `axis` along which the array
-    varies: its type says that it may differ there. The sums are taken in float32 or wider. An
-    integer array that varies becomes floating-point."""
+    """Returns the mean of each array over devices, along those axes in `axis` along which the array
+    is typed as varying. Along the other axes, all devices have the same array. The sums are taken
+    in float32 or wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
         """Returns the mean of one array over the devices of those axes in `axis` along which it
@@ -301,8 +301,8 @@ class LocalGradients(NamedTuple):
 
     Attributes:
         params: the parameters as they were given, with their own types.
-        declared: the same parameters as the gradient function got them. They are declared varying
-            along the axis to be reduced over, except the parameters that the argument `reduced` of
+        declared: the same parameters, typed as the gradient function got them: varying along the
+            axis to be reduced over, except the parameters that the argument `reduced` of
             `local_gradients` picked.
         value: the loss, or `(loss, aux)`.
         gradients: the gradients on this device.
@@ -582,9 +582,9 @@ class _Program:
         """Raises `ValueError` if the loss uses a share as if it were a whole parameter. `shares`
         has the paths of the parameters that are split along the axis `name`.
 
-        The caller sets `may_be_reduced` if the loss does not vary along the axis. Then the loss was
-        reduced over the axis, unless it depends on no argument that varies along the axis. So with
-        `may_be_reduced`, `check` also raises `ValueError` if the loss depends on such an argument.
+        The caller sets `may_be_reduced` if the loss does not vary along the axis. If such a loss
+        depends on an argument that varies along the axis, the loss was reduced over the axis, and
+        `check` raises `ValueError`.
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         # One for each argument of the program: the parameters come first.
@@ -600,11 +600,12 @@ class _Program:
             if is_used and trees.dotted(path) in shares:
                 raise ValueError(
                     f"The parameter {trees.dotted(path) or 'itself'}, here of shape {leaf.shape}, "
-                    f"differs along {name!r} as a share does, and the loss uses it as if it were "
-                    "whole, so each device would train another model. Wrap the loss, or the block "
-                    f"that uses the parameter, in zero.gathered(..., {name!r}, specs) or "
-                    "ZeRO.loss, or replicate the parameter with P(). If a loop runs over the split "
-                    "dim, for example a loop over layers, do not split that dim: rules.fsdp(..., "
+                    f"differs along {name!r}, so it counts as a share: one device's part of a "
+                    "parameter. The loss uses the share as if it were the whole parameter, so each "
+                    "device would train a different model. Wrap the loss, or the block that uses "
+                    f"the parameter, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or "
+                    "replicate the parameter with P(). If a loop runs over the split dim, for "
+                    "example a loop over layers, do not split that dim: rules.fsdp(..., "
                     "keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
@@ -616,10 +617,10 @@ class _Program:
         )
         if may_be_reduced and any(reaches):
             raise ValueError(
-                f"The loss is the same along {name!r}, so it was reduced over it already, by "
-                "lax.pmean or the like. Averaging would divide its gradients a second time. Return "
-                f"each device's own loss, or use grads.summed(grad, {name!r}), since the gradient "
-                "of a reduced loss is the sum of the devices' gradients."
+                f"The loss is the same along {name!r}, so it was already reduced over this axis, "
+                "by lax.pmean or the like. Averaging would divide its gradients a second time. "
+                f"Return each device's own loss, or use grads.summed(grad, {name!r}), since the "
+                "gradient of a reduced loss is the sum of the devices' gradients."
             )
 
 
@@ -653,9 +654,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 def narrowed(total: Array, dtype: jnp.dtype) -> Array:
     """Returns `total`, a sum over devices in a wide type, rounded to `dtype`.
 
-    If a program only uses a sum rounded to bfloat16, XLA for TPUs sends and adds in bfloat16
-    instead. `reduce_precision` rounds the numbers within the wide type, so the sum stays wide. XLA
-    changes no sums that are rounded to float16.
+    If a program rounds a sum to bfloat16 and does not use the wide sum, XLA for TPUs sends and adds
+    in bfloat16. `reduce_precision` rounds the numbers within the wide type, so the sum stays wide.
+    XLA changes no sums that are rounded to float16.
     """
     if dtype == jnp.bfloat16:
         total = lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7)
@@ -670,17 +671,16 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
     gradients of each layer. The messages can overlap with the work of the next iteration. The
     messages have as many bytes as those of `averaged`, but they are sent leaf by leaf. Do not use
     `accumulated` on a loss that runs the block: the messages would be sent once per microbatch.
-    Pass `reduced=` to tell `averaged` which parameters have their gradients summed here, so that
-    `averaged` does not sum these gradients again:
+    Pass `reduced=` to tell `averaged` which gradients to leave to the block:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    The gradients are also right if only the block is wrapped, or if only `reduced=picked` is
-    passed. Without `reduced=picked`, `averaged` sums the gradients at the end. Without the wrapped
-    block, `averaged` leaves the picked parameters typed as the same on all devices, so JAX itself
-    sums their gradients in the backward pass, by `jax.lax`. Sums are taken in float32 or wider, and
-    rounded to the type that the block computes in.
+    No gradient is summed twice. Without `reduced=picked`, `averaged` declares the block's
+    parameters varying, so the block sums nothing, and `averaged` sums at the end. Without the
+    wrapped block, the picked parameters are not varying, so JAX itself sums their gradients in the
+    backward pass, by `jax.lax`. Sums are taken in float32 or wider, and rounded to the block's
+    dtype.
 
     Args:
         function: a block; its first argument is the tree of parameters.

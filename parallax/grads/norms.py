@@ -1,8 +1,8 @@
 """The norm of gradients whose leaves may be shards, and clipping by this norm.
 
-A gradient that varies along an axis, as its type says, is a shard over that axis. An axis may be a
-name, which stands for the collectives of `jax.lax`, or `ring("data")`: an axis with an algorithm
-for its collectives.
+The gradients are already reduced over devices. So a gradient whose type varies along an axis is a
+shard over that axis. An axis is a name, such as "data", or a name with an algorithm for its
+collectives, such as `ring("data")`. The collectives of a plain name are those of `jax.lax`.
 """
 
 import numbers
@@ -76,8 +76,8 @@ class Clipped:
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
     """Raises `ValueError` if `grad` is `clipped`: inside `wrapper`, `grad` would not clip the
-    gradients of the step. `clipped_gradients` is the text by which the error message names the
-    gradients that `grad` would clip.
+    gradients of the step. `clipped_gradients` names, in the error message, the gradients that
+    `grad` would clip instead.
     """
     if isinstance(grad, Clipped):
         raise ValueError(

@@ -20,11 +20,11 @@ def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTre
     gradients. Raises `ValueError` if `grad` returns anything but a pair."""
     results = grad(params, batch)
     if not isinstance(results, tuple) or len(results) != 2:
-        returned = "one array" if trees.is_array(results) else type(results).__name__
+        returned = "one array" if trees.is_array(results) else f"a {type(results).__name__}"
         raise ValueError(
-            "A gradient function returns (loss, gradients), as jax.value_and_grad(loss) and "
-            "eqx.filter_value_and_grad(loss) do; this one returned "
-            f"{returned}. Use one of these two functions instead of the loss or jax.grad(loss)."
+            "A gradient function returns a pair (loss, gradients), as jax.value_and_grad(loss) and "
+            f"eqx.filter_value_and_grad(loss) do; this one returned no pair, but {returned}. "
+            "Use one of these two functions instead of the loss or jax.grad(loss)."
         )
     return results
 

@@ -6,7 +6,7 @@ fragment k has its rounds k*H/F steps after fragment 0. So the largest number of
 moves between islands falls by a factor of about F.
 
 A *part* of a model is a tree with the model's paths, and with None for leaves that are not in the
-part. Of a leaf of stacked layers, a part may have only some layers.
+part. If a leaf has stacked layers, the part may have only some of these layers.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv 2501.18512).
 """
@@ -195,9 +195,9 @@ def checked_fragments(
             # A part of a leaf must have as many dims as the leaf, and no dim may be larger.
             if leaf.ndim != len(shape) or any(map(operator.gt, leaf.shape, shape)):
                 raise ValueError(
-                    f"islands: a fragment has {name} in the shape {leaf.shape}, which is no part "
-                    f"of {shape}, its shape in the model. Take the whole leaf, or some of its "
-                    "layers, and do not reshape it."
+                    f"islands: a fragment has {name} in the shape {leaf.shape}, which does not fit "
+                    f"into the leaf's shape in the model, {shape}. Take the whole leaf, or some of "
+                    "its layers, and do not reshape it."
                 )
             # The dims that are split over devices, if the fragment has only a part of the dim.
             cut = [

@@ -109,7 +109,7 @@ def local(
     if not 0 <= stream.delay < every:
         raise ValueError(
             f"islands.local needs a delay of 0 to {every - 1} steps, less than every={every}; got "
-            f"{stream.delay}. Use a delay in this range, or a larger value of every."
+            f"{stream.delay}. Use a delay in this range, or a larger `every`."
         )
     if not 0 <= stream.mixing <= 1:
         raise ValueError(
@@ -168,7 +168,8 @@ def _inner(state: Any) -> Any:
 
 class _Round(eqx.Module):
     """A round of fragment `k`. It has two parts: `sent` exchanges the islands' changes, and
-    `received` makes the outer optimizer's step with the result.
+    `received` makes the outer optimizer's step with the result. `inner` is this island's training
+    state, and `state` is the `State` of all islands.
 
     Attributes:
         part: the fragment.
@@ -177,7 +178,7 @@ class _Round(eqx.Module):
         axis: the axis of the islands, or `ErrorFeedback`.
         mixing: the factor of an island's own weights in a round; the factor of the new weights is
             `1 - mixing`.
-        present: whether each island takes part in this round; None if all islands do.
+        present: for each island, whether it takes part in this round; None if all islands do.
     """
 
     part: Fragment
@@ -188,14 +189,13 @@ class _Round(eqx.Module):
     present: Bool[Array, " islands"] | None
 
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after a whole
-        round: an exchange, and a step of the outer optimizer with the exchange's result."""
+        """Returns `(inner, state)` after a whole round: an exchange, and a step of the outer
+        optimizer with the exchange's result."""
         inner, state = states
         return self.received(inner, state, *self.sent(inner, state))
 
     def start(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after an
-        exchange.
+        """Returns `(inner, state)` after an exchange.
 
         The weights do not change yet: the exchange's result and the new rounding errors are stored
         in `state`, and `finish` uses the result in a later step.
@@ -212,8 +212,8 @@ class _Round(eqx.Module):
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after the outer
-        optimizer's step with the result that `start` stored."""
+        """Returns `(inner, state)` after a step of the outer optimizer with the exchange's result,
+        which `start` stored in `state`."""
         inner, state = states
         sent = state.sent[self.k]
         assert sent is not None  # since a stream with a delay has such a result in its state
@@ -223,8 +223,8 @@ class _Round(eqx.Module):
         """Exchanges the islands' changes of one fragment of the model, `self.part`. The change of
         island i is the outer weights W minus the island's weights w_i.
 
-        Returns two things: a `SentChanges`, with the mean change of the present islands, and this
-        island's new rounding error, which is None unless the exchange rounds to int8.
+        Returns two things: a `SentChanges`, with the mean change of the islands that take part in
+        the round, and this island's new rounding error, None unless the exchange rounds to int8.
         """
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
@@ -280,13 +280,14 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after the outer
-        optimizer's step with the mean change `sent.mean`.
+        """Returns `(inner, state)` after a step of the outer optimizer with the mean change
+        `sent.mean`.
 
-        `sent.some` says whether any island was present, and `sent.present` whether this island was
-        present. Each present island takes the new outer weights, mixed with its own weights if
-        `mixing` is not 0. If no island was present, no weights change. `error` is the rounding
-        error to store in `state`.
+        Only the weights of fragment `k` of the model, `self.part`, change: `part.get` returns these
+        leaves of a tree, and `part.put` puts them back. `sent.some` says whether any island was
+        present, and `sent.present` whether this island was. Each present island takes the new outer
+        weights, mixed with its own weights if `mixing` is not 0. If no island was present, no
+        weights change. `error` is the rounding error to store in `state`.
         """
 
         def if_any_present(new, old):
@@ -304,11 +305,12 @@ class _Round(eqx.Module):
         # present, the old weights and the old momentum are kept.
         weights = jax.tree.map(if_any_present, optax.apply_updates(weights, updates), weights)
         moments = jax.tree.map(if_any_present, moments, state.optimizer[self.k])
-        local = _trained(inner.model, state.model)
-        local_part = jax.tree.map(if_present, weights, self.part.get(local))
-        model = eqx.combine(self.part.put(local, local_part), inner.model)
-        # The fields of `State` are inner, model, optimizer, error, sent. `step` in `local` puts the
-        # new inner state into its place at the end.
+        # The island's own weights; `combine` takes the leaves that are not trained from its model.
+        own = _trained(inner.model, state.model)
+        own_part = jax.tree.map(if_present, weights, self.part.get(own))
+        model = eqx.combine(self.part.put(own, own_part), inner.model)
+        # The fields of `State` are inner, model, optimizer, error, sent. The new inner state is
+        # returned beside the `State`; the function `local` of this file puts it in at the end.
         new = State(
             state.inner,
             self.part.put(state.model, weights),
@@ -424,9 +426,10 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         step are typed as varying along `names` again.
 
         `train` is traced to a jaxpr with arrays as arguments and results. Leaves that are no arrays
-        are taken out before the trace, and put back afterwards.
+        are taken out before the trace, and put back afterwards. If `limit` is not None, `train`
+        gets it as a third argument: the loss above which a step changes nothing.
         """
-        _check_split(batch, names)
+        _check_split(batch, names)  # refuses islands that would train on the same data
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
         arrays = jax.tree.map(lambda x: hidden(jnp.asarray(x)), arrays)
         static_results = []
@@ -444,7 +447,8 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(arrays)
         _check_alone(closed.jaxpr, names)
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
-        # The trace above has put the static leaves into `static_results`.
+        # The jaxpr returns arrays only. The trace of `traced` has appended the other leaves of the
+        # results to `static_results`.
         results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         inner, info = eqx.combine(results, static_results[-1])
         # The number of the step decides whether a round is due. All devices must decide alike, so

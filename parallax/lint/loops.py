@@ -8,8 +8,8 @@ A `Value` records what the lint knows about one value (array) of the program. `p
 and carries of which the value is a linear function: `carry + psum(x)` has two parts, the old carry
 and the sum. `differs` are the axes along which the value differs between devices. `trip` is the
 depth of the innermost loop that changes the value, or 0 if no loop does. A part is *spoiled* if the
-loop's body also uses it in another way than by adding it up. A sum that is spoiled must stay in the
-loop.
+loop's body also uses the part for another purpose than to add up a new carry. A sum that is spoiled
+must stay in the loop.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ class Loop:
         depth: the number of loops around the body, this one included.
         trips: the number of iterations; None if it is not known.
         sums: the sums over devices in the loop's body.
-        spoiled: the sums and carries (as a `LoopPart`) that the body also uses in another way than
-            by adding them up.
+        spoiled: a `LoopPart` for each sum, and for each old carry, that the body also uses for
+            another purpose than to add up a new carry.
     """
 
     depth: int
@@ -102,7 +102,7 @@ class Loop:
 
     def spoil(self, values: Sequence[Value]) -> None:
         """Marks the sums and carries in the `parts` of these values as spoiled: the loop's body
-        uses these sums and carries in another way than by adding them up."""
+        uses them for another purpose than to add up a new carry."""
         self.spoiled.update(part for value in values for part in value.parts)
 
     def only_added(self, carries: Sequence[Value], stacked: Sequence[Value]) -> list[Sum]:
@@ -129,7 +129,7 @@ class Loop:
     ) -> bool:
         """Returns whether an equation in the loop's body allows the sums over devices in `parts` to
         be moved after the loop. `values` are the facts about the equation's operands. `parts` has
-        each sum and each carry of which at least one operand is a linear function. The equation's
+        each sum and each carry on which at least one operand depends linearly. The equation's
         result must be a linear function of `parts` too, and the equation's factors and masks must
         allow the move.
 

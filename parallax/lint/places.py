@@ -32,7 +32,7 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
     """Returns the `Dims` of the result of an operation that sends nothing: for each dim, the axes
     that split the dim. `dims` are the `Dims` of one operand.
 
-    Returns None if the result does not have the operand's elements in the same places.
+    Returns None unless the node is elementwise, transposes, or only adds or drops dims of size 1.
     """
     if node.name == "transpose":
         return tuple(dims[i] for i in node.eqn.params["permutation"])
@@ -40,8 +40,8 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
 
 
 def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the `Dims` of an operand; `dims` are the `Dims` of the result. Returns None if the
-    two arrays do not have the same elements in the same places.
+    """Returns the `Dims` of an operand; `dims` are the `Dims` of the result. Returns None for the
+    same operations as `forward`.
     """
     if node.name == "transpose":
         order = node.eqn.params[

@@ -21,7 +21,7 @@ from parallax.lint.token_order import tokens_out_of_order
 def program(
     f: Callable[..., Any] | ClosedJaxpr, *args: Any, compute: DTypeLike | None = None
 ) -> list[Finding]:
-    """Returns the mistakes in `f(*args)` that raise no error, in the order of the program.
+    """Returns the mistakes that the lint finds in `f(*args)`. JAX raises no error for most of them.
 
     The program is traced, and neither compiled nor run.
 

@@ -204,10 +204,10 @@ class _Operation:
     def _resized(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of an operation that works along some dims and may
         change their sizes, such as `pad`. For a dim whose size changes, only the fact `rows` is
-        kept. The result does not count as a term of a sum.
+        kept. The operand's `terms` are dropped, since some of these operations, such as `cummax`,
+        are not linear.
         """
-        # The elements that `pad` adds are neither drawn nor counted, and belong to no block of a
-        # split dim. Some of these operations, such as `cummax`, are no linear functions of a term.
+        # Elements that `pad` adds are neither drawn nor counted, nor in any block of a split dim.
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
@@ -247,7 +247,7 @@ class _Operation:
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of a `gather`, a lookup of rows in a table. The last
         dim of the array of indices holds the indices of one lookup. The result has the dims of a
-        row, and all other dims of the array of indices.
+        row, and all dims of the array of indices except the last.
         """
         table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
@@ -339,8 +339,8 @@ class _Operation:
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
         """Returns the `Term` of an elementwise operation's result, for a reduction over a dim that
         `axis` splits. The `Term` says how the result depends on this device's term of the
-        reduction. At least one operand has a `Term` for `axis`. Returns None if the result perhaps
-        has none.
+        reduction. At least one operand has a `Term` for `axis`. Returns None if the result no
+        longer counts as computed from this term.
 
         Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
@@ -399,8 +399,8 @@ class _Operation:
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _literal(self, value: int) -> Any:
-        """Returns the number, written in the program, from which casts, broadcasts and changes of
-        sign make a value. Returns None if the program computes the value."""
+        """Returns the literal number that becomes `value` by casts, broadcasts and changes of sign
+        only. Returns None if there is no such number."""
         # `literals` has the numbers that are written in the program, and `made` the operation that
         # makes each other value.
         while value not in self.program.literals:
@@ -531,11 +531,11 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether `value` has a dim that is split over `axis`, at a place where none of the
-    values `with_term` has such a dim.
+    """Returns whether some dim i of `value` is split over `axis`, although dim i is not split over
+    `axis` in any of the values `with_term`.
 
-    One elementwise operation combines all these values. The values `with_term` were reduced over a
-    dim that is split over `axis`, and are now combined with an array that has such a dim.
+    One elementwise operation combines `value` with the values `with_term`, which were computed from
+    a reduction over a dim that is split over `axis`.
     """
 
     def split_dims(value):
@@ -548,7 +548,7 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:
-    """Returns the `Value` of an array of this shape, if nothing is known about its dims."""
+    """Returns the `Value` of an array of this shape about whose dims nothing is known."""
     return Value(dims=(Dim(),) * len(shape))
 
 

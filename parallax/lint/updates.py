@@ -2,9 +2,9 @@
 argument, and the reductions in these terms.
 
 An output is an *update* of an argument if both have the same shape and spec, and the output is the
-argument, perhaps scaled or cast, plus a term of this shape: `w + u`, or
+argument, perhaps scaled or cast, plus a term with the same shape. Examples are `w + u` and
 `decay * m + (1 - decay) * g`. The function `elements` returns the values (weights, gradients, an
-optimizer's state) from which elementwise operations, transposes and all-reduces compute an update.
+optimizer's state) that become an update by elementwise operations, transposes and all-reduces.
 
 A *value* is an array in a `Flat` program. The functions of this file take and return a value as its
 id, an int. A `Node` is an operation of the program. `program.made` has the operation that makes a
@@ -175,8 +175,9 @@ def reductions(
     rounds one of the values (`_rounds`). The program may then be a quantiser, which reduces each
     shard on purpose, to find one scale for the shard.
     """
-    # The dims of each elementwise function; None if an operation, such as a reshape, moved the
-    # elements so that the axes that split its dims are not known.
+    # The values in `dims_of` and their elementwise functions, each with the axes that split its
+    # dims. These are None if an operation, such as a reshape, moved the elements so that the axes
+    # are not known; the value is still an elementwise function.
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
     waiting, reduced = list(known), []
@@ -189,6 +190,8 @@ def reductions(
                 reduced.append((node, value))
             keeps_elements = node.name in ELEMENTWISE | LAID_OUT | {"transpose"}
             for output in node.outputs if keeps_elements else ():
+                # A broadcast has more elements than `value`. An operation with several results
+                # makes each of one operand, which need not be `value` (`operands`).
                 same_size = program.types[output].size == program.types[value].size
                 if same_size and output not in known and value in operands(node, output):
                     dims = known[value]
@@ -248,21 +251,23 @@ def scalings(
         # A reduction of integers or bools, such as a test for nan, is no norm.
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
-        # The values that depend on the reduction, and that no collectives over all of `axes` have
-        # completed.
+        # The values that depend on the reduction, without those that come after collectives over
+        # all of `axes`.
         dependent = reached(program, reduced.node.outputs, axes)
         # Only a product that is itself one of `values` is a step of the update's computation.
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):
-                # One operand depends on the reduction; the other must be one of `values`.
+                # One operand is in `dependent`; the other must be one of `values`. If a collective
+                # has completed the reduction, neither is in `dependent`. A literal is an operand
+                # too, but is in neither.
                 scaled = [operand for operand in node.inputs if operand not in dependent]
                 if len(scaled) == 1 and scaled[0] in values:
                     yield reduced, node, scaled[0]
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on `start`, the results of a reduction on one device. With
-    each value come those of `axes` over which no collective has completed the reduction.
+    """Returns the values that depend on `start`, the results of a reduction on one device. Each
+    value is returned with its *missing* axes: those over which the reduction is not complete.
 
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
     collective over that axis. A value without missing axes is left out. A path may lead through
@@ -290,8 +295,8 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
 
 def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
-    """Returns a set and a list. The set has the value from which casts and scalar factors make
-    `value`, and the list is empty.
+    """Returns a set and a list. The set has the value that becomes `value` by casts and scalar
+    factors, and the list is empty.
 
     If a `select_n` or a conditional (`CHOSEN`) chooses among several values, the set has all of
     them, without their casts and scalar factors, and the list has the predicates that choose.
@@ -327,7 +332,7 @@ def _unscaled_values(program: Flat, value: int) -> set[int]:
 
 
 def _uncast(program: Flat, value: int) -> int:
-    """Returns the value from which casts, copies and changes of sign made `value`."""
+    """Returns the value that becomes `value` by casts, copies and changes of sign."""
     while (node := program.made.get(value)) and node.name in SCALED:
         (value,) = operands(node, value)
     return value

@@ -8,7 +8,7 @@ an int.
 
 JAX's replication types say along which axes a value is *known* to be the same on all devices. The
 facts say along which axes it *is* the same, as far as the program shows. A value that was summed
-and then cast to varying has the same bits on all devices, although its type says otherwise. A
+and then cast to varying has the same bits on all devices, although its type does not say so. A
 program with `check_vma=False` has no such types.
 """
 
@@ -107,8 +107,8 @@ class Term(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """An argument from which elementwise operations, reshapes, transposes and all-gathers made a
-    value.
+    """The argument from which a value was made, only by elementwise operations, reshapes,
+    transposes and all-gathers.
 
     Attributes:
         argument: the index of the argument.
@@ -134,16 +134,16 @@ class Value(NamedTuple):
             wider; else "".
         summed: the axes along which the value is the same on all devices because it was summed,
             each with the source line of the sum.
-        parts: the sums over devices and the carries, in the innermost loop, on which the value
-            depends linearly.
+        parts: the carries of the innermost loop, and the sums over devices in its body, on which
+            the value depends linearly.
         dims: the facts about each dim; None for numbers written into the program.
         terms: the axes over which a reduction is not yet complete, since the value is only this
             device's term of it; each axis comes with its `Term`.
         shared: the axes by whose number of devices the value was divided.
-        shard: the argument from which elementwise operations, reshapes, transposes and all-gathers
-            made the value; None if there is no such argument.
-        fed: the axes along which the value depends on a split batch, if no collective over the axis
-            stands between the batch and the value.
+        shard: the argument from which the value was made, only by elementwise operations, reshapes,
+            transposes and all-gathers; None if there is no such argument.
+        fed: the axes that split the rows of a batch on which the value depends. An axis is left out
+            if a collective over this axis stands between the batch and the value.
         chosen: the axes along which the value depends on the device's index (`axis_index`).
     """
 
@@ -190,8 +190,8 @@ class Value(NamedTuple):
 
     def stacked(self) -> "Value":
         """Returns the facts about an array that stacks several values along a new first dim. `self`
-        has the facts about each of these values. The stack has no `shard`, even if the stacked
-        values have one."""
+        has the facts that are true of each of these values. The stack has no `shard`, even if the
+        stacked values have one."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -293,9 +293,9 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
     """Returns the collective that an equation is, or None if the equation itself is no collective.
 
-    `ours` is the jaxpr of the equation if it is a collective of this library. All kinds of such
-    collectives are made of `ppermute`s, and the jaxpr does not name the kind. The kind is found by
-    comparing the size of the result with the size of the operand.
+    `ours` is the jaxpr of the equation if it is a collective of this library, whose primitive is
+    `LINEAR`. All kinds of such collectives are made of `ppermute`s, and the jaxpr does not name the
+    kind. The kind is found by comparing the size of the result with the size of the operand.
     """
     kind = _KINDS.get(eqn.primitive.name)
     # A collective among groups of an axis's devices is left out, as it does not go over the whole
@@ -308,7 +308,8 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
         return None
     inside = list(jaxprs.every(ours))
     permutes = [eqn for eqn in inside if eqn.primitive.name == "ppermute"]
-    # If the jaxpr contains collectives of this library, the caller opens it and reads each of them.
+    # If `ours` has further collectives of this library inside, the equation as a whole counts as no
+    # collective: the caller reads each of those inside.
     if not permutes or any(eqn.primitive.name == LINEAR for eqn in inside):
         return None
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}

@@ -13,7 +13,7 @@ these tokens further: a device has T_shard of them in the stream. `all_tokens(x)
 of the stream again, so that a device has all tokens that its layers compute. `sum_partials(x)`
 takes the devices' terms for all tokens that the layers compute, and returns the sums of these terms
 for the tokens that this device has in the stream. The functions of `decoder_taps` return their
-argument unchanged; while `bisect` records, they also report that argument.
+argument unchanged. In a run that `parallax.bisect` records, they also report the argument to it.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -89,7 +89,7 @@ def loss_and_aux(
     `model` is a whole model, or one device's shard of a model along `axis`. `batch` may be a tuple:
     the windows of T + 1 tokens, and the keys of dropout. `attend` is the attention function, and
     `comms` makes the functions by which the devices of `axis` communicate. `remat` wraps each
-    block, and the body of the loop over blocks runs `unroll` blocks. This function raises the same
+    block, and the body of the loop over blocks runs `unroll` blocks. `loss_and_aux` raises the same
     errors as `loss`.
     """
     batch = batch if isinstance(batch, Batch) else Batch(*batch)
@@ -172,9 +172,9 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
-    `attend` is causal attention, a function of queries, keys and values. This function raises the
-    same errors as `loss`. Inside `jax.jit`, if a token is outside the vocabulary, the logits after
-    it and after all later tokens are nan.
+    `attend` is causal attention, a function of queries, keys and values. `logits` raises the same
+    errors as `loss`. Inside `jax.jit`, if a token is outside the vocabulary, the logits after that
+    token and after all later tokens are nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
@@ -276,16 +276,16 @@ def stages(
 
     def head_of_part(model, x, part):
         """Returns the mean cross-entropy of the microbatch `part`, from the last block's output
-        `x`, [B, T_shard, D]. `copy_from_last` gives the last stage's `x` to all stages, since each
-        stage computes a part of the head.
+        `x`, [B, T_shard, D]. `copy_from_last` gives the last stage's values to all stages, since
+        each stage computes a part of the head.
         """
-        windows, _, weights, _ = Batch(*part)
+        windows, _, weights, _ = Batch(*part)  # without the keys and the segments
         return head(
             model,
             x,
-            windows[:, 1:],
+            windows[:, 1:],  # the targets: the next token of each input
             weights=weights,
-            comms=comms_of_ends(),
+            comms=comms_of_ends(),  # between the devices of one stage
             across=functools.partial(ends.copy_from_last, axis=stage_axis),
         )
 
@@ -308,8 +308,8 @@ def embed(
 
     `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
     applies the dropout. Each device looks up the tokens whose rows of the embedding it has, with
-    zeros for all other tokens, and `comms` sums the results over the devices that share the
-    vocabulary. In a pipeline the stages share the vocabulary too. There `across` is
+    zeros for all other tokens, and `comms` sums the results over the devices that split the
+    vocabulary. In a pipeline the stages split the vocabulary too. There `across` is
     `pipeline.ends.sum_to_first` with the axis of the stages. It adds up, over the stages, the sums
     that `comms` returned; only the first stage gets and uses the result.
 
@@ -355,11 +355,12 @@ def head(
     in `weights`, and the sum of these products is divided by the number of targets, not by the sum
     of the weights.
 
-    In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
-    from the last stage to all stages.
+    In a pipeline, the vocabulary is split over all stages, and `across` sends the normalised
+    activations from the last stage to all stages.
     """
-    # Normalised before it is sent and gathered: then the devices' cotangents are summed before they
-    # reach the norm, and of the stages only the last one has a gradient of the norm's weight.
+    # The norm is applied before `across` sends its result to the stages and `all_tokens` gathers
+    # the tokens. So, backward, the devices' cotangents are summed before they reach the norm, and
+    # only the last stage has a gradient of the norm's weight.
     x = comms.all_tokens(across(model.norm(x, model.config.epsilon)))
     value = cross_entropy.mean(
         decoder_taps.whole(x, "head.in", comms),
@@ -367,7 +368,7 @@ def head(
         comms.context_tokens(targets, dim=1),
         comms.everywhere,
         weights=None if weights is None else comms.context_tokens(weights, dim=1),
-        vocabulary=model.config.vocabulary,
+        vocabulary=model.config.vocabulary,  # rows after these are padding
     )
     return decoder_taps.loss(value)
 
@@ -401,8 +402,8 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
 def vocabulary_rows(
     table: Float[Array, "rows width"], vocabulary: int
 ) -> Float[Array, "rows width"]:
-    """Returns `table` with zeros in place of its padding, the rows after the first `vocabulary`
-    ones.
+    """Returns `table` with zeros in place of its padding: all rows after the first `vocabulary`
+    rows.
     """
     return jnp.where(
         jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)
@@ -420,8 +421,8 @@ def _with_segments(
     local_segments = comms.context_tokens(segments, dim=1)
 
     def wrap_attention(attend):
-        """Returns `comms.wrap_attention(attend)`, with the segments of this device's tokens as its
-        argument `segments`."""
+        """Returns the attention function `comms.wrap_attention(attend)` with its argument
+        `segments` bound to the segments of this device's tokens."""
         return functools.partial(comms.wrap_attention(attend), segments=local_segments)
 
     return comms._replace(wrap_attention=wrap_attention)

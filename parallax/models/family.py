@@ -78,10 +78,10 @@ class Family:
             chunks per stage, with blocks of [v, L / v, ...]; the rule splits dim 1 over the stages.
             For a configuration with experts the function also takes `expert=`, the axis that splits
             the experts.
-        logits: a function `(model, tokens)` that returns the logits after each token, of the whole
-            model on one device. This function is used to draw text.
+        logits: a function `(model, tokens)` that runs the whole model on one device and returns the
+            logits after each token. This function is used to sample text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
-            while text is drawn; None: text is drawn without a cache.
+            while text is sampled; None: text is sampled without a cache.
         attention: the attention function, given to `stages` unless `Compute` has another.
         tpu_attention: the same attention by a kernel for TPUs, used on a mesh of TPUs; None: there
             is no kernel.
@@ -148,7 +148,7 @@ def run_blocks(
         x: the input of the first block.
         keys: a random key for each sequence; None: no dropout.
         apply: one block, a function `(weights, x, keys, layer)` that returns x or an `Output`.
-        first_layer: the place of the first block in the model.
+        first_layer: the number, in the whole model, of the first of these blocks.
         remat: wraps the function `(weights, x, layer) -> x`.
         unroll: the number of blocks in the loop's body.
     """
@@ -156,8 +156,8 @@ def run_blocks(
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
-        """Returns the output of one block; a recording by `bisect` gets the number of the block's
-        layer.
+        """Returns the output of one block. A recording by `bisect` gets `layer`, the block's number
+        in the model.
         """
         with recording.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)

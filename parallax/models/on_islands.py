@@ -80,14 +80,14 @@ def train_step(
     """
     names, setup = islands.axis_names(axis), one_island.setup
     sequences = one_island.batch * islands.number_of_islands(axis, setup.mesh)
-    options = {"axis": axis, "stream": stream}
+    island_options = {"axis": axis, "stream": stream}
     # A `StateInit`: the shapes and specs of the state, and the function `init` that makes it.
     state = islands.state_init(
         one_island.shapes,
         one_island.specs,
         outer,
         setup.mesh,
-        **options,
+        **island_options,
         trainable=setup.compute.trainable,
     )
 
@@ -95,16 +95,17 @@ def train_step(
         """Returns the random keys of step `number`, for the sequences of all islands."""
         return one_island.keys(number, sequences)
 
+    # `compiled` maps the step for one device over the mesh by `mesh.spmd`, and puts it under `jit`.
     train = decoder.compiled(
-        islands.local(one_island.local, outer, every=every, **options),
+        islands.local(one_island.local, outer, every=every, **island_options),
         state.shapes,
         state.specs,
         functools.partial(meshes.spmd, mesh=setup.mesh),
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
-        # After the batch, the step takes `limit`, the loss above which it changes nothing, and
-        # `present`, which tells the islands that take part. They are None if left out.
+        # The number of the step's arguments after the batch: `limit`, the loss above which it
+        # changes nothing, and `present`, the islands that take part. They are None if left out.
         options=2,
     )
 

@@ -568,9 +568,9 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
 
     def wrapped(*arguments):
         """Returns the stage's `Output`. Its loss, if there is one, is typed as varying along
-        `axis`.
+        `axis`, so that the sum of gradients over `axis` counts each device's loss.
         """
-        result = output(stage(*arguments))
+        result = output(stage(*arguments))  # `output` makes an `Output` also of a bare x
         loss = None if result.loss is None else varying(result.loss, axis.names)
         return Output(result.x, loss, result.aux)
 

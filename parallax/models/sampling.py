@@ -102,7 +102,7 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
             """
             return jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
 
-        return _run(parts, model, tokens, None, 0, pad)
+        return _run(parts, model, tokens, cache=None, first=0, join=pad)
 
     def go_on(tokens, cache, first):
         """Returns `(logits [B, V], cache)` after one more token of each sequence, `tokens` [B], at
@@ -275,8 +275,8 @@ def sampled(
     tokens, window = argument_checks.whole_numbers(name, tokens=tokens, window=writer.window)
     if tokens < 0 or window < 1:
         raise ValueError(
-            f"{name} needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, "
-            f"window {window}."
+            f"{name} needs 0 or more tokens to draw, and a window of 1 or more; got "
+            f"tokens={tokens}, window={window}."
         )
     token_of = _token_of(name, temperature, top_k, top_p)
     vocabulary = jax.eval_shape(logits, jax.ShapeDtypeStruct((1, window), jnp.int32)).shape[-1]
@@ -343,7 +343,8 @@ def _with_cache(
 
     def draw(carry, inputs):
         """Returns the new carry and the next token, as the body of a `lax.scan`. The carry is the
-        previous token, whose place is `place`, and the cache, which does not yet hold this token.
+        previous token and the cache, which does not yet hold this token. `inputs` are a random key
+        and the previous token's place.
         """
         (token, cache), (key, place) = carry, inputs
         logits, cache = model.go_on(token[None], cache, place)  # a batch of one sequence

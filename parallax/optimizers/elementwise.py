@@ -12,11 +12,11 @@ A leaf is a parameter, numbered by its place in the tree. The owner of a result,
 the optimizer's state, is the number of the leaf that it belongs to. The number of the step, for
 example, belongs to no leaf, so its owner is None. A moment is an array of the state that has the
 shape of its leaf's gradient. A share is a device's part of a gradient or a parameter. In ZeRO-1 and
-ZeRO-2, `zero.reduce_scattered` returns shares of gradients, and the parameters are whole; this
-module calls both ZeRO-1. A `Value` says how an array of the program is computed: `leaves` has the
-numbers of the leaves that the array is computed from. `mixes` is the reason why the array is not
-computed element by element, or "" if it is. In `leaves`, the number `WHOLE` stands for any array
-that is the same on all devices.
+ZeRO-2, `zero.reduce_scattered` returns shares of gradients, and the parameters are whole. In this
+module, the name ZeRO-1 also stands for ZeRO-2. A `Value` says how an array of the program is
+computed: `leaves` has the numbers of the leaves that the array is computed from. `mixes` is the
+reason why the array is not computed element by element, or "" if it is. In `leaves`, the number
+`WHOLE` stands for any array that is the same on all devices.
 """
 
 import functools
@@ -86,7 +86,7 @@ def checked(
 
     def wrapped(gradients, state, params, **extra):
         """Returns the optimizer's update. The update is checked first, unless arguments of the same
-        types have passed the check before: then `decided` has the key of these types."""
+        types have passed the check before."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
@@ -199,14 +199,14 @@ class _Update:
     def check(self) -> None:
         """Raises `UnfitOptimizer` unless the update of each leaf is computed element by element
         from this leaf. The update is traced on symbolic sizes. If no leaf is split, nothing is
-        traced."""
+        traced. Raises `TypeError` if, in ZeRO-1, the updates do not have the parameters' shapes."""
         if not any(leaf.split for leaf in self.leaves):
             return
         # The number of each leaf in `Value.leaves`. A whole leaf has the number `WHOLE`: it is the
         # same on all devices, so the optimizer may also sum it.
         numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
-        # In ZeRO-1 the parameter is whole, though its gradient is a share. Only there `is_shard` is
-        # False; it is True of a leaf that nothing splits.
+        # In ZeRO-1 the gradient of a split leaf is a share, but the parameter is whole and counts
+        # as `WHOLE`. `is_shard` is False for these leaves, and True for all others.
         of_weights = [
             number if leaf.is_shard else WHOLE
             for number, leaf in zip(numbers, self.leaves, strict=True)
@@ -220,7 +220,7 @@ class _Update:
             # If the update fails on the shard's own shapes too, that error is raised instead: it is
             # not about sizes.
             jax.eval_shape(self.update, *self.arguments)
-            self.refuse(f"its program depends on the leaf's size: {_first_line(error)}")
+            self.refuse(f"the update depends on the size of a leaf: {_first_line(error)}")
         # The program's results are the updates, one for each leaf, and then the state.
         updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
         equal_shapes = all(leaf.is_shard for leaf in self.leaves)
@@ -234,8 +234,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim. The bounds of a symbolic
-        size are the dim's size on a shard and the dim's size in the whole leaf."""
+        """Returns `self.arguments` with a symbolic size for each split dim. The bounds of a
+        symbolic size are the dim's size on a shard and the dim's size in the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair
@@ -262,8 +262,8 @@ class _Update:
         return self.resized(shape)
 
     def resized(self, shape: Callable[[Any, tuple[int, ...]], tuple[Any, ...]]) -> Any:
-        """Returns the arguments, in which each gradient, moment and parameter `x` has the shape
-        `shape(x, shape of the whole leaf)`. An array whose shape changes is replaced by its type
+        """Returns `self.arguments` with the shape `shape(x, shape of the whole leaf)` for each
+        gradient, moment and parameter `x`. An array whose shape changes is replaced by its type
         (`jax.typeof`) with the new shape: tracing needs no numbers."""
 
         def leaf(x, whole):
@@ -302,7 +302,8 @@ class _Update:
     def value_of_state(self, x: Any, owner: int | None) -> Value:
         """Returns the `Value` of an array of the optimizer's state with this owner. If elementwise
         use of the array would be wrong on shards, `mixes` of this `Value` gives the reason, and
-        `judge` refuses each result that uses the array."""
+        `judge` refuses each result that uses the array. `self.axes(x)` has the axes that split
+        `x`."""
         # A single number that no axis splits, such as a step count, may be combined with all
         # elements, so `leaves` of its `Value` is empty.
         if np.size(x) <= 1 and not self.axes(x):
@@ -313,8 +314,8 @@ class _Update:
                 return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
         # The other arrays belong to a whole leaf or to no leaf. A moment of a whole leaf counts as
-        # whole, whatever its type: if the type varies, so does that of the new parameter, and the
-        # specs of `mesh.spmd` refuse it. Any other array must be the same on all devices.
+        # whole even if its type says that it varies along an axis: the new parameter then varies
+        # too, and the specs of `mesh.spmd` refuse that. Any other array must vary along no axis.
         if self.axes(x) and not self.is_moment(x, owner):
             return Value(mixes="its state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
@@ -393,8 +394,8 @@ class _Update:
                     f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, "
                     f"a share of the whole shape {np.shape(leaf.weight)}, as zero.reduce_scattered "
                     "returns; the optimizer takes whole gradients. Wrap the optimizer in "
-                    "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and pass step.init an "
-                    "optimizer_rule that splits the state as the gradients are split, such as "
+                    "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and pass to step.init "
+                    "an optimizer_rule that splits the state as the gradients are split, such as "
                     "ZeRO.optimizer_rule."
                 ) from error
         # The state was made for whole leaves, or has shapes of its own.
@@ -405,7 +406,7 @@ class _Update:
                     f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for "
                     f"{leaf.name}, but each device updates only a shard of this leaf, of shape "
                     f"{np.shape(leaf.gradient)}. If the state was made for whole parameters, split "
-                    "it: pass step.init optimizer_rule=rules.fsdp(axis, size=n), or "
+                    "it: call step.init with optimizer_rule=rules.fsdp(axis, size=n), or "
                     "ZeRO.optimizer_rule. Or make the state for shards: call the optimizer's init "
                     "inside mesh.spmd. If by design the state has other shapes than the leaves, "
                     f"use optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."

@@ -54,7 +54,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
     def wrapped(gradients, state, params=None, **extra):
         """Returns the updates and the new state, with marks that say that they are right on shards.
         If a dim of a gradient or a parameter has an unknown size, `update` is not called, since
-        collectives need known sizes. Then arrays of the same types are marked and returned."""
+        collectives need known sizes. The parameters (the gradients, if `params` is None) and the
+        old state, which have the same types, are then marked and returned."""
         if at and params is None:
             raise ValueError(
                 f"{at}: update needs the parameters, whose shapes show which gradients are shares "
@@ -142,7 +143,7 @@ class _Elements(jaxprs.Following):
 
     def constant(self, aval: Any, value: Any) -> Value:
         """Returns the `Value` of a constant of the type `aval`, which the update reads by closure.
-        The constant mixes if it differs between devices."""
+        If the constant differs between devices, `mixes` of the `Value` says so."""
         if split_over(aval):
             return Value(mixes="it uses a value from outside that differs between devices")
         return same_everywhere(aval)

@@ -1,4 +1,4 @@
-"""Writes and reads the buffers of a pipeline's stage, and adds to the stage's sums.
+"""Writes and reads a pipeline stage's buffers, and adds losses and gradients to the stage's sums.
 
 A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is an
 array [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick
@@ -65,8 +65,8 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
     """
 
     def leaf(buffer, x):
-        """Returns one buffer, [slots, ...], with `x`, [...], written into the slot `slot`, an
-        argument of `put`."""
+        """Returns `buffer` [slots, ...] with `x` [...] written at the index `slot`, an argument of
+        `put`."""
         if x is None:  # a cotangent that does not exist
             return buffer
         # An array that is the same for each microbatch has no slots (see `slots_for`).
@@ -83,8 +83,8 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
     [slots, ...]."""
 
     def leaf(buffer, like):
-        """Returns the array in the slot `slot`, an argument of `taken`, of one buffer. `like` has
-        as many dims as this array."""
+        """Returns the array at the index `slot`, an argument of `taken`, of `buffer` [slots, ...].
+        `like` has as many dims as this array."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer

@@ -146,9 +146,9 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
     # arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
         raise ValueError(
-            f"pipeline: a stage must return the tree that it takes, {forms(taken)}, since its "
-            f"output is the next stage's input; it returned {forms(returned)}. Values beside x go "
-            "into pipeline.Output(x, loss=..., aux=...)."
+            "pipeline: a stage must return a tree of the same structure as its input, "
+            f"{forms(taken)}, since its output is the next stage's input; it returned "
+            f"{forms(returned)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
         )
     for (path, leaf), given in zip(
         jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True

@@ -72,9 +72,9 @@ def value_and_grad(  # noqa: PLR0913
     M parts in order. Gradients are summed, and returned, in float32 or wider. The gradients of
     parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
-    `params`, the first argument of `embed`, `stage` and `head`, has all parameters. In `stage`,
-    `blocks(params)` is one chunk of layers, without the dim of chunks. If several functions read a
-    parameter, its gradient is the sum over all these functions.
+    `params`, the first argument of `embed`, `stage` and `head`, is the tree of this device's
+    parameters. In `stage`, the tree has only one chunk of the blocks, without the dim of chunks. If
+    several functions read a parameter, its gradient is the sum over all these functions.
 
     Each tick sends one activation to the next stage and one cotangent to the stage before, by one
     `ppermute` per array. `schedule.makespan` gives the time of all ticks. A device has
@@ -86,19 +86,21 @@ def value_and_grad(  # noqa: PLR0913
             of floating-point numbers have a cotangent; other arrays, such as masks, have none.
             `embed` runs on all stages in each forward tick, and only the first stage's result is
             used. The stages may share the work, with collectives over `axis` inside `embed`.
-        stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to
-            vP - 1, is the chunk's place in the model. `stage` returns a tree like `x`, or an
-            `Output` that also has a term of the loss or auxiliary values.
+        stage: `(params, x, microbatch, position) -> x`: one chunk of layers. `position` is the
+            chunk's place in the model, 0 to v * P - 1 for v chunks on each of P stages. `stage`
+            returns a tree like `x`, or an `Output` that also has a term of the loss or auxiliary
+            values.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
             runs on all stages, in each tick in which the output of the last layer for a microbatch
-            is ready. If the type of the loss varies over `axis`, the last stage's loss is used. If
-            the type does not vary, all stages must have computed the loss together, in a head that
-            begins with `from_last`.
+            is ready. If the loss is typed as varying over `axis`, the last stage's loss is used.
+            Otherwise all stages must have computed the loss together, in a head that begins with
+            `from_last`.
         schedule: the table; its number of stages is the size of `axis`.
         axis: the axis of the stages, or several axes as one. Its algorithm, `Axis.algorithm`,
             all-reduces the gradients of parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
-            `params.blocks`. Each array of the blocks has a first dim of v chunks.
+            `params.blocks`. Each array of the blocks has a first dim of size v, the number of
+            chunks per stage.
         trainable: chooses the leaves that have a gradient, as in `step.init`: it is a function of a
             leaf, or a tree of booleans that is a prefix of the parameters. Other leaves have the
             gradient None, which takes no memory.
@@ -122,9 +124,9 @@ def value_and_grad(  # noqa: PLR0913
         ValueError: the schedule has another number of stages than the axis; the number of sequences
             is not a multiple of the number of microbatches, or is 0; `params` has no `blocks`, and
             no `blocks` is given; an array of `blocks(params)` is not split over `axis`, or its
-            first dim is not the schedule's number of chunks; `stage` returns another tree than it
-            takes; a function reads a parameter by closure, or `embed` or `head` reads one of the
-            blocks: these parameters would have no gradient.
+            first dim is not the schedule's number of chunks; `stage` returns a tree of another
+            structure, shape or dtype than its input; a function reads a parameter by closure, or
+            `embed` or `head` reads one of the blocks: these parameters would have no gradient.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -236,8 +238,8 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """Returns all auxiliary values on every stage: those of the head, [M, ...] each, and those of
-    the stages, [M, vP, ...] each, in the order of the chunks in the model.
+    """Returns the auxiliary values, the same on every stage: those of the head, [M, ...] each, and
+    those of all v * P chunks, [M, vP, ...] each, in the order of the chunks in the model.
 
     `sums` has the values that this stage computed: those of the head in `sums.of_head`, [M, ...]
     each, and those of its own chunks in `sums.of_stages`, [M, v, ...] each. Every stage runs the
@@ -255,8 +257,8 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns one auxiliary value of the stages for every chunk, [M, vP, ...], in the order of
-        the model. The argument has this value for this stage's chunks, [M, v, ...]."""
+        """Returns on all stages one auxiliary value of all chunks, [M, vP, ...], in the order of
+        the model. `values`, [M, v, ...], has it for the chunks of this device's stage."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

@@ -10,9 +10,9 @@ the factor is computed here for every early stage.
 
 The head's program is read equation by equation. The `Terms` of a value say whether the value
 depends on the `x` of an early stage (`early`). A value that depends on no argument of the program
-is called a number (`is_number`); `indexed` says whether a value depends on the stage's index, and
-`by_index` is the function from a stage's index to the number's value, or None if this value is
-unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
+is called a number (`is_number`). `indexed` says whether a value depends on the stage's index.
+`by_index` is the function from a stage's index to the number on that stage, or None if the number
+is unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
 stages stand one after the other.
 
 From `FollowingAlong`: `run` reads a program, `met` joins the `Terms` of all operands, and `is_sent`
@@ -102,7 +102,8 @@ class _Sums(jaxprs.FollowingAlong):
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
-        the operands. Sets `added` if the equation sums values of stages before the last."""
+        the operands. Sets `self.added` to True if the equation sums, over the stages, values
+        computed from the `x` of stages before the last."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
@@ -134,8 +135,8 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _of_gathered(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of a result that is computed from a gathered operand; `aval` is the
-        type of the result. Sets `added` if the equation reduces or contracts the gathered dim, in
-        which the `x` of all stages stand one after the other.
+        type of the result. Sets `self.added` to True if the equation reduces or contracts the
+        gathered dim, in which the `x` of all stages stand one after the other.
 
         The gathered dim is followed through operations that keep the shape, reductions of other
         dims and transposes. It is not followed if an operand of a product (`mul`) or of a choice
@@ -177,7 +178,8 @@ class _Sums(jaxprs.FollowingAlong):
 
     def branches(self, eqn: JaxprEqn, operands: list[Terms]) -> list[Terms]:
         """Returns the `Terms` of a conditional's results. If the stage's index chooses the branch,
-        a branch that only the last stage runs does not count, as in `_chosen`."""
+        `_branch` joins each result over the branches that stages before the last run. If a result
+        is a number in every branch, `_branch` computes the result for each stage instead."""
         which, *others = operands
         if not (which.is_number and which.indexed):
             return super().branches(eqn, operands)
@@ -185,8 +187,8 @@ class _Sums(jaxprs.FollowingAlong):
         return [self._branch(which, cases) for cases in zip(*every_branch, strict=True)]
 
     def _branch(self, which: Terms, cases: Sequence[Terms]) -> Terms:
-        """Returns the `Terms` of one result of a conditional. `which` is the number of the branch,
-        and `cases` are the `Terms` of this result in each branch."""
+        """Returns the `Terms` of one result of a conditional. `which` has the `Terms` of the
+        branch's number, and `cases` the `Terms` of this result in each branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
         known = [value.by_index for value in (which, *cases) if value.by_index]
@@ -246,12 +248,14 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
         """Returns the `Terms` of `select_n(which, *cases)`, joined over the cases that any stage
-        before the last selects. `which` is the index of the case for each element, and depends on
-        no argument (`is_number`). If the values of `which` are unknown, no case is joined, so the
+        before the last selects. `which` has the `Terms` of the index of each element's case, which
+        depends on no argument (`is_number`). If the indices are unknown, no case is joined, so the
         choice is accepted."""
+        # `_before_the_last` has the array `which` of each of these stages; none if it is unknown.
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
+        # Some case is no number (see the callers), so the result is none, whatever cases are taken.
         return self.met([cases[case] for case in taken])._replace(is_number=False)
 
 

@@ -12,16 +12,16 @@ runs and send its result. A lane is one kind of job: "forward" (F), "backward" (
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
 on an idle stage. In the same way `row.saved` and `row.deferred` give slots, places in a buffer
 where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
-For embed, head and embed_backward a row has one number for all stages, since all stages run these
-on the same microbatch: for example `row.jobs["head"]`. A `Task` is this stage's job: `microbatch`,
-`chunk`, `position` (the chunk's place in the model) and `valid`. In `lockstep` an idle stage
-computes too, and `task.valid` masks its results. In `per_stage` it runs nothing, and `valid` is the
-Python constant `True`.
+The embedding, its backward pass and the head each run on all stages for one microbatch: its number
+is `row.jobs["embed"]`, `row.jobs["embed_backward"]` or `row.jobs["head"]`. A `Task` is this stage's
+job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and `valid`. In `lockstep`
+an idle stage computes too, and `task.valid` masks its results. In `per_stage` an idle stage runs
+nothing, so `task.valid` is always the Python constant `True`.
 
 `Jobs` is a subclass of `Programs` (in programs.py), and reads these attributes of `Programs`:
 
 * `programs`: the traced functions, by name.
-* `params`: the parameters; the `ends` are the parameters that are not in the blocks.
+* `params`: the parameters; `params.blocks` are split over the stages, and `params.ends` are not.
 * `axis` and `index`: the axis of the stages, and the number of this stage.
 * `x`: an activation of zeros.
 * `saved` and `deferred`: the types of the arrays that F and I write into slots.
@@ -70,7 +70,7 @@ class Sums(NamedTuple):
         terms: the stages' own terms of the loss; None if the stages have no such terms.
         of_head: the head's auxiliary values, [M, ...] each.
         of_stages: the stage's auxiliary values, [M, v, ...] each.
-        ends: gradients of the parameters outside the blocks, which are not split over the stages.
+        ends: gradients of the parameters outside the blocks; all stages have these parameters.
         blocks: gradients of the blocks: [v, ...] each.
     """
 
@@ -237,9 +237,9 @@ class Jobs(Programs):
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """Runs the head on `y`, which on the last stage is the model's output for a microbatch, and
-        on other stages any activation. On other stages the cotangent is not used, and the auxiliary
-        values are used only if the stages computed them together.
+        """Runs the head on `y`. On the last stage `y` is the output of the last layer for a
+        microbatch. On other stages `y` is any activation, and the cotangent is not used. Auxiliary
+        values of other stages are used only if their types say that all stages have equal values.
 
         Returns the cotangent of `y`, with which the backward job begins, and the carry with the
         loss, the auxiliary values and the gradients added. If only the loss is needed, the
@@ -278,8 +278,8 @@ class Jobs(Programs):
         """Returns the carry with a task's gradients added: `gradients.blocks`, for the task's chunk
         of the blocks, and `gradients.ends`, for those ends (parameters outside the blocks) that the
         stage reads."""
-        # `scatter`, the user's function, may sum the gradients over devices and keep a share. The
-        # index None adds a dim: it takes and returns blocks of one chunk, [1, ...].
+        # `scatter`, the user's function, may sum the gradients over devices and keep a share. It
+        # takes and returns blocks with a dim of chunks, here [1, ...]: the index None adds the dim.
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         def leaf(total, d):  # [v, ...] and [1, ...]

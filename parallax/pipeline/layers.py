@@ -128,10 +128,8 @@ def run_layers(
     table = checked(table)
     # This place's number of layers, and the index of its first layer. `position` is traced, so it
     # cannot index a NumPy array.
-    count, first = (
-        jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
-        for of_places in (table, _first(table))
-    )
+    count = jnp.asarray(table.reshape(-1), jnp.int32)[position]
+    first = jnp.asarray(_first(table).reshape(-1), jnp.int32)[position]
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
@@ -147,7 +145,8 @@ def run_layers(
     layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
 
     first_layer = jax.tree.map(operator.itemgetter(0), layers)
-    # The carry of a loop must vary along the same axes before and after each iteration.
+    # The carry of a loop must vary along the same axes before and after each iteration. `settled`
+    # casts `x` to vary along the axes along which the result of a layer varies.
     x = settled(x, lambda x: jax.eval_shape(layer_or_none, x, first_layer)[0])
     return lax.scan(layer_or_none, x, layers)[0]
 
@@ -159,21 +158,21 @@ def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
 
 
 def checked(table: Layers) -> Layers:
-    """Returns the table as a NumPy array; raises `ValueError` if this is not an array
-    [chunks, stages] of positive whole numbers. A chunk without layers has no last layer that its
-    padding could repeat."""
+    """Returns the table as a NumPy array. Raises `ValueError` unless the table is [chunks, stages],
+    of whole numbers above 0. A chunk without layers has no last layer that its padding could
+    repeat."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
-            "A table of layers must have whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; "
-            f"got {table.dtype} of shape {table.shape}."
+            "A table of layers must be an array [chunks, stages] of whole numbers, such as "
+            f"[[3, 3, 2, 2]]; got {table.dtype} of shape {table.shape}."
         )
     if table.size and table.min() < 1:
         chunk, stage = np.argwhere(table < 1).tolist()[0]
         raise ValueError(
             f"A table of layers has {table[chunk, stage]} for chunk {chunk} of stage {stage}, and "
-            "each chunk needs at least one layer, since all stages run the same program. Give it a "
-            "layer of another chunk, or use fewer stages."
+            "each chunk needs at least one layer, since all stages run the same program. Give this "
+            "chunk a layer of another chunk, or use fewer stages."
         )
     return table
 
@@ -185,19 +184,20 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns `blocks`, [chunks, layers / chunks, ...], in the order that a schedule with this
-    placement needs. The placement is a table [chunks, stages] of each chunk's place in the model.
-    The argument `blocks` is in the order of the model.
+    """Returns `blocks`, [v, L / v, ...] for v chunks per stage, in the order that a schedule with
+    this placement needs. The placement, [v, P], has each chunk's place in the model. The argument
+    `blocks` is in the order of the model.
 
     A placement is looped if chunk c of stage s is at place c P + s, with P stages. The blocks are
     then returned as they are. Every schedule that the executor `lockstep` runs has a looped
     placement. Pad blocks of uneven layers with `pad_layers` first.
 
     Raises:
-        ValueError: the blocks have another number of chunks than the placement, or the number of
-            layers is not a multiple of the number of chunks of all stages.
+        ValueError: dim 0 of the blocks and dim 0 of the placement differ, or the number of layers
+            is not a multiple of v P.
     """
-    # Group c P + s of the result, for chunk c of stage s, is the group of its place in the model.
+    # Chunk c of stage s is group c P + s of the result, and group `placement[c, s]` of `blocks`. So
+    # the raveled placement has, for each group of the result, the group to take.
     return _reordered("pipeline.to_placement", blocks, placement, np.ravel(placement))
 
 
@@ -220,8 +220,8 @@ def _reordered(
     v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns the array `w`, [chunks, layers / chunks, ...], with its groups of layers in the
-        order `order`."""
+        """Returns the array `w`, [chunks, layers / chunks, ...], reordered. A group is the layers
+        of one chunk of one stage; group k of the result is group `order[k]` of `w`."""
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
@@ -290,8 +290,8 @@ def stored(
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
         placement: the schedule's `placed`, `[chunks, stages]`.
-        table: the table of layers with which `pad_layers` padded the blocks, if they are uneven;
-            the padding is not stored.
+        table: the table of layers that `pad_layers` took; None if the blocks have no padding. The
+            padding is not stored.
     """
     placement = checked_placement("pipeline.stored", placement)
     layers = None if table is None else checked(table)
@@ -325,8 +325,8 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns a leaf of the state, with `change` applied if it is an array of the
-                blocks, or an optimizer's array for such an array."""
+                """Returns `change(x)` if the leaf `x` of the state is an array of the blocks, or an
+                optimizer's array for an array of the blocks. Returns `x` otherwise."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

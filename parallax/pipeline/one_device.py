@@ -110,8 +110,9 @@ def _loss(
 ) -> Any:
     """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
-    Returns the loss, or `(loss, aux)` if there are auxiliary values. The loss is the head's loss
-    plus the terms that the stages add to the loss.
+    Returns the loss, or `(loss, aux)` if there are auxiliary values: `aux` is an `Aux` if the
+    stages have some, else the head's values alone. The loss is the head's loss plus the terms that
+    the stages add to the loss.
     """
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:

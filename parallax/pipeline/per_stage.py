@@ -10,9 +10,10 @@ exchange; head; embed_backward. The exchange sends messages in every tick. A mes
 slot, a numbered place in a buffer, until the job that needs it runs.
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
-none. Job 3 is the job for microbatch 3 if a stage has one chunk. In the other fields of a row, each
-number is the index of a slot. For embed, head and embed_backward a row has one number, that of the
-microbatch, for all stages: for example `row.jobs["head"]`. `table` has the rows of all ticks.
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. The embedding, its backward pass
+and the head each run on all stages for one microbatch: its number is `row.jobs["embed"]`,
+`row.jobs["embed_backward"]` or `row.jobs["head"]`. In the other fields of a row, each number is the
+index of a slot. `table` has the rows of all ticks.
 `carry` has the values that a part leaves for the next part: `carry.arrived` has the messages of
 this stage, and `carry.sums` the sums of losses and gradients. `jobs` runs the user's functions:
 `jobs.forward(carry, row, ...)` returns F's output and the new carry. `jobs.index` is the number of
@@ -114,8 +115,8 @@ def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the forward pass of a chunk: for the model's first chunk on the embedding's output, for
-    other chunks on an activation that arrived. Keeps the output as `sent`, the message of this
+    """Runs the forward pass of a chunk. The model's first chunk runs on the embedding's output, and
+    any other chunk on an activation that arrived. Keeps the output as `sent`, the message of this
     tick."""
     # The slots have messages. `taken` reads from `jobs.x` only how many dims each message has.
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
@@ -178,10 +179,10 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 has
-    computed the cotangent of the input of the model's first chunk, which is the embedding's output.
-    On stage 0 this tick's message, `carry.arrived.sent`, is this cotangent. The other stages use a
-    cotangent of 0."""
+    """Runs the backward pass of the embedding, and adds the gradients to the sums. In this tick
+    stage 0 has computed the cotangent of the embedding's output, the input of the model's first
+    chunk. On stage 0 this tick's message, `carry.arrived.sent`, is this cotangent. The other stages
+    use a cotangent of 0."""
     # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs embed_backward in a
     # loop, and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message
     # depend on such a number, its second argument, and so on the loop. Otherwise XLA would compute
@@ -193,9 +194,9 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
-    """Returns this stage's message in this tick. The parts head and embed_backward call `_sent`.
+    """Returns this stage's message in this tick, for the part `head` or `embed_backward`.
 
-    `microbatch` is the number of the calling part in this tick's row. A part runs only if its
+    `microbatch` is `row.jobs["head"]` or `row.jobs["embed_backward"]`. A part runs only if its
     number is at least 0, so here the condition `microbatch >= 0` is always true. The condition
     makes the message depend on the part's loop, since `_if_runs` adds the loop's index, which is 0,
     to each number of the row. Without this dependence, XLA would run the part's collectives before
@@ -255,8 +256,8 @@ DESCRIPTIONS = {
 
 
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
-    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone. `jaxpr` is
-    the job's program, and `name` its description for the error; `axis` is the axis of the stages.
+    """Raises `ValueError` if a job has a collective that a stage cannot run alone. `jaxpr` is the
+    job's program, and `name` its description for the error; `axis` is the axis of the stages.
 
     A grouped collective, such as a `psum` over a tensor axis, waits only for the devices of its
     group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of

@@ -71,7 +71,7 @@ class Parameters(NamedTuple):
         blocks: the trained arrays of the blocks: each array is [chunks, ...], or [...] if the tree
             has only one chunk.
         ends: the other trained arrays.
-        fixed_blocks: the arrays of the blocks that are not trained.
+        fixed_blocks: the untrained arrays of the blocks.
         fixed: all remaining leaves, also those that are not arrays.
     """
 
@@ -92,9 +92,9 @@ class Task(NamedTuple):
         microbatch: the number of the microbatch.
         chunk: the number of the chunk of this stage's layers.
         position: the chunk's place in the model.
-        valid: whether the table has a job for this stage in this tick. In lockstep an idle stage
+        valid: whether the schedule has a job for this stage in this tick. In lockstep an idle stage
             computes too, and `valid` masks its results. In a schedule that runs per stage, an idle
-            stage runs nothing, and `valid` is the Python value `True`.
+            stage runs nothing, so `valid` is always the Python value `True`.
     """
 
     microbatch: Int[Array, ""]
@@ -131,8 +131,8 @@ class Given(NamedTuple):
 
 class Programs:
     """The programs of one device. A `Programs` is made once per call of the gradient function. It
-    traces the user's `embed`, `stage` and `head`, and refuses misuse. Only `stage` may be traced
-    more than once: again if its output varies along more axes than its input.
+    traces and checks the user's `embed`, `stage` and `head`. Only `stage` may be traced more than
+    once: again if its output varies along more axes than its input.
 
     Attributes:
         params: the `Parameters` of this device.
@@ -215,7 +215,8 @@ class Programs:
         # Without a job, -1, the task has the numbers of job 0, and is not valid.
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
-        # If the schedule runs per stage, only the jobs in the table run, so all of them are valid.
+        # In lockstep an idle stage runs the program too, with -1. If the schedule runs per stage
+        # (`per_stage`), an idle stage runs nothing, so every task is valid.
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
@@ -278,8 +279,8 @@ class Programs:
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
         """Returns a function of the user as a program; the first argument of the program is a
         `Parameters`. `name` is "embed", "stage" or "head". Raises `Misused` if the function reads a
-        trained parameter by closure, or if the results of embed or head depend on the blocks: these
-        arrays would get no gradient from the function."""
+        trained parameter by closure: the parameter's gradient would miss this use. Also raises
+        `Misused` if the results of embed or head depend on the blocks."""
         program = trace(f, *arguments)
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)

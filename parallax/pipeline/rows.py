@@ -33,12 +33,12 @@ class Row(NamedTuple):
             the forward job of the model's first chunk. "head" has the microbatch of the forward job
             of the last chunk. "embed_backward" has the microbatch of the backward job of the first
             chunk.
-        saved: for each lane, the slot that the lane's job in this tick uses. F, a forward job,
-            writes a slot; the backward job B of the same microbatch and chunk reads this slot. If B
-            is split into I and W, both read the slot. In a tick without a forward job, the lane
-            "forward" has a slot that is free, so that the write does no harm.
-        deferred: for each lane, the slot that the lane's job in this tick uses; empty if no B is
-            split. I writes a slot, and W of the same microbatch and chunk reads this slot. In a
+        saved: for each lane, the slot of the arrays that a forward job F saves. F writes the slot,
+            and the backward job B of the same microbatch and chunk reads the slot. If B is split
+            into I and W, both read the slot. In a tick without a forward job, the lane "forward"
+            has a slot that is free, so that the write does no harm.
+        deferred: for each lane, the slot of the arrays that job I leaves for W; an empty dict if no
+            B is split. I writes the slot, and W of the same microbatch and chunk reads it. In a
             tick without a job I, the lane "backward" has a slot that is free, so that the write
             does no harm.
         arrival: for each lane, the slot from which F, B or I reads its message in this tick.

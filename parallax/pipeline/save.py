@@ -32,8 +32,8 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
-    """Returns `(forward, backward)`. `forward` saves the residuals of `jax.vjp`, except for
-    residuals that are arrays of `trained` or `given`: `backward` gets these arrays too.
+    """Returns `(forward, backward)`. `forward` saves the residuals of `jax.vjp`, except for arrays
+    of its arguments `trained` and `given`: `backward` takes these two arguments too.
 
     Nothing is computed twice. `jax.vjp` returns the transposed function as a tree whose leaves are
     the residuals, so the residuals can be taken out and put back.
@@ -57,8 +57,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns `transposed`. Its residuals are the arrays in `saved` and leaves of `trained` and
-        `given`, in the order that `forward` has written into `of_last_trace`."""
+        """Returns `transposed`, put together from its residuals: all arrays in `saved`, and some
+        arrays of `trained` and `given`. `forward` wrote their order into `of_last_trace`."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]
@@ -80,7 +80,8 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
         return f(trained, x, given), leaves
 
     def backward(trained, given, saved):
-        """Returns `transposed`, from a second call of the function `f` with the saved `x`."""
+        """Runs the stage's function `f` again, on the saved `x`, and returns the transposed
+        function of this run."""
         return _vjp(f, trained, jax.tree.unflatten(of_last_trace[0], saved), given)[1]
 
     return forward, backward

@@ -25,7 +25,7 @@ KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "
 
 
 class Chosen(NamedTuple):
-    """The algorithm whose time the plan takes for the collectives of `jax.lax` along one mesh axis.
+    """The algorithm that the plan assumes for the collectives of `jax.lax` along one mesh axis.
 
     Attributes:
         axis: the name of the axis.

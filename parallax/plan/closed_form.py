@@ -152,7 +152,7 @@ class Seconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A layout's needs on each device, and its time. `str(plan)` is a table.
+    """The memory, work, messages and time of a train step under a layout. `str(plan)` is a table.
 
     Attributes:
         config: the model's sizes.
@@ -247,9 +247,9 @@ def plan(
         hardware: the figures of one device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: an optimizer that acts element by element.
-        axes: the collective algorithm of each axis, as in `Compute`; `cost` must have a formula for
-            each algorithm. Along all other axes `jax.lax` moves the data, in the time of the
-            fastest algorithm on the simulated network of `hardware`.
+        axes: the collective algorithm of each axis, as in `Compute`. `parallax.collectives.cost`
+            must have a formula for each algorithm. Along all other axes `jax.lax` moves the data;
+            the plan assumes the fastest algorithm on the simulated network of `hardware`.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
             stands for the choice that `decoder.train_step` makes by itself (see `has_kernel`): such
             a kernel on TPUs and GPUs, for the shapes and the precision that the kernel supports.
@@ -336,8 +336,8 @@ def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kerne
     In lockstep all stages run the same kinds of job in a tick. The time of a tick is then the sum
     over these jobs, so every job counts. Without lockstep each stage has its own job in a tick, and
     all stages wait for the most expensive job of the tick, so only that job counts. A job costs the
-    seconds of its matmuls and of its passes over memory. The calls of other parts, such as the
-    head, are counted as in `traffic.sizes`.
+    seconds of its matmuls and of its passes over memory. All other fields of the result, such as
+    `heads`, are those of `traffic.sizes`.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -371,7 +371,8 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
         raise ValueError(
             f"plan: {layout} computes or gathers arrays again in the ticks that compute the "
             "gradient of a stage's input. These arrays then wait for the weights' gradients, and "
-            "plan has no formula for them. Use remat=none without ZeRO-3, or another schedule."
+            "plan has no formula for them. Use both remat=none and zero=2 or less, or use another "
+            "schedule."
         )
 
 
@@ -453,8 +454,8 @@ def device_flops(config: Config, layout: Layout, batch: int) -> Number:
 
 
 def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
-    """Returns the floating-point operations of one device in its calls of a stage and of the head.
-    `size` has the numbers of these calls."""
+    """Returns the floating-point operations of one device in all calls of its stage and of the head
+    that `size` counts."""
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     # The share of (query, key) pairs that is computed. In zigzag order a device has the queries of
@@ -471,8 +472,8 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     forward = weights + scores
     recompute = recomputed(layout)
     # The share of a layer's products with weights that runs again. The last product, with
-    # `layer.last` of the `layer.weights` numbers, does not run again: its result is kept, as the
-    # input of the next layer or stage.
+    # `layer.last` of the `layer.weights` numbers, does not run again: no gradient of the layer (or
+    # of the stage, if the whole stage runs again) needs its result.
     share_again = recompute.products(size.layers, layer.last / layer.weights)
     again = share_again * weights + recompute.scores * scores
     # Forward and both gradients are 3 products of 2 operations for each token and weight. The
@@ -497,8 +498,8 @@ def _passes(
     size: Sizes,
     kernel: bool,
 ) -> Number:
-    """Returns the bytes that a device reads and writes between matmuls, in its calls of a stage.
-    `size` has the numbers of these calls.
+    """Returns the bytes that a device reads and writes between matmuls, in all calls of its stage
+    that `size` counts.
 
     A pipeline also copies the arrays that a layer keeps to a buffer (slots), and copies them back
     from there. These bytes count too. If `kernel` is true, attention writes no scores to memory.

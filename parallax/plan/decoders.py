@@ -65,14 +65,14 @@ def traced(
     found: list[Trace] = []
 
     def of_key(key) -> None:
-        """Traces the step inside `eval_shape`, and appends the trace to `found`, since `eval_shape`
-        returns only arrays."""
+        """Traces the step with the random key `key`, and appends the trace to `found`."""
         prepared = decoder.train_step(
             family, config, optimizer, layout, world, batch=batch, key=key, **options
         )
         found.append(trace(prepared.train, (prepared.shapes, windows), world, hardware=hardware))
 
-    # The key is abstract too, so that a plan works even if JAX has no backend.
+    # The step needs a random key, and a real key needs a backend. Inside `eval_shape` the key is a
+    # tracer, so a plan works without a backend. `eval_shape` returns only shapes, hence `found`.
     jax.eval_shape(of_key, jax.eval_shape(jax.random.key, 0))
     return found[0]
 
@@ -87,9 +87,9 @@ def _has_cudnn(family: Family, layout: Layout, hardware: Hardware) -> bool:
 
 def _like_cudnn(family: Family) -> Callable[..., Any]:
     """Returns an attention function that stands for cuDNN's kernel in a trace. The function traces
-    JAX's kernel for TPUs: both kernels need about as much memory, and about as many passes over
-    memory. For shapes or a dtype that cuDNN's kernel does not support, the function traces the
-    family's own attention."""
+    JAX's kernel for TPUs, since both kernels need about the same memory and about the same number
+    of passes over memory. For shapes or a dtype that cuDNN's kernel does not support, the function
+    traces the family's own attention."""
 
     def attention(q, k, v, *, segments=None):
         """Returns causal attention of arrays [batch, tokens, heads, head width]."""

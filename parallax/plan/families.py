@@ -45,8 +45,8 @@ class Layer(NamedTuple):
     @property
     def column_parallel(self) -> int:
         """The number of elements per token in the results of the column-parallel matmuls. These
-        results are queries, keys, values, and `inputs` arrays of the feed-forward, each of the
-        width `hidden`."""
+        results are the queries, the keys, the values, and the results of the feed-forward's input
+        matrices, of width `hidden` each."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 

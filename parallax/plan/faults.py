@@ -30,7 +30,7 @@ class Faults(NamedTuple):
         between: mean seconds between failures of any device.
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
-        interval: the seconds of work between two saves with which the run loses the least time.
+        interval: the best interval between saves, in seconds of work; the run is then shortest.
         young: the same interval, but by Young's formula, `sqrt(2 * save * between)`.
         saves: the share of the run's time that saves take.
         restarts: the share of the run's time that restarts take.
@@ -48,7 +48,7 @@ class Faults(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """The share of time that faults and saves cost, from 0 to 1."""
+        """The share of the run's time that is lost: `saves` + `restarts` + `repeated`, 0 to 1."""
         return self.saves + self.restarts + self.repeated
 
     def __str__(self) -> str:
@@ -64,15 +64,15 @@ def mean_time(failures_per_device_year: float, devices: int) -> float:
     """
     if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(
-            "plan.faults needs a rate of 0 or more failures per device and year, and 1 device or "
-            f"more; got {failures_per_device_year} and {devices}."
+            "faults.mean_time needs a rate of 0 or more failures per device and year, and 1 device "
+            f"or more; got {failures_per_device_year} and {devices}."
         )
     return YEAR / (failures_per_device_year * devices) if failures_per_device_year else math.inf
 
 
 def plan(between: float, *, save: float, restart: float) -> Faults:
-    """Returns the interval between saves with which a run loses the least time, and the share of
-    time that is then lost.
+    """Returns the best interval between saves, and the share of time that a run with this interval
+    loses.
 
     Args:
         between: mean seconds between failures, from `mean_time`.
@@ -87,12 +87,12 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
-            "plan.faults needs `between` and `save` above 0 seconds, and `restart` of 0 or more; "
+            "faults.plan needs `between` and `save` above 0 seconds, and `restart` of 0 or more; "
             f"got between={between}, save={save}, restart={restart}."
         )
     if max(save, restart) > MOST * between:
         raise ValueError(
-            f"plan.faults: a failure comes every {between:.3g} s on average, a save takes "
+            f"faults.plan: a failure comes every {between:.3g} s on average, a save takes "
             f"{save:g} s and a restart {restart:g} s, so no run makes progress. Check the rate of "
             "failures."
         )

@@ -7,7 +7,7 @@ that are read of each. A value is held as soon as a matmul, a message or a loop 
 array. An expensive value that several operations read is held as soon as it is computed. The `root`
 of a value is the value with the same numbers before reshapes. `near` are the buffers that the value
 reads element by element; the value may be written over one of these buffers. `is_zeros` marks an
-array of zeros, since some compilers keep all such arrays of a size in one buffer.
+array of zeros: some compilers keep all arrays of zeros of the same size and dtype in one buffer.
 
 A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
 for equations take the operands, whether each result is needed (`used`), and how many operations
@@ -147,7 +147,7 @@ class Reading:
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
         """Returns the first result of an equation as a value without a buffer (fused). An operation
         that uses the value reads the buffers of the equation's operands instead. If the equation is
-        a slice, at most as many bytes of each buffer are read as the slice has."""
+        a slice, that operation reads from each buffer at most as many bytes as the slice has."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
@@ -216,8 +216,8 @@ class Reading:
         """Returns the value of a variable or a literal. Equal literals share one value, so that
         `_once` finds equal equations: it compares operands by identity.
 
-        If `atom` is None, the value is empty: it reads no buffer and has no bytes. A variable that
-        was not computed, because no result needs it, gives this empty value too.
+        If `atom` is None, the value is empty: its `reads` has no buffer, and it has no bytes. A
+        variable that was not computed, because no result needs it, gives this empty value too.
         """
         if atom is not None and not jaxprs.is_literal(atom):
             return known.get(atom) or self._read(None, known)
@@ -262,7 +262,7 @@ class Reading:
         """Returns the results of an equation. Control flow and the library's collectives have
         methods of their own. For a call, such as a `jit`, the operations of the inner jaxpr are
         added to those around the call. If the called function is JAX's own, such as `jnp.where`,
-        these operations get the source line of the call (`hidden`). Every other equation is a plain
+        these operations get the source line of the call. Every other equation is a plain
         operation."""
         name = eqn.primitive.name
         control = {
@@ -306,9 +306,9 @@ class Reading:
 
     def _apart(self, value: Value) -> Value:
         """Returns the value that a barrier makes of `value`. The new value has the buffer of
-        `value`. A `value` without a buffer gets one. For `_once`, an equation that reads the new
-        value never equals an equation that reads the old value. A value that is made only of
-        literals is returned unchanged."""
+        `value`. A `value` without a buffer gets one. The method `_once` never merges an equation
+        that reads the new value with an equation that reads the old value. A value that is made
+        only of literals is returned unchanged."""
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -692,21 +692,21 @@ class Reading:
 
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
-        """Returns the arrays that wait for the backward pass in an unrolled backward loop, whose
-        body has several layers. The result has a pair for each array: the array's bytes, summed
-        over all layers of the body but the first, and its buffer. The first layer is left out,
-        since `liveness.peak` has counted its bytes.
+        """Returns the arrays that XLA computes early in an unrolled backward loop, whose body has
+        several layers. XLA computes them for all these layers before it runs the first layer's
+        backward pass: they depend on no carry, only on the loop's constants and on slices of its
+        stacked arrays. They are gathered weights and values that are computed again.
 
-        These arrays are gathered weights and values that are computed again. They depend on no
-        carry, only on the loop's constants and on slices of its stacked arrays. So XLA computes
-        them for all layers of the body before the backward pass of the first layer. `operations`
-        are those of one layer, and `carried` are the buffers of the carries.
+        The result has a pair for each array: the array's bytes, summed over all layers of the body
+        but the first, and its buffer. The first layer is left out, since `liveness.peak` has
+        counted its bytes. `operations` are those of one layer, and `carried` are the buffers of the
+        carries.
         """
         count = eqn.params.get("unroll", 1) - 1
         if not eqn.params.get("reverse", False) or not count:
             return []
         # `late` are the buffers that depend on a carry. `early` has the other buffers, and whether
-        # an operation that depends on a carry reads them: only these wait for the backward pass.
+        # an operation that depends on a carry reads them: only these are kept for that operation.
         late, early = set(carried), {}
         for operation in operations:
             if late.isdisjoint(operation.reads):
@@ -755,10 +755,10 @@ class Reading:
         the operand's buffer, of at most the bytes of the slice.
         """
         if wanted:
-            self.hold(value)
+            self.hold(value)  # from here on, `value.root.reads` has only the operand's buffer
         inside = Value(var.aval, {})
         inside.reads = {base: min(size, inside.bytes) for base, size in value.root.reads.items()}
-        inside.eqn = value.root.eqn
+        inside.eqn = value.root.eqn  # the equation that made the stacked operand
         return inside
 
     @staticmethod

@@ -54,8 +54,8 @@ def search(
     count: int = 5,
     attention_kernel: bool | None = None,
 ) -> list[Plan]:
-    """Returns the plans of the fastest layouts of exactly `devices` devices that fit, at most
-    `count`, the fastest first.
+    """Returns the plans of the fastest layouts, at most `count` plans, the fastest first. Each
+    layout uses exactly `devices` devices, and fits into their memory.
 
     Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
     differ only in ZeRO's stage and in remat, only the fastest that fits is listed. Between matmuls,

@@ -33,7 +33,7 @@ class Group(NamedTuple):
     groups along the axis have the same size and stride, and send at the same time.
 
     Attributes:
-        size: devices along the axis.
+        size: the number of devices along the axis.
         stride: the product of the sizes of the mesh axes after this one. Neighbours along the last
             axis have successive numbers, so its stride is 1.
     """
@@ -65,11 +65,11 @@ class Level(NamedTuple):
     """One level of a network of nested groups.
 
     Attributes:
-        devices: devices in a group of this level.
+        devices: the number of devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
-        shared: the oversubscription. Take a group of the level below: `shared` is the sum of its
-            devices' rates, divided by the sum of the rates of the links by which messages leave
-            this group.
+        shared: the oversubscription. All devices of a group of the level below share the links by
+            which messages leave the group. For a group of n devices, these links together have
+            n / `shared` times the rate of `link`.
     """
 
     devices: int
@@ -142,11 +142,11 @@ class Torus(NamedTuple):
     first.
 
     Attributes:
-        shape: chips along each dim; the last dim runs fastest.
+        shape: the number of chips along each dim; the chip's index varies fastest in the last dim.
         link: the link between neighbours, in one direction.
         rings: whether each dim closes in a ring; () if all do.
         chips: for each device, the index of its chip; () if device k is on chip k // cores.
-        cores: devices on a chip. Messages between them use no link.
+        cores: the number of devices on a chip. Messages between them use no link.
     """
 
     shape: tuple[int, ...]
@@ -224,8 +224,8 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 
 @functools.lru_cache(maxsize=256)
 def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
-    """Returns the torus with its `chips` set: each device of a mesh whose axes have these `sizes`
-    is on the chip on which `mesh.make` puts it."""
+    """Returns the torus with its field `chips` filled in: for each device of a mesh, the index of
+    the chip where `mesh.make` puts the device. `sizes` are the sizes of the mesh's axes."""
     # [*sizes, dims + core]. The last coordinate is the core, which is dropped.
     places = torus.coordinates(network.shape, network.rings, network.cores, sizes)
     of_devices = places[..., :-1].reshape(-1, len(network.shape))  # [devices, dims]
@@ -291,8 +291,8 @@ def seconds(
 
 def _round(shape: Sequence[int], one_round: Round, network: Network, group: Group) -> float:
     """Returns the seconds of one round, in which every device sends each of the round's messages to
-    the device that is `message.step` further on in the same group. A group is a box of this
-    `shape`."""
+    another device of its group. The `group.size` devices of a group are the points of a box of this
+    `shape`; `message.step` is the distance to the receiver along each dim of the box."""
     if not one_round.messages:
         return 0.0
     return network.round(
@@ -374,7 +374,7 @@ def along(
 
     Args:
         axis: the name of the axis.
-        sizes: the devices on each axis of the mesh; the last axis runs fastest.
+        sizes: the sizes of the mesh's axes. The device number varies fastest along the last axis.
         hardware: the description of one device, such as `hardware.TPU_V5E`.
         calls: for each collective a tuple of its kind (such as "all_reduce"), the bytes of the
             array that it takes, and the number of its calls.

@@ -77,7 +77,7 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
             call = (message.kind.replace("-", "_"), _taken(message, trace.mesh), times)
             calls.setdefault(message.axes[0], []).append(call)
         else:
-            # A fast link, if the range of device numbers in a group fits into a fast domain.
+            # `link` returns a fast link if the group's range of device numbers is small enough.
             hop = hardware.link(span(trace.mesh, message.axes))
             taken = times * cost.seconds(_cost(message, trace.mesh), hop)
             along[message.axes] = along.get(message.axes, 0.0) + taken
@@ -90,8 +90,8 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
     """Returns the range of device numbers in a group along `axes`: the last number minus the first,
-    plus 1. The last axis of the mesh runs fastest. A fast domain must have at least this number of
-    devices for the group to fit into it."""
+    plus 1. Devices are numbered in the mesh's row-major order. A group has fast links if its range
+    is at most `Hardware.domain`, the number of devices that fast links join."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)

@@ -5,8 +5,8 @@ Nothing is compiled, and the devices need not exist.
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
 
 The program is read once. The counted operations of matmuls are the same as in the compiled program,
-and so are the bytes of messages. The memory (`liveness`) is that of a compiler which fuses
-elementwise operations. Such a compiler writes a result over an operand that is read for the last
+and so are the bytes of messages. The module `liveness` computes the memory. It assumes that the
+compiler fuses elementwise operations, and writes a result over an operand that is read for the last
 time. A `Value` is an array of the program. The `root` of a value is the value before reshapes, and
 `root.reads` has the buffers from which the root is computed. A `Buffer` is the memory of a `Value`.
 A `Message` stands for all calls of a collective that agree in kind, axes, result bytes and source
@@ -327,9 +327,10 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 
 def _of_time(found: Seconds) -> list[str]:
-    """Returns two lines on the time of a step. The first has the time without overlap. The second
-    has the time with full overlap: the time of whichever takes longest, the matmuls, the memory or
-    the messages. The second line also has the seconds of messages by axes, in brackets."""
+    """Returns two lines on the time of a step. The first has the time without overlap, and the
+    share of the peak rate that the matmuls reach in this time. The second has the time with full
+    overlap: the time of whichever takes longest, the matmuls, the memory or the messages. The
+    second line also has the seconds of messages by axes, in brackets."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())

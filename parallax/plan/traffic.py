@@ -19,11 +19,11 @@ which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients are sca
 microbatch. `halving` is the recursive-halving algorithm.
 
 In a ring's all-reduce of S bytes over n devices, each device sends 2 (n - 1)/n S bytes. In a
-reduce-scatter from S bytes it sends half as many, and so it does in an all-gather to S bytes.
+reduce-scatter from S bytes, or an all-gather to S bytes, each device sends (n - 1)/n S bytes.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
-section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
-the vocabulary over the stages.
+section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; and for the vocabulary, split over
+the stages, Yeung et al. (arXiv 2411.05288).
 """
 
 import itertools
@@ -119,9 +119,9 @@ class Sizes(NamedTuple):
         hops: messages between stages (activations to the next stage, cotangents to the stage
             before).
         last: how many ticks at the step's end run the same kinds of job as the very last tick.
-        weights: calls of a stage for the gradients of its weights. There are as many as `backward`,
-            or fewer in the schedule `zero_bubble_lockstep`: there all stages compute these
-            gradients in the same ticks, so no stage makes this call without a microbatch.
+        weights: calls of a stage for the gradients of its weights; as many as `backward`, except in
+            the schedule `zero_bubble_lockstep`. In this schedule an idle stage makes the calls that
+            `backward` counts, on garbage, but never a call that `weights` counts.
     """
 
     sequences: int
@@ -182,7 +182,8 @@ def terms(
         short: bytes of a number if the model computes in `bfloat16` or `float16`; 4 for CPUs, where
             XLA widens such numbers to 4 bytes.
         itemsize: bytes of a parameter, and of a number if the model computes in full precision.
-        size: the calls to count; by default those of the step, from `sizes`.
+        size: the sizes of a microbatch, and the numbers of calls to count. The default is
+            `sizes(config, layout, batch)`, all calls of a step.
     """
     step = _Step(config, layout, size or sizes(config, layout, batch), axes, short, itemsize)
     parts = (
@@ -225,7 +226,7 @@ class _Step:
         self.stream = self.size.tokens * config.width // self.parts * self.compute
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
-        """Returns a `Term` along `axes`, in the mesh's order, without axes of size 1.
+        """Returns a `Term`. Its axes are those of `axes` with several devices, in the mesh's order.
 
         `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
         each device, and `times` the calls in a step. `itemsize` is the bytes of a number, by
@@ -301,8 +302,8 @@ class _Step:
 
     def inside_layers(self) -> Iterator[Term]:
         """Yields the messages of tensor parallelism. Each pass of a layer, forward or backward, has
-        2 all-reduces. With `sequence` there are 2 all-gathers and 2 reduce-scatters instead. The
-        collectives that the backward pass runs again are added."""
+        2 all-reduces. With `sequence` there are 2 all-gathers and 2 reduce-scatters instead. If the
+        backward pass runs collectives of the forward pass again, these calls count too."""
         size, again, whole_stage = self.size, self.again, int(self.again.whole_stage)
         in_both_passes = 2 * size.layers * (size.forward + size.backward)
         # A stage that runs again (`whole_stage`) runs its whole forward pass. The compiled program
@@ -352,16 +353,16 @@ class _Step:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums over tensor the rows that it looks up, and the head sums the cotangent
-        # of the head's input. With `sequence` the head gathers this input, and the transpose of the
-        # embedding gathers the cotangent.
-        ends = size.embeds + size.heads
+        # Each call of the embedding sums the rows that it looks up over tensor, and each call of
+        # the head sums the cotangent of its input.
+        sums = size.embeds + size.heads
         if self.layout.sequence:
-            yield from self.halves(
-                "tokens at the ends", size.leaves + size.heads, "sums at the ends", ends
-            )
+            # Each call of the head gathers its input, and each call of the embedding's backward
+            # pass (`leaves`) gathers the cotangent.
+            gathers = size.heads + size.leaves
+            yield from self.halves("tokens at the ends", gathers, "sums at the ends", sums)
         else:
-            yield from self.all_reduce("vocabulary", ("tensor",), self.stream, ends)
+            yield from self.all_reduce("vocabulary", ("tensor",), self.stream, sums)
         # The loss is computed for blocks of at most `most` tokens. The devices of both axes split
         # the logits of a block, so with more devices a block has more tokens. For each token the
         # loss needs the largest logit and two sums (hence `2 * maxima`): the sum of exponentials,
@@ -410,8 +411,8 @@ class _Step:
 
     def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
         """Returns whether a leaf's gradients are scattered after each microbatch. If so, a device
-        sums over the microbatches only the part of the gradients that ZeRO leaves on it; if not, it
-        sums whole gradients. `leaf.block` says whether the leaf belongs to the layers."""
+        adds up only its shares of the microbatches' gradients; if not, it adds up whole gradients.
+        `leaf.block` says whether the leaf belongs to the layers."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
@@ -483,9 +484,9 @@ class _Step:
         pipeline, this is once per microbatch. A pipeline scatters them each time that a stage runs
         a job of the kind (the lane) that computes these gradients.
 
-        A job that computes no gradient of the leaf scatters zeros. By a ring, the scatters of zeros
-        of one shape are all the same computation, so XLA keeps one of them in a step for each
-        shape. By `lax.psum_scatter`, XLA sends no zeros.
+        A job that computes no gradient of the leaf scatters zeros. With a ring, the scatters of
+        zeros of one shape are all the same computation, so XLA keeps one of them in a step for each
+        shape. With `lax.psum_scatter`, XLA removes all scatters of zeros.
         """
         size = self.size
         if not self.layout.pipelined:

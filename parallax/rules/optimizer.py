@@ -68,11 +68,11 @@ def optimizer_specs(
     If the moment has any other shape and an axis splits the parameter, `ValueError` is raised. If
     no axis splits the parameter, no axis splits the moment.
 
-    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs for
-    leaves that are not in `tree`, such as frozen ones. If some leaves are frozen, pass
-    `eqx.filter(tree, trained)`. In the state of `optimizers.whole` or `optimizers.by_matrix`, the
-    axes given to the optimizer split no dim of a matrix. With `by_matrix` they split the dim of
-    stacked layers instead. `mesh`, if given, must have these axes.
+    Leaves of `tree` that cannot be trained (integers, functions) are left out. If some leaves are
+    frozen, pass only the trained leaves as `tree`, such as `eqx.filter(model, is_trained)`; `specs`
+    may have all leaves. In the state of `optimizers.whole` or `optimizers.by_matrix`, the axes
+    given to the optimizer split no dim of a matrix. With `by_matrix` they split the dim of stacked
+    layers instead. `mesh`, if given, must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks this.
@@ -193,8 +193,8 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
 def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec:
     """Returns the spec of a moment of the parameter `leaf`, which has `spec` and `path`.
 
-    Raises `ValueError` if the leaf is split, and the moment's shape is not the leaf's shape with
-    some dims dropped or reduced to size 1.
+    Raises `ValueError` if the leaf is split, and the moment has neither the leaf's shape nor this
+    shape with some dims dropped or reduced to size 1.
     """
     if moment.shape == leaf.shape:
         return spec

@@ -92,10 +92,9 @@ class Checkpoints:
             Saves run in the background: one begins every `lose_at_most` / 2 steps, and must end
             before the next save begins.
         keep: says which finished checkpoints are not removed.
-        form: two functions that convert the state into the arrays that are stored, and back. The
-            stored arrays are the same for all layouts. With None, the state is stored unchanged. A
-            pipeline needs the form of `decoder.stored`, which joins the blocks of the pipeline's
-            chunks.
+        form: two functions that convert the state to the stored form, and back. The stored form
+            must be the same for all layouts. With None, the state is stored unchanged. A pipeline
+            needs `decoder.stored`, which joins the blocks of the pipeline's chunks.
         finite: a function that takes the path of an array, and returns whether the array must be
             finite. By default every array must be finite. Let the function return False, for
             example, for a mask of -inf, or for an optimizer's best value that begins at inf.
@@ -149,8 +148,8 @@ class Checkpoints:
         manifest.hasher()  # raises now if xxhash is not installed
 
         def make_room(step):
-            """Moves a bad checkpoint of `step` aside. `self.refused` is read at each call, and not
-            stored here, since `restore` replaces this dict.
+            """Moves a bad checkpoint of `step` aside. Each call reads `self.refused` again, because
+            `restore` replaces this dict by a new one.
             """
             retention.make_room(self.folder, step, self.settings, self.refused)
 
@@ -300,12 +299,12 @@ class Checkpoints:
         finished one.
 
         Before any array is read, all files are checked against the manifest. Each process hashes a
-        share of the files, at about 20 GB/s per core. No device waits in a collective during the
-        check.
+        share of the files with XXH3, at up to about 20 GB/s per core. No device waits in a
+        collective during the check.
 
         Args:
-            like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
-                `jax.ShapeDtypeStruct`s.
+            like: a state of arrays or `jax.ShapeDtypeStruct`s, with the tree, shapes, dtypes and
+                shardings of the state to return.
             before: a step. The checkpoints of this step and of later ones are passed over, if there
                 is a checkpoint of an earlier step. When the run continues from the earlier
                 checkpoint, the run's saves remove the later ones.

@@ -68,10 +68,10 @@ def initialize(
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
             Open MPI the default is one accelerator per process, the one whose number is the rank of
             the process on its machine.
-        initialization_timeout: the seconds within which all processes must connect; a process that
-            still waits then prints a message and ends. The seconds are counted from the start of
-            the process, imports included, since the other processes also wait for this process's
-            imports; but this call gets at least half of the seconds.
+        initialization_timeout: the seconds within which all processes must connect. After this time
+            a process that still waits prints a message and ends. The seconds are counted from the
+            start of the process, imports included, since the other processes also wait for this
+            process's imports; but this call gets at least half of the seconds.
         heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
         say: prints the number of processes, on rank 0.
 
@@ -127,8 +127,8 @@ def _told(
     """Returns the coordinator, the number of processes and the rank. If the arguments have neither
     a number nor a rank, and both are set as JAX_... variables, the variables are taken, and a given
     coordinator replaces that of the variables. Raises `ValueError` for a coordinator without a
-    port. Raises `ValueError` too if a number of processes or a rank is known, and the coordinator,
-    the number and the rank are not all known.
+    port. Raises `ValueError` too if only some of the coordinator, the number and the rank are
+    known; a coordinator alone is no error.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -254,8 +254,8 @@ def _shut_down(job: Job) -> None:
 
 
 def of_peers(error: BaseException) -> bool:
-    """Returns whether another process may have caused `error`: the error, or an error in its chain
-    of causes, is a runtime error of JAX.
+    """Returns whether another process may have caused `error`, that is, whether `error` or an error
+    in its chain of causes is a runtime error of JAX.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
@@ -330,7 +330,7 @@ class StopRequest:
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)
         if number == signal.SIGHUP:
-            signals.leave_terminal()
+            signals.leave_terminal()  # discards output, since the terminal is gone
         if count == 1:
             self.by = number.name
             signals.say(
@@ -338,7 +338,8 @@ class StopRequest:
                 f"at once, with no save."
             )
         if self._several:
-            # JAX's preemption service catches SIGTERM, and tells all processes.
+            # JAX's preemption service catches SIGTERM, and tells all processes. In a job of several
+            # processes, `preemption` does not have `hear` called for SIGTERM.
             os.kill(os.getpid(), signal.SIGTERM)
         self._came.set()
 
@@ -354,11 +355,11 @@ def preemption() -> Iterator[StopRequest]:
                 if preempted(i):
                     checkpoints.save(i, state); break
 
-    In a job of several processes, all must call the function at every step, from the same step on:
-    JAX's preemption service stops all of them after the latest step that any process has reached.
-    The service itself catches SIGTERM, as soon as `initialize` has run. A Ctrl-C after a first
-    Ctrl-C or SIGHUP ends the process at once, without a save. In a job of one process, a Ctrl-C
-    after SIGTERM does so too.
+    In a job of several processes, each must call the function at every step, and all must begin at
+    the same step. JAX's preemption service stops all processes after the latest step that any
+    process has reached. The service itself catches SIGTERM, as soon as `initialize` has run. A
+    Ctrl-C after a first Ctrl-C or SIGHUP ends the process at once, without a save. In a job of one
+    process, a Ctrl-C after SIGTERM does so too.
     """
     several = jax.distributed.is_initialized()
     asked = StopRequest(several)

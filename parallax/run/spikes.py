@@ -47,7 +47,7 @@ class Spikes:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
             that were no spikes.
         budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
-        note: the values that `note` returned and that the checkpoint stored; `None` for a new run.
+        note: the result of the method `note()`, from the checkpoint; `None` for a new run.
 
     Attributes:
         past: the number of batches that the run skipped: step i takes batch i + `past`.

@@ -112,8 +112,8 @@ def _of_arrays(
     statics = []
 
     def of_arrays(arrays):
-        """Returns the arrays of `f(tree)`, with `arrays` in place of the arrays of `tree`. Adds the
-        leaves of the result that are no arrays, as a tree, to the list `statics`."""
+        """Calls `f` on `tree` with `arrays` in place of its arrays, and returns the arrays of the
+        result. Adds the other leaves of the result, as a tree, to the list `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
         return result

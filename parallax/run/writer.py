@@ -261,8 +261,8 @@ class Writer:
         )
 
     def _failed(self, step: int, error: BaseException) -> OSError:
-        """Returns an error that says which checkpoint was not saved, and which finished one is the
-        newest. The cause of the returned error is `error`.
+        """Returns an error that names the checkpoint that was not saved, and the newest finished
+        checkpoint. The cause of the returned error is `error`.
         """
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")

@@ -58,7 +58,7 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 
 
 def from_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Reads the schedule that `to_csv`, a person or torch wrote to `path`.
+    """Returns the schedule in the file `path`, which was written by `to_csv`, by torch or by hand.
 
     The places of the chunks are read from the cells. A file of `torch.distributed.pipelining` gives
     only the order of each rank's jobs: each job gets the first tick in which it can run.
@@ -199,8 +199,8 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
     """Returns the placement: the place in the model of each chunk of each stage. `jobs` has one
     sequence of jobs for each stage. The places that occur in a stage's jobs, in ascending order,
-    are those of its chunks. Raises `ValueError` if the stages have different numbers of chunks, or
-    if a place has no stage or two stages."""
+    are the places of its chunks 0, 1 and so on. Raises `ValueError` if the stages have different
+    numbers of chunks, or if a place has no stage or two stages."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:

@@ -74,8 +74,8 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     stage is idle while W runs. W needs no exchange, so it may run late: on stage s it runs s ticks
     after the I of the same chunk and microbatch. With this delay all stages run W in the same
     M v ticks, where M is the number of microbatches. The delay costs memory: stage s holds the
-    residuals of up to P + (P-1-s)/v microbatches. In `one_f_one_b_lockstep` the first stage, s = 0,
-    holds as many, and the later stages hold fewer.
+    residuals of up to P + (P-1-s)/v microbatches. In `one_f_one_b_lockstep` stage s holds those of
+    up to P + (P-1-2s)/v microbatches.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or the schedule's table would have
@@ -117,7 +117,7 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
                 "int."
             )
         if size < 1:
-            raise ValueError(f"A schedule needs {name} of at least 1, got {name}={size}.")
+            raise ValueError(f"A schedule needs {name} >= 1, got {name}={size}.")
     return tuple(int(size) for size in sizes.values())
 
 

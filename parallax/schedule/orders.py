@@ -78,7 +78,7 @@ def greedy(
     Stage s runs no F while it holds the residuals of `max_chunks[s]` forward jobs. It holds the
     residuals of an F until it runs the W of the same chunk and microbatch.
 
-    If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
+    If several jobs of a kind are ready, the earliest microbatch goes first, and among jobs of one
     microbatch the job whose chunk is last in the model. `places` has the position in the model (the
     place) of each chunk of each stage.
 
@@ -139,10 +139,16 @@ def from_orders(
     # A wrong place would otherwise be reported as a deadlock.
     for stage, order in enumerate(orders):
         for job in order:
-            if homes.get(job.place) != stage:
+            home = homes.get(job.place)
+            if home is None:
                 raise ValueError(
-                    f"stage {stage} has a job at place {job.place}, which is on stage "
-                    f"{homes.get(job.place)}. Move the job to that stage, or the place to this one."
+                    f"stage {stage} has a job at place {job.place}, but the chunks of all stages "
+                    f"have only the places 0 to {len(homes) - 1}."
+                )
+            if home != stage:
+                raise ValueError(
+                    f"stage {stage} has a job at place {job.place}, which is on stage {home}. Move "
+                    f"the job to stage {home}, or place {job.place} to stage {stage}."
                 )
     # Each job costs 1 and messages cost 0, so the start times are ticks.
     starts = start_times(orders, homes, dict.fromkeys(LANES, 1))
@@ -155,13 +161,14 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """Returns the tables of jobs given as pairs (tick, job): one table per lane. An entry is
-    microbatch * v + chunk, where v is the number of chunks per stage, or -1 for no job.
+    """Returns the tables of jobs given as pairs (tick, job), one table for each kind of job:
+    "forward", "backward", "weight". An entry is -1 for no job, else microbatch * v + chunk, where v
+    is the number of chunks per stage.
 
     The tables have `ticks` rows; by default the last row is the tick of the last job.
 
     Raises:
-        CannotRun: a stage has two jobs of a lane in one tick.
+        CannotRun: a stage has two jobs of the same kind in one tick.
     """
     jobs = list(jobs)
     count = 1 + max((tick for tick, _ in jobs), default=-1) if ticks is None else ticks

@@ -1,12 +1,12 @@
 """A pipeline schedule: tables of integers that say which job each stage runs in each tick. The
 tables are checked when they are made.
 
-The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
-weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. Its lane is
-its kind: "forward", "backward" (B or I) or "weight" (W). Each lane has a table, ticks x stages, of
-jobs, with -1 for an idle stage. The forward table [[0, -1], [1, 0], [-1, 1]] has two stages: in
-tick 1, stage 0 runs microbatch 1, and stage 1 runs microbatch 0. The placement, [v, P], has the
-place in the model, 0 to vP - 1, of each chunk of each stage.
+The legend: P stages, M microbatches, v chunks of layers per stage, F forward, B backward, I input
+gradient, W weight gradient. A job is the work of one chunk for one microbatch. The job's number is
+microbatch * v + chunk, and its lane is its kind: "forward", "backward" (B or I) or "weight" (W).
+Each lane has a table, ticks x stages, of jobs, with -1 for an idle stage. In the forward table
+[[0, -1], [1, 0], [-1, 1]], of two stages, stage 0 runs microbatch 1 and stage 1 microbatch 0 in
+tick 1. The placement, [v, P], has each chunk's place (position) in the model, 0 to vP - 1.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
 
@@ -19,10 +19,10 @@ There are two ways to run a table, and the table decides which (`per_stage`):
   available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
   of the model.
 
-The head computes the loss from the output of the model's last place, and the cotangent with which
-the backward pass begins. The head is no lane: it has no table, and runs in the tick of the forward
-job at the last place. A `Message` is a result that a later job uses. The head's cotangent is a
-`Message` too, and its field `lane` is "head".
+The head computes two results from the output of the last chunk of the model: the loss, and the
+cotangent with which the backward pass begins. The head is no lane: it has no table, and runs in the
+tick of that chunk's forward job. A `Message` is a result that a later job uses. The head's
+cotangent is a `Message` too, and its field `lane` is "head".
 
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
 tables. `lanes` has the table of each lane, and `_costs` returns the time of one chunk in each lane.
@@ -67,15 +67,15 @@ class Phase(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One job on one stage.
+    """One job on one stage. The times are in the unit of the costs that `Schedule.lockstep` or
+    `Schedule.asynchronous` gets, and are counted from the start of the schedule.
 
     Attributes:
         stage: the number of the stage that runs the job, from 0.
         lane: "forward", "backward" or "weight".
         microbatch: the number of the microbatch, from 0.
         chunk: the number of the chunk of the stage's layers, from 0.
-        start: the time, in the unit of the costs, at which the job begins; the first one begins at
-            0.
+        start: the time at which the job begins.
         stop: the time at which the job ends.
     """
 
@@ -155,8 +155,8 @@ class Schedule:
         placement = checked_placement(f"A schedule of {P} stages", placement)
         if placement.shape[1] != P:
             raise ValueError(
-                f"The placement must be [chunks, {P}], since the tables have {P} stages; got "
-                f"{placement.tolist()}."
+                f"The placement must have the shape [chunks, {P}], since the tables have {P} "
+                f"stages; got the array {placement.tolist()}."
             )
         if placement[:, 0].min() != 0:
             raise ValueError(
@@ -218,8 +218,8 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches of ticks in which the same lanes run, in order; in lockstep each stretch is
-        compiled as one loop over its ticks, without a conditional.
+        """The successive stretches of ticks in which the same lanes (kinds of job) run. In lockstep
+        each stretch is compiled as one loop over its ticks, without a conditional.
 
         In lockstep, 1F1B has three stretches (forward; forward and backward; backward). The
         zero-bubble schedule has four (F; F and I; F, I and W; I and W), where F is the forward
@@ -272,19 +272,20 @@ class Schedule:
     def timed_ticks(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
     ) -> tuple[int, ...]:
-        """Returns, for each lane, the number of ticks whose time in `makespan` includes one job of
-        the lane.
+        """Returns one number for each lane: in how many ticks `makespan` counts the time of a job
+        of the lane.
 
-        A lane is a kind of job: forward, backward or weight. In a schedule that runs per stage
-        (`per_stage`), a tick counts for the lane of its most expensive job. In any other schedule,
-        where the stages run in lockstep, a tick counts for each lane of which at least one stage
-        has a job. The costs are those of `makespan`; in lockstep they make no difference here.
+        A lane is a kind of job: forward, backward and, if it is separate, weight. In a schedule
+        that runs per stage (`per_stage`), a tick counts for the lane of its most expensive job. In
+        any other schedule, where the stages run in lockstep, a tick counts for each lane of which
+        at least one stage has a job. The costs are those of `makespan`; in lockstep they make no
+        difference here.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
-        # The costs by `kinds`, [ticks, stages]: 0 nothing, 1 F, 2 I, 3 W. An idle stage (-1) is
-        # cheaper than any job, even one of cost 0. Of equal costs the first counts: any would do,
-        # since the tick takes the same time.
+        # The costs by `kinds`: 0 nothing, 1 F, 2 I, 3 W. There is no B: a schedule that runs per
+        # stage has W. An idle stage (cost -1) is cheaper than any job, even one of cost 0. Of equal
+        # costs the first counts: any would do, since the tick takes the same time.
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
         most_expensive_kinds = self.kinds[tick, costs[self.kinds].argmax(axis=1)]  # by tick
@@ -371,9 +372,9 @@ class Schedule:
         """For each lane, the slot of each job's residuals, [ticks, stages], or -1 for no job. The
         forward lane writes a slot, and the other lanes read it.
 
-        Two jobs whose residuals are held at one time never share a slot, and no assignment needs
-        fewer slots: each job gets the lowest free slot when it starts. A slot freed in tick t is
-        written again in tick t + 1 at the earliest.
+        Jobs whose residuals are held at the same time have different slots. Each forward job gets
+        the lowest free slot when it starts, so no other assignment needs fewer slots than this one.
+        A slot freed in tick t is written again in tick t + 1 at the earliest.
         """
         # `saved_slots` also has a slot for each tick in which the forward lane has no job.
         return {
@@ -414,7 +415,7 @@ class Schedule:
     @property
     def deferred_count(self) -> int:
         """The number of `deferred_slots` on the stage that needs the most slots. A slot holds the
-        arrays that I stores for W, of one microbatch in one chunk of layers.
+        arrays that one input-gradient job (I) stores for its weight-gradient job (W).
 
         For the zero-bubble schedule in lockstep the number is at most the number of stages, however
         many microbatches there are.
@@ -431,9 +432,9 @@ class Schedule:
         """All activations and cotangents that one job leaves for another, even if both jobs are on
         one stage.
 
-        The head computes the loss from the output of the last place of the model. The head's
-        cotangent is made in the tick of the forward job at that place, and on the stage of that
-        place (`last`). The cotangent waits there for the backward job, so it is a message from a
+        The head computes the loss from the output of the model's last chunk of layers. The head's
+        cotangent is made in the tick of that chunk's forward job, and on the same stage (`last`).
+        The cotangent waits there for the chunk's backward job, so the cotangent is a message from a
         stage to itself.
         """
         stages, _ = self._homes  # the stage of each place
@@ -479,7 +480,8 @@ class Schedule:
 
     @cached_property
     def _homes(self) -> tuple[Int[np.ndarray, " places"], Int[np.ndarray, " places"]]:
-        """The stage and the chunk of each place of the model: a pair of arrays, [places] each."""
+        """For each place (position of a chunk in the model), the stage that has the chunk, and the
+        number of the chunk on that stage: a pair of arrays, [places] each."""
         # `argsort` gives for each place the index of its chunk in the flattened [chunks, stages].
         chunks, stages = np.divmod(np.argsort(self.placed, axis=None), self.stages)
         return stages, chunks
@@ -559,11 +561,11 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 
 
 def _check(schedule: Schedule) -> None:
-    """Raises `ValueError` or `CannotRun` if a schedule has no job, or has a job that is missing,
-    runs twice or runs before a job that it needs. In a schedule that does not run `per_stage`,
-    three more things raise an error: a placement other than `looped_placement`, a tick in which no
-    stage has a job, and a job that does not run in the tick right after the neighbouring chunk's
-    job that it needs.
+    """Raises `ValueError` or `CannotRun` if a schedule has no jobs, if a job is missing or runs
+    twice, or if it runs before a job that it needs. A schedule that does not run `per_stage` must
+    also have the placement of `looped_placement`, and a job on at least one stage in every tick. In
+    such a schedule, a job that needs a neighbouring chunk's job must run in the tick right after
+    that job.
     """
     if not schedule.microbatches:
         raise ValueError(
@@ -627,8 +629,8 @@ def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """Returns the error for a job at a place of the model. The message has the job's tick, stage
-    and name, and ends with `why`."""
+    """Returns the error for the job of `microbatch` in the chunk of layers at `place`, a position
+    in the model. The message has the job's tick, stage and name, and ends with `why`."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")

@@ -128,7 +128,8 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 
 
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
-    """Returns the results of `eqn`, an equation of `jaxpr`, on the values of its variables.
+    """Returns the results of `eqn`, an equation of `jaxpr`. `values` has the value of each variable
+    that `eqn` reads.
 
     The equation runs as a jaxpr of its own, so that it keeps its source line and its name scope.
     """

@@ -20,8 +20,8 @@ equation of a half, and a `Cut` has the steps of both halves, `first` and `secon
 scan in two halves; its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are
 indices of operands, while a variable named `place` is the index of an equation in a jaxpr. `values`
 maps each variable to its value. The operands of a scan are its constants, the initial values of
-its carries (indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose
-result i is operand i.
+its carries (`Loop.inits` returns their indices), and the arrays that the scan slices. A barrier is
+an `optimization_barrier`, whose result i is operand i.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
 here, dead-code elimination on any traced program, is our own.
@@ -131,10 +131,10 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in a half of the backward pass. `half` is 0 for
-        the first half and 1 for the second."""
-        # The indices of the operands that it reads: all of them, except that a scan and a barrier
-        # read only those that this half needs.
+        """Returns the variables that the equation reads in one half of the backward pass. `half` is
+        0 for the first half and 1 for the second."""
+        # The indices of the operands that the equation reads: all operands, except that a scan and
+        # a barrier read only those that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             operands = self.loop.reads(half)
@@ -143,8 +143,8 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the equation `eqn`, and adds the equation's results to `values`. `eqn` must be an
-        equation of `jaxpr`, and not a scan."""
+        """Runs the equation of this step, and adds the equation's results to `values`. The equation
+        must be one of `jaxpr`, and must not be a scan."""
         if is_barrier(self.eqn):
             # Only on the operands that this half has; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
@@ -160,8 +160,8 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: those variables in `made` that the second half reads. The first half hands over the
-            values of these variables, and then the arrays that its scans stack.
+        handed: those variables in `made` that the second half reads. The first half returns the
+            values of these variables, followed by the arrays that scans of the first half stack.
         made: the variables that only the first half computes or takes as arguments.
         reads: the arguments that the first half reads, and the arguments that the second half
             reads, as a pair of sets.
@@ -457,9 +457,8 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Returns the carries among the scan's results with the indices `results`, as arguments of
-        the body's jaxpr.
-        """
+        """Returns the variables by which the body's jaxpr takes the carries at the indices
+        `results`. The indices of the scan's stacked results are ignored."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:
@@ -481,9 +480,9 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns a pair. The first is a list of the steps that a half of the backward pass (0 is the
-    first half, 1 the second) runs to compute the variables `needed`, and of the steps with side
-    effects that this half may run. The second is the set of `needed` and all variables that these
+    """Returns a list of steps for one half, and a set of variables. `half` is 0 for the first half
+    and 1 for the second. The list has the steps that compute the variables `needed`, and the steps
+    with side effects that this half may run. The set has `needed` and all variables that these
     steps read. `plan` has all steps in order, each with two booleans: whether each half may run the
     step. The half computes no variable in `elsewhere`, since only the other half computes these."""
     chosen = []

@@ -5,8 +5,8 @@ There are three kinds of fields. *Numbers* state the arguments of the model's co
 sizes, dropout rates and the epsilon of the norms. *Free* fields change no logits. Any other field
 must have a value that the code supports: the table `only` lists these values, and the function
 `derived` makes such a table for fields whose values depend on the numbers. If a field is in no
-table, an error names the field, so no field that changes the logits of the library `transformers`
-is ignored. A *new* model is one that was made by its class, and not loaded from files.
+table, an error names the field, since the field may change the logits that the library
+`transformers` computes. A *new* model was made by its class, and not loaded from files.
 """
 
 import hashlib
@@ -142,13 +142,14 @@ class Fields:
         title: the family's name in errors.
         numbers: a table from the name of an argument of the family's configuration to the fields of
             the file that state this argument.
-        only: the supported values of each field that changes the logits of the library
-            `transformers`. If a file leaves the field out, the first of its supported values
-            counts; the file of a new model states this value.
-        derived: a function from the numbers to a table like `only`, of fields whose supported
-            values depend on the numbers; these fields are not written.
+        only: the supported values of each field that changes the logits that `transformers`
+            computes. If a file leaves the field out, the first of its supported values counts; the
+            file of a new model states this value.
+        derived: a function from the model's numbers, a dict with the names in `numbers`, to a table
+            like `only`. `save` does not repeat a loaded file's values of these fields.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
-        new: a function from the numbers to the other fields of a new model's file.
+        new: a function from the same dict to further fields of a new model's file, beside those of
+            `numbers` and `only`.
     """
 
     model_type: str
@@ -209,8 +210,8 @@ class Fields:
         self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` that states these numbers and the weights' `dtype`.
-        The other fields are the fields of a new model's file, changed by `differing`, the
-        differences that `read` returned.
+        The other fields are those of `_new(numbers)`, changed by `differing`, the differences that
+        `read` returned.
         """
         texts = _as_json(self._new(numbers)) | dict(differing)
         fields = {name: json.loads(text) for name, text in texts.items() if text}  # "": left out
@@ -228,8 +229,8 @@ class Fields:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the `config.json` of a new model with these `numbers`, without the
-        fields that state the numbers.
+        """Returns the fields of a new model's `config.json` that `only` and `new` give. The fields
+        that state `numbers`, the model's numbers, are not among them.
         """
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
@@ -247,10 +248,9 @@ class Fields:
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
         """Refuses fields that are neither in a table nor in `others`, the names of fields whose
-        values are checked already. Also refuses a field of the tables of free fields (`free` of
-        this family, `FREE` of all families) whose value has a wrong type. The fields
-        `WRITTEN_ANEW`, such as `torch_dtype`, may have any value: `save` or transformers sets them
-        in a new file.
+        values are checked already. Also refuses a free field (a field in `free` or `FREE`) if its
+        value has a wrong type. The fields `WRITTEN_ANEW`, such as `torch_dtype`, may have any
+        value: `save` or transformers sets them in a new file.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():

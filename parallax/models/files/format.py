@@ -1,4 +1,5 @@
-"""Reads and writes models of any family, by the family's `Format`, a record of tables.
+"""Reads and writes models of any family. The family's `Format` lists the fields of `config.json`,
+and the tensors that store the model's weights.
 
 A *leaf* is an array of the model in memory, and a *tensor* is an array in a safetensors file. The
 file's metadata has two keys: `MEANT` has the fingerprint of the configuration that the weights
@@ -116,7 +117,8 @@ def load(
         shapes = format_.shapes(config, dtype)
 
         def read(path, shape):
-            """Returns the leaf at `path` from its tensors, in the shape and type of `shape`."""
+            """Returns the model's leaf at `path`, read from the files, with the shape and type of
+            `shape`."""
             return leaves[mesh.dotted(path)].read(shape, stored)
 
         return jax.tree.map_with_path(read, shapes)

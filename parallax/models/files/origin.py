@@ -42,8 +42,8 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the `Origin` of a model in `folder`. `fields` are the names and JSON values of
-        the fields of `config.json` that differ from a new model's. Raises `ValueError` for damaged
+        """Returns the `Origin` of the model in `folder`. `fields` is the value of the attribute
+        `fields`: pairs of a field's name and its value as JSON. Raises `ValueError` for damaged
         JSON.
         """
         generation = folder / GENERATION

@@ -43,7 +43,7 @@ class Leaf:
         over: each word in braces, with the number of values that the word takes, such as
             `(("layer", 12),)` for the layers 0 to 11. The values of the first word are the places
             along the leaf's first dim, those of the second word the places along the second dim.
-        transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
+        transposed: whether the dims are [out, in] in the file, and [in, out] in the leaf.
         copies: other names under which a file may hold a copy of the tensor. A head that is tied to
             the embedding is such a copy.
         outside: whether files write the name as it is here, without the family's prefix before it.
@@ -145,8 +145,8 @@ class Stored(NamedTuple):
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
     """Returns the safetensors files of a model in `folder`, and the index that lists them. If the
-    folder has a file `model.safetensors`, this file is the only one, and the index is None, even if
-    there is an index in the folder: transformers also takes this file first.
+    folder has a file `model.safetensors`, returns only this file, and None as the index. An index
+    in the folder is then ignored: transformers also takes this file first.
 
     Raises:
         FileNotFoundError: there is no file, or a file that the index lists is missing.
@@ -220,7 +220,7 @@ def opened(
                 f"{file} is not a whole safetensors file ({str(error)[:200]}). Copy or download it "
                 "again."
             ) from error
-        # The names that are in the file or in the index, and not in both.
+        # The names that are in only one of the two files. `some` adds "is": "wte.weight is".
         wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []
         if wrong:
             raise ValueError(
@@ -298,7 +298,7 @@ def check(
                 f"{leaf.name} is missing, and only its copy is there: {stored[name].place}. In "
                 f"{asked}, the two tensors are equal. Store the copy as {leaf.name}."
             )
-    _check_names(stored, needed, copies, asked, f"{config} asks for: {what}")
+    _check_names(stored, needed, copies, asked, f"{config} asks for it: {what}")
     for name, tensor in stored.items():
         _check_one(tensor, (needed.get(name) or copies[name]).shape, asked)
     for name, leaf in copies.items():
@@ -323,9 +323,8 @@ def _check_names(
 
     `needed` is a dict from the name of each tensor of the model to the tensor's leaf. `copies` is a
     dict from each name under which a file may hold a copy of a tensor (`Leaf.copies`) to the
-    tensor's leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for: GPT-2 of ...")
-    describe the model in errors. The function `some` names tensors in errors, as in "wte.weight
-    (and 2 more) is".
+    tensor's leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for it: GPT-2 of
+    ...") describe the model in errors. `some` adds the verb "is" to the names of tensors.
     """
     files = _files_of(stored)
     if adapters := [
@@ -336,7 +335,7 @@ def _check_names(
         raise ValueError(f"{files}: {some(adapters)} part of an adapter (LoRA). {MERGE}")
     if missing := [name for name in needed if name not in stored]:
         raise ValueError(
-            f"{files}: the tensor {some(missing)} missing, which {asks}. Correct config.json, or "
+            f"{files}: the tensor {some(missing)} missing, but {asks}. Correct config.json, or "
             "copy or download the weights again."
         )
     if extra := [

@@ -50,11 +50,11 @@ class Config:
         dropout: the rate of dropout after the embedding and after each half of a block.
         attention_dropout: the rate of dropout of the attention weights.
         epsilon: the number that layer normalisation adds to the variance.
-        origin: the further fields and files of a model that was loaded, for `save`.
+        origin: files and `config.json` fields that a loaded model does not use, kept for `save`.
 
     Raises:
         ValueError: a size is no whole number from 1 to 2^31 - 1, the heads do not divide the width,
-            a rate is outside [0, 1), or epsilon is below 0.
+            a rate is outside [0, 1), epsilon is below 0, or `vocabulary_multiple` is above 2^20.
     """
 
     layers: int = 12

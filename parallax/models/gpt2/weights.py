@@ -61,8 +61,8 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     `transformers.GPT2LMHeadModel.from_pretrained`.
 
     Each leaf keeps its dtype. `config.json` states one dtype that can represent the numbers of all
-    leaves; transformers loads all weights in this dtype. Of a loaded model, these are written as
-    they were read, also after training: the fields of `config.json` that the model does not use,
+    leaves; transformers loads all weights in this dtype. If `model` was loaded, three things are
+    saved unchanged, even after training: the fields of `config.json` that the model does not use,
     the file `generation_config.json`, and the files of the tokenizer.
 
     A save replaces the files that it writes, and removes files that only an earlier save wrote;

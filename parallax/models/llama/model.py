@@ -73,8 +73,8 @@ class Attention(eqx.Module):
             device has all heads of keys.
         value: a layer like `key`.
         out: a row-parallel layer [H, K, D].
-        query_norm: the norm of each head of queries, [K], or `()`.
-        key_norm: the norm of each head of keys, [K], or `()`.
+        query_norm: a `Norm` of weight [K], applied to each head of queries; `()`: no norm.
+        key_norm: a `Norm` of weight [K], applied to each head of keys; `()`: no norm.
     """
 
     query: Linear
@@ -129,7 +129,7 @@ class Llama(eqx.Module):
         table: `[V, D]`, the embedding of tokens; it is also the head if the head is tied.
         blocks: all blocks, as one `Block` with a leading dim of layers.
         norm: the norm before the head.
-        head: `[V, D]`, or `()` if the head is tied.
+        head: `[V, D]`, or an empty tuple if the head is tied.
         config: the sizes of the whole model, also on a shard.
     """
 
@@ -298,15 +298,16 @@ def split_groups(groups: int, devices: int) -> bool:
     each device has all these heads.
 
     Raises:
-        ValueError: `devices` does not divide `groups`, and `groups` does not divide `devices`. Some
-            device would then need several heads of keys, and have only a part of the heads of
-            queries that share one of them.
+        ValueError: `devices` does not divide `groups`, and `groups` does not divide `devices`. A
+            group is the heads of queries that share one head of keys. Some device would have heads
+            of several groups, and only a part of one of these groups.
     """
     if groups % devices and devices % groups:
         fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
         fewer_groups = checked_numbers.divisor(devices, groups)  # the most that divide `devices`
         raise ValueError(
-            f"llama: {groups} heads of keys and values and {devices} devices that split the heads: "
-            f"one must divide the other. Use {fewer_devices} devices, or groups={fewer_groups}."
+            f"llama: groups={groups}, the number of heads of keys and values, must divide "
+            f"{devices}, the number of devices that split the heads, or be a multiple of "
+            f"{devices}. Use {fewer_devices} devices, or groups={fewer_groups}."
         )
     return groups % devices == 0

@@ -39,7 +39,7 @@ class Scaling:
         check.whole("original")
         if self.low >= self.high:
             raise ValueError(
-                f"llama.Scaling needs a high above low; got low={self.low}, high={self.high}."
+                f"llama.Scaling needs high > low; got low={self.low}, high={self.high}."
             )
 
 
@@ -80,15 +80,15 @@ class Config:
             `experts.Statistics.balance`.
         z: the weight of the auxiliary loss that keeps the router's logits small,
             `experts.Statistics.z`.
-        origin: of a loaded model, the other fields and files of its folder, which `save` writes.
+        origin: files and `config.json` fields that a loaded model does not use, kept for `save`.
 
     Raises:
-        ValueError: `head_width`, `experts` or `shared` is not a whole number from 0 to 2^31 - 1;
-            another integer is not a whole number from 1 to 2^31 - 1; `vocabulary_multiple` is more
-            than 2^20; `groups` does not divide `heads`; `head_width` is 0, and `heads` does not
-            divide `width`; K is odd; `theta` is not above 0; `epsilon`, `balance` or `z` is below
-            0; there are experts, and `chosen` is more than `experts`; or there are no experts, and
-            `shared`, `balance` or `z` is not 0.
+        ValueError: an integer argument is not a whole number in its range: 0 to 2^31 - 1 for
+            `head_width`, `experts` and `shared`, 1 to 2^20 for `vocabulary_multiple`, and 1 to
+            2^31 - 1 for all others. Or `groups` does not divide `heads`; `head_width` is 0, and
+            `heads` does not divide `width`; K is odd; `theta` is not above 0; `epsilon`, `balance`
+            or `z` is below 0; `chosen` is more than `experts`, and `experts` is not 0; or `shared`,
+            `balance` or `z` is not 0, and `experts` is 0.
     """
 
     layers: int = 12
