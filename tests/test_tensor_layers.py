@@ -293,7 +293,7 @@ def test_the_wrong_order_is_refused(wrong):
 
 def test_scalars_cannot_be_split():
     layer = tensor.RowLinear(eqx.nn.Linear("scalar", 3, key=jax.random.key(0)), ())
-    with pytest.raises(ValueError, match="needs the scalar inputs"):
+    with pytest.raises(ValueError, match="whose scalar inputs are split over"):
         layer(jnp.ones(1))
 
 
