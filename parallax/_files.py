@@ -25,7 +25,7 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     describes the file that was needed.
 
     Raises `ValueError` if `path` is no regular file: a read from a pipe may wait forever, and a
-    device may have no end. Raises `OSError` as `open` does.
+    device file, such as `/dev/zero`, may have no end. Raises `OSError` as `open` does.
     """
     try:
         # No buffer: callers read by the file's descriptor, or many bytes at once, so a buffer

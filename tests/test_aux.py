@@ -280,8 +280,8 @@ def test_after_that_makes_replicas_differ_is_refused():
 
     state, train = counting(own_rows, mesh.make(data=8))
     message = (
-        r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). Take "
-        r"means over the axes first"
+        r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). If "
+        r"the axes differ, average the array over the new axes"
     )
     with pytest.raises(ValueError, match=message), jax.numpy_dtype_promotion("standard"):
         train(state, np.zeros((16, 8)))

@@ -184,9 +184,9 @@ def test_no_token_follows_logits_that_are_not_finite(bad):
     [
         (
             {"tokens": -1},
-            "needs tokens of 0 or more and a window of 1 or more; got tokens -1, window 4",
+            "needs 0 or more tokens to draw, and a window of 1 or more; got tokens=-1, window=4",
         ),
-        ({"window": 0}, "got tokens 3, window 0"),
+        ({"window": 0}, "got tokens=3, window=0"),
         ({"top_k": 0}, "a top_k of 1 or more, or None for all; got 0"),
         ({"prompt": []}, "a prompt of one token or more; got none"),
         ({"temperature": np.ones(2)}, "sample needs a finite temperature"),

@@ -83,8 +83,8 @@ def all_to_all(
     def leaf(x):
         """Returns one array after the all-to-all.
 
-        `linear_collective` states the transpose of the all-to-all. JAX itself would derive the
-        transpose hop by hop.
+        `linear_collective` gives JAX the transpose, `backward`. JAX would otherwise transpose each
+        message of `forward` separately.
         """
         # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)

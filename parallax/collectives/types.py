@@ -77,7 +77,7 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     The transpose of `varying` is a `psum` over the axes that were added.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over an axis of `axis_name`.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
         TypeError: the types of this version of JAX do not record the varying axes.
     """
 
@@ -108,8 +108,9 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
 
-    The dict maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError`
-    under a version of JAX whose types do not record these axes.
+    The dict has an entry for each axis along which the value is unreduced or reduced. The key is
+    the axis, and the value is "unreduced" or "reduced". Raises `TypeError` under a version of JAX
+    whose types do not record these axes.
     """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
@@ -161,7 +162,7 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of devices on the axis, or on several axes together.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over this axis.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
     """
     _check_bound(axes(axis_name))
     return lax.axis_size(axis_name)
@@ -434,8 +435,9 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """Returns `x` typed as varying along `axis_name`.
 
-    Raises `ValueError`, with the collective's `name`, if `x` is unreduced or reduced along that
-    axis; `lax` refuses such an `x` too.
+    Raises `ValueError` if the type of `x` is unreduced or reduced, and so neither varying nor
+    invariant, along an axis of `axis_name`. `lax` refuses such an `x` too. `name` is the name of
+    the collective in the error.
     """
     # Only the axes along which `x` is unreduced or reduced: if there are none, it is varying or
     # invariant along each.

@@ -1,4 +1,4 @@
-"""The options that several commands share, and the model, layout and chip that they name."""
+"""The options that several commands share, and the model, layout and chip of these options."""
 
 import argparse
 import dataclasses

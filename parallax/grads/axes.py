@@ -26,8 +26,9 @@ class Enclosing(NamedTuple):
         declared: the axes of the gradient functions that enclose the code being traced. Each
             function typed all parameters as varying along its axes, also those that are the same on
             all devices.
-        shares: the axes in `declared` along which a device has only a part of some parameters. The
-            types of these parameters varied already before a function declared them varying.
+        shares: the axes in `declared` along which a device has only a part of some parameters.
+            The types of these parameters varied along these axes even before a function declared
+            all parameters varying.
     """
 
     declared: frozenset[str] = frozenset()
@@ -40,7 +41,8 @@ ENCLOSING = jax.make_user_context(Enclosing())
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
-    """Returns the names of the mesh axes that `axis` joins, as a tuple even if there is one."""
+    """Returns the names of the mesh axes that `axis` joins, as a tuple even if there is only one
+    name."""
     return types.axes(axis.names)
 
 

@@ -106,13 +106,14 @@ def ends(
     """
 
     def tapped(model, *others):
-        """Returns `f(model, *others)`, with a tap at each weight of `model` outside its blocks."""
+        """Returns `f(model, *others)`, with a tap at each weight of `model` outside its blocks,
+        which `where(model)` gives. `name` and `specs` are the taps' path and specs."""
         if not recording.is_on():
             return f(model, *others)
         # The blocks, which `block` taps layer by layer, are left out, and put back without taps.
-        ends_alone = eqx.tree_at(where, model, None)
-        ends_alone = taps.tap_tree(ends_alone, name, specs, without=GATHERED)
-        tapped_model = eqx.tree_at(where, ends_alone, where(model), is_leaf=lambda x: x is None)
+        without_blocks = eqx.tree_at(where, model, None)
+        without_blocks = taps.tap_tree(without_blocks, name, specs, without=GATHERED)
+        tapped_model = eqx.tree_at(where, without_blocks, where(model), is_leaf=lambda x: x is None)
         return f(tapped_model, *others)
 
     return tapped

@@ -49,7 +49,7 @@ class experts(match):
 
     Tokens of all replicas reach each expert, so `spec` may name an axis that splits the batch. An
     `fsdp` over the same axis does not change `spec`. If a `match` split any other leaf over such an
-    axis, each replica would train another model.
+    axis, the replicas would train different models.
     """
 
     def __repr__(self) -> str:
@@ -73,7 +73,8 @@ class first:
 
 @dataclass(frozen=True)
 class fsdp:
-    """The rule of ZeRO-3: the spec that `inside` gives, with one more dim split over `axis_name`.
+    """The rule of ZeRO-3: it takes the spec of another rule, `inside`, and splits one more dim over
+    `axis_name`.
 
     The split dim is the largest that no axis splits yet and that is a multiple of `size`; of
     equally large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than

@@ -23,7 +23,9 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{error} {AGAIN}") from error
     nested = content.count(b"{") + content.count(b"[")
     if nested > MOST:
-        raise ValueError(f"{file} has {nested} objects and lists; needed {MOST} at most. {AGAIN}")
+        raise ValueError(
+            f"{file} has {nested} objects and lists; at most {MOST} are allowed. {AGAIN}"
+        )
     try:
         fields = json.loads(content.decode("utf-8-sig"), parse_int=_integer)
     except ValueError as error:
@@ -48,6 +50,6 @@ def _integer(digits: str) -> int:
     """
     if len(digits.lstrip("-")) > DIGITS:
         raise ValueError(
-            f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"
+            f"an integer of {len(digits)} digits, {digits[:10]}...; at most {DIGITS} are allowed"
         )
     return int(digits)

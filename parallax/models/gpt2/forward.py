@@ -41,7 +41,7 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
-    """Returns the residual stream after one block, as `block.apply` computes it.
+    """Returns the residual stream after one block, as `models.block.apply` computes it.
 
     `keys`, one for each sequence, and `layer` choose the masks of dropout; with None as `keys`
     there is no dropout. With dropout of the attention weights, `_attention_with_dropout` takes the
@@ -67,7 +67,9 @@ def block(
         return comms.row(_gelu(y), down.weight, down.bias), None
 
     def dropped(y, site):
-        """Returns `y` with dropout, by the mask of this layer and of `site`, which is 1 or 2."""
+        """Returns `y` with the dropout of this layer at `site`: site 1 is after the attention, and
+        site 2 after the feed-forward.
+        """
         return _dropped(y, keys, config.dropout, comms, layer, site)
 
     options = {"heads": heads, "feed_forward": feed_forward, "dropped": dropped}

@@ -51,9 +51,9 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
-    """Returns the residual stream after one block, as `block.apply` computes it. A block with
-    experts returns an `Output` that holds the stream, the block's auxiliary losses and its
-    `experts.Statistics`.
+    """Returns the residual stream after one block, as `models.block.apply` computes it. A block
+    with experts returns an `Output` that holds the stream, the sum of the block's auxiliary losses,
+    and its `experts.Statistics`.
 
     `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
     them. `turns` is the result of `rotary` for the positions of all tokens in
