@@ -41,7 +41,7 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise ValueError(f"{path}: needed {what}, found no regular file.")
+    raise ValueError(f"{path}: needed {what}, found a pipe or a device file.")
 
 
 def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARGEST) -> bytes:

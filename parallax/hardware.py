@@ -131,8 +131,8 @@ class Hardware:
         return self.fast._replace(alpha=links * self.fast.alpha, beta=beta)
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
-        """Returns the mean number of links that a hop along each axis crosses, if `mesh.make` lays
-        the axes on the torus. Without a torus each mean is 1.
+        """Returns, for each axis, the mean number of links that a message to the next device along
+        the axis crosses, if `mesh.make` lays the axes on the torus. Without a torus each mean is 1.
 
         Raises:
             ValueError: the product of the axes is neither the number of the torus's chips nor the

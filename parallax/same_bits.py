@@ -154,7 +154,7 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
             "same_bits.spmd needs a mesh with the same axes as `cells`, and the size of each axis "
             f"must divide its number of cells; got the mesh {sizes} for the cells {dict(cells)}. "
             "Give the mesh exactly the axes of `cells`; an axis may have size 1. Along each axis, "
-            "use a power of two of devices, and at least as many cells as devices."
+            "the number of devices must be a power of two, and at most the number of cells."
         )
 
 

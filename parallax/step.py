@@ -316,9 +316,9 @@ def _check_form(path: str, new: Any, old: Any) -> None:
             return f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
 
         raise ValueError(
-            f"step.make: after_update must keep {path}, which is {shown(old)}; it returned "
+            f"step.make: after_update must return {path} as {shown(old)}; it returned "
             f"{shown(new)}. A leaf that is not an array is a constant of the compiled step, so no "
-            "step can change it. Make it an array in the model, so that it can change."
+            "step can change the leaf. Make the leaf an array in the model."
         )
 
     def form(x):
@@ -524,8 +524,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
-            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Pass a model "
-            "of the configuration for which the state was planned."
+            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}, as the "
+            "result of make_model has. Pass a model of the same configuration."
         )
     placed = []
     for leaf, (path, like) in zip(arrays, needed, strict=True):

@@ -475,9 +475,8 @@ def check_row(
         raise ValueError(
             f"{name} needs an x that is split over {axis.names!r} along the layer's inputs; this "
             f"x, of shape {x.shape}, is the same along {', '.join(map(repr, same))}, so devices "
-            "would multiply the same inputs by different weights. Use the result of the "
-            "column-parallel layer before this row-parallel layer, or give each device its slice "
-            "of the inputs."
+            "would multiply the same inputs by different weights. As x, pass the "
+            "result of a column-parallel layer, or pass each device's slice of the inputs."
         )
     if same := sorted(of_x - of_weight):
         raise ValueError(

@@ -114,7 +114,10 @@ def tables(draw, stages, microbatches, chunks, loops=False):
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        (0, "at place 0, which is on stage 0. Move the job to stage 0, or place 0 to stage 1."),
+        (
+            0,
+            "at place 0, which is on stage 0. Move the job to stage 0, or move place 0 to stage 1.",
+        ),
         (7, "at place 7, but the chunks of all stages have only the places 0 to 1."),
     ],
 )

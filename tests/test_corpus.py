@@ -229,7 +229,7 @@ def test_baselines_refuse(baseline):
         baseline(np.array([1, 4, 2]), good, 4)
     with pytest.raises(ValueError, match="held_out: needed tokens from 0 to 3, got 9 at index 0"):
         baseline(good, np.array([9, 1]), 4)
-    with pytest.raises(ValueError, match="train: needed one dim of one or more whole numbers"):
+    with pytest.raises(ValueError, match="train: needed a one-dimensional array of one or more"):
         baseline(np.array([], int), good, 4)
     if baseline is corpus.bigram:
         with pytest.raises(ValueError, match="two tokens or more in held_out, got 1"):

@@ -55,7 +55,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         (np.array([1, -5, 10]), r"text\.bin: needed tokens from 0 to 9, got -5 at index 1"),
         (
             np.array([], int),
-            r"text\.bin: needed one dim of one or more whole numbers, got int64\[0\]",
+            r"text\.bin: needed a one-dimensional array of one .* numbers, got int64\[0\]",
         ),
     ],
 )
@@ -68,9 +68,9 @@ def test_write_refuses(tmp_path, tokens, message):
 @pytest.mark.parametrize(
     ("content", "vocabulary", "message"),
     [
-        (b"", 256, "one or more tokens of 2 bytes .*the file has 0 bytes"),
-        (b"123", 256, r"one or more tokens of 2 bytes \(vocabulary 256\), the file has 3 bytes"),
-        (b"123456", 70_000, "one or more tokens of 4 bytes .* has 6 bytes"),
+        (b"", 256, "one or more whole tokens, each of 2 bytes .*the file has 0 bytes"),
+        (b"123", 256, r"whole tokens, each of 2 bytes \(vocabulary 256\); the file has 3 bytes"),
+        (b"123456", 70_000, "one or more whole tokens, each of 4 bytes .* has 6 bytes"),
         (b"\x05\x00\x00\x01", 256, "needed tokens from 0 to 255, got 256 at index 1"),
     ],
 )

@@ -635,7 +635,7 @@ def test_refusals():
     )
     refused(
         "experts.ragged needs an axis to move rows along, and the experts are not split over "
-        "any axis. Use gathered, or name",
+        "any axis. Use experts.gathered, or name",
         axis=(),
         specs=mixtures.layer_specs(None),
         dispatch=experts.ragged(1.0),

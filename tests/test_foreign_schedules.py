@@ -117,8 +117,8 @@ REFUSED = {
     ),
     "the first elsewhere": (
         "1F0,1B0\n0F0,0B0\n",
-        "Place 0 of the model must be on stage 0, which has the batch; got [[1, 0]]. Number the "
-        "stages so that stage 0 has place 0.",
+        "The placement must give stage 0 the first chunk of the model (place 0), since stage 0 has "
+        "the batch; got [[1, 0]]. Number the stages so that stage 0 has place 0.",
     ),
     "a gap in the places": (
         "0F0,3F0,3B0,0B0\n1F0,4F0,4B0,1B0\n",

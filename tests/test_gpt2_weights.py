@@ -427,7 +427,7 @@ def test_truncated_weights_are_refused(left, folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"n_layer": 3, ', r"config\.json is not whole JSON"),
+        ('{"n_layer": 3, ', r"config\.json is not valid JSON"),
         ("[]", r"must hold a JSON object; got a list"),
     ],
 )

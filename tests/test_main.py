@@ -99,7 +99,7 @@ def test_prints(arguments, words, capsys):
             "plan --layout data=2 --devices -3",
             "--devices -3 must be a whole number from 1 to 2147483647. Use --layout data=2 ",
         ),
-        ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
+        ("plan --layers 0", "--layers must be 1 or more; got 0. The model's own value is 12."),
         (
             "plan --devices 0",
             "--devices must be 1 or more; got 0.",

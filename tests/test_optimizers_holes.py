@@ -245,7 +245,7 @@ def test_an_update_made_of_another_leaf_is_right_or_refused(of_a, of_b, delayed)
     if not of_a == of_b == ("x",) and not of_a == of_b == (None, "x"):
         with pytest.raises(
             ValueError,
-            match=r"combines|on shards, |program depends on|depend on the leaf's own",
+            match=r"combines|on shards, |program depends on|depend on the leaf's elements",
         ):
             train(state, 0.0)
         return

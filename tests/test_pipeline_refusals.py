@@ -396,8 +396,8 @@ def test_a_head_that_some_stages_share_is_refused():
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((4, 2)), np.array([[2, 1]])),
-            "pipeline.pad_layers needs blocks of [3, ...], for the layers of the table; got shape "
-            "(4, 2). Put the layers into the first dim.",
+            "pipeline.pad_layers needs arrays [3, ...] in the blocks, since the table has 3 layers "
+            "in all; got shape (4, 2). Put the layers into the first dim.",
         ),
         (
             lambda: pipeline.unpad_layers(jnp.ones((1, 3, 2)), np.array([[2, 1]])),

@@ -217,11 +217,11 @@ REFUSED = {
         (3,),
         [{1: [1, 2]}],
     ),
-    "Route: in 1 rounds the blocks 2, 3 of the box (4,) are never sent, so they never reach": (
+    "Route: for shape (4,), no round sends the blocks at offsets 2, 3, so these blocks never": (
         (4,),
         [{1: [1]}],
     ),
-    "Route: in 0 rounds the blocks (0, 1), (1, 0), (1, 1) of the box (2, 2) are never sent": (
+    "Route: for shape (2, 2), no round sends the blocks at offsets (0, 1), (1, 0), (1, 1), so": (
         (2, 2),
         [],
     ),
@@ -442,7 +442,7 @@ def test_files_that_are_no_tables(tmp_path):
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([["box", "3", 1], ["round", "step", "offset"], [0, 1, 1]])
     with pytest.raises(
-        ValueError, match=r"^Route: in 1 rounds the blocks 2 of the box \(3,\) are never sent"
+        ValueError, match=r"^Route: for shape \(3,\), no round sends the blocks at offsets 2, so"
     ):
         from_csv(path)
 

@@ -317,7 +317,7 @@ def test_a_batch_of_nothing_and_arrays_that_are_gone_are_refused():
     for shape in ((0, 6), (2, 1)):
         with pytest.raises(
             ValueError,
-            match=r"gpt2 needs one sequence or more, each of one input token .*; got inputs of ",
+            match=r"gpt2 needs one or more sequences of one or more input tokens; got inputs of ",
         ):
             gpt2.loss(model, (jnp.zeros(shape, jnp.int32), None))
     copy = jax.tree.map(jnp.copy, model)

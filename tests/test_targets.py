@@ -137,6 +137,8 @@ def test_links_of_a_torus_and_of_a_switch():
     cube = links.torus(hardware.TPU_V4, [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
     assert cube.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
     assert cube.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
+    long = links.torus(hardware.TPU_V4, [(k % 8, k // 8 % 4, k // 32) for k in range(128)])
+    assert [len(long.path(0, k)) for k in range(8)] == [0, 1, 2, 3, 4, 3, 2, 1]
     assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {
         "data": 1.25,
         "tensor": 1.0,

@@ -249,7 +249,7 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the variables outside `body` on which `atom`, an input of `body`, depends. Each
+        """Returns the variables on which `atom`, an input of `body`, directly depends. Each
         variable is returned with the body whose jaxpr it belongs to.
 
         The returned list has the operand that the equation around `body` passes as `atom`. If

@@ -203,9 +203,9 @@ def record(
         result_arrays = jax.block_until_ready(compiled(arrays))
     if not recorder.reports:
         raise ValueError(
-            "bisect.record needs a program with taps that is not traced before `run` is called; "
-            "this program reported nothing. Put bisect.tap into the model, and let `run` make a "
-            "new function: a function that was traced before reports nothing."
+            "bisect.record needs a program with taps; this program reported nothing. Put "
+            "bisect.tap into the model, and let `run` make a new function: a function that was "
+            "traced before reports nothing."
         )
     tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
     values = argument_values | tapped | _of_arrays(result_arrays, RESULT)

@@ -2,7 +2,7 @@
 
 A table is a `Route`, a list of rounds {step: offsets}. In a round each device sends a message to
 the device that is `step` places after it. The message holds the blocks for the devices that are
-`offsets` places after the sender.
+`offsets` places after the sender. Here `offsets` is `[step]`: only the receiver's own block.
 
 `A[I_X, J]` is split along dim I over the n devices of axis X. `A[I, J_X]` is split along dim J.
 """

@@ -34,7 +34,8 @@ def _no_table(*sizes: int) -> NoReturn:
     """Raises `ValueError`. This function is the default value of `Algorithm.table`: an algorithm
     without a table keeps it."""
     raise ValueError(
-        "This algorithm has no table of messages. Use one of `collectives.tables`, such as ring."
+        "This algorithm has no table of messages. Use an algorithm of `collectives.tables`, such "
+        "as ring."
     )
 
 

@@ -154,10 +154,11 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 def _prices(tables_of):
     """Returns three functions for `cost.priced`: for the reduce-scatter, all-gather and all-reduce.
 
-    Each function takes (size, n, itemsize) and returns the rounds of messages. `size` counts the
-    numbers in one device's input, and `itemsize` is the bytes of one number. `n` is a number of
-    devices, or a tuple with the number on each of several axes; `devices(n)` is the number of all
-    devices. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
+    Each function takes (size, n, itemsize) and returns a list of `Round`s, with the messages that a
+    device sends. `size` counts the numbers in one device's input, and `itemsize` is the bytes of
+    one number. `n` is a number of devices, or a tuple with the number on each of several axes;
+    `devices(n)` is the number of all devices. `tables_of(sizes)` gives the tables for `sizes`, the
+    number of devices on each axis.
     """
 
     def rounds(block_size, n, itemsize, *, back):

@@ -242,8 +242,8 @@ def _check(route: Route) -> None:
         missing = [o for o in route.points()[1:] if o not in sent]
         names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)
         raise ValueError(
-            f"Route: in {len(route.rounds)} rounds the blocks {names} of the box {route.shape} are "
-            "never sent, so they never reach their owners. Send each of them once."
+            f"Route: for shape {route.shape}, no round sends the blocks at offsets {names}, so "
+            "these blocks never reach their owners. Send each of these blocks once."
         )
 
 

@@ -203,6 +203,6 @@ def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
         raise ValueError(
             "a batch needs tokens that fit int32, the type in which devices hold tokens; "
             f"got {high if high > int32.max else low}. Encode the text with a "
-            "tokenizer: its tokens are from 0 to 2**31 - 1."
+            "tokenizer: a tokenizer's tokens fit int32."
         )
     return tokens.astype(np.int32)

@@ -123,9 +123,9 @@ def read(
     size = path.stat().st_size
     if size == 0 or size % item.itemsize:
         raise ValueError(
-            f"{path}: needed one or more tokens of {item.itemsize} bytes "
-            f"(vocabulary {vocabulary}), the file has {size} bytes. "
-            "It was cut short or is no token file: make it again with data.write."
+            f"{path}: needed one or more whole tokens, each of {item.itemsize} bytes "
+            f"(vocabulary {vocabulary}); the file has {size} bytes. "
+            "The file was cut short or is no token file: make it again with data.write."
         )
     stored = _hash_in_record(path, vocabulary, size)
     tokens = opened(path, item, size // item.itemsize)
@@ -231,7 +231,7 @@ def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: i
     tokens = np.asanyarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
         raise ValueError(
-            f"{where}: needed one dim of one or more whole numbers, "
+            f"{where}: needed a one-dimensional array of one or more whole numbers, "
             f"got {tokens.dtype}{list(tokens.shape)}. Encode a text with a tokenizer first."
         )
     low, high = int(tokens.min()), int(tokens.max())
@@ -292,9 +292,8 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
     if stored != size:
         raise ValueError(
             f"{path}: needed the {stored} bytes that {place.name} states, the file has {size}. "
-            "It was cut short, or is another file: make it again with data.write, "
-            f"or, if another program wrote the tokens, remove {place.name}, which does not "
-            "describe them."
+            "The file was cut short or replaced: make it again with data.write. If another program "
+            f"wrote the file, remove {place.name}, which describes an earlier file."
         )
     return digest
 

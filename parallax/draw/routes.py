@@ -175,9 +175,9 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
-    """Returns the title of the circle that shows `rounds`. The title has the indices of these
-    rounds, and the fewest and the most blocks that a device sends in one of them.
-    """
+    """Returns the title of one circle of devices in the drawing. `rounds` has the indices of the
+    rounds whose messages are the arrows in this circle. The title has these indices, and the fewest
+    and the most blocks that a device sends in one of these rounds."""
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}
     count = "-".join(str(bound) for bound in sorted({min(blocks), max(blocks)}))

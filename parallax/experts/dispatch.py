@@ -285,7 +285,7 @@ class ragged:
         if not axes(axis.names):
             raise ValueError(
                 "experts.ragged needs an axis to move rows along, and the experts are not split "
-                "over any axis. Use gathered, or name the axis."
+                "over any axis. Use experts.gathered, or name the axis."
             )
         if axis.algorithm != xla:
             raise ValueError(

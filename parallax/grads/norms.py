@@ -114,9 +114,9 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
         # `declared` has the axes over which a gradient function around this call will reduce.
         if unreduced := sorted(ENCLOSING.value.declared & set(names)):
             raise ValueError(
-                f"A norm is taken inside a function that reduces over {unreduced}, so it would "
-                "treat each device's gradients as shards of larger arrays. Clip outside it: "
-                "grads.clipped(grads.averaged(...), max_norm)."
+                f"A norm is taken inside a function that reduces over {unreduced}, so the "
+                "norm would treat each device's gradients as shards of larger arrays. Clip outside "
+                "this function: grads.clipped(grads.averaged(...), max_norm)."
             )
         squares[names] = squares.get(names, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}

@@ -79,7 +79,7 @@ def floating(path: Sequence[Any], leaf: Array) -> Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ValueError(
             f"The auxiliary value {trees.dotted(path) or 'itself'} is of type {leaf.dtype}, which "
-            "has no mean. Leave it out, or pass aux=..., a function that combines it, to "
-            "grads.accumulated and grads.averaged."
+            "has no mean. Leave it out, or pass aux=f to grads.accumulated and "
+            "grads.averaged, where f combines the values of all microbatches or devices."
         )
     return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(float))

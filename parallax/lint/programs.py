@@ -100,7 +100,8 @@ def program(
     since each index may be a separate model, as in an ensemble. `update-mixes-a-shard` also accepts
     an update whose computation rounds to whole numbers or to 8 bits, as a quantised optimizer does:
     each shard may have its own scale. A hand-written pipeline whose stages all hold the same layers
-    is not found: it cannot be told from a recurrent net that sends its state to the next device.
+    is not found: the lint cannot distinguish it from a recurrent net that sends its state to the
+    next device.
 
     Args:
         f: a function, usually a whole step made by `mesh.spmd`; or a result of `jax.make_jaxpr`,

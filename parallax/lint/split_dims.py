@@ -294,9 +294,9 @@ class _Operation:
         return Dim(split, within, rows, drawn, any(dim.counted for dim in dims), parts)
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of an elementwise operation. The facts about a dim are
-        joined from the facts about the operands' dims at the same place. If an operand is a term of
-        a sum that no collective has completed, the result may be a term of this sum too.
+        """Returns the facts about the result of an elementwise operation. `_together` computes the
+        facts about dim i of the result from the facts about dim i of each operand. If an operand is
+        a term of a sum that no collective has completed, the result may be a term of this sum too.
         """
         rank = len(self.shapes[0])
         # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.

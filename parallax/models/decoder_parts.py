@@ -434,9 +434,8 @@ def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -
     """
     if not tokens.size:
         raise ValueError(
-            f"{name} needs one sequence or more, each of one input token or more (a window to "
-            "train on also has a last target, so it is one token longer than its inputs); got "
-            f"inputs of shape {tokens.shape}."
+            f"{name} needs one or more sequences of one or more input tokens; got inputs of shape "
+            f"{tokens.shape}. The last token of a training window is only a target, not an input."
         )
     if tokens.shape[1] > context:
         raise ValueError(

@@ -458,8 +458,8 @@ def _prompt(name: str, prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     if not prompt.size:
         raise ValueError(
-            f"{name} needs a prompt of one token or more; got none. Start with a space, or a "
-            "line's end."
+            f"{name} needs a prompt of one token or more; got none. Pass at least one "
+            "token, such as the token of a newline."
         )
     if prompt.ndim != 1:
         raise ValueError(

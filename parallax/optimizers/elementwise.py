@@ -175,8 +175,8 @@ class _Update:
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
         """Returns the leaf at `path`. The types of the gradient and the parameter give the axes
-        that split the leaf. The shape and the spec of the parameter give the shape of the whole
-        parameter."""
+        that split the leaf. The parameter's shape on this device and its spec give the shape of the
+        whole parameter."""
         axes, ndim = self.axes(weight), np.ndim(weight)
         # For each dim: the axes that the spec has for this dim, and along which the parameter
         # varies. A spec may have fewer entries than the array has dims.
@@ -317,7 +317,7 @@ class _Update:
         # whole even if its type says that it varies along an axis: the new parameter then varies
         # too, and the specs of `mesh.spmd` refuse that. Any other array must vary along no axis.
         if self.axes(x) and not self.is_moment(x, owner):
-            return Value(mixes="its state differs between devices, and belongs to no leaf")
+            return Value(mixes="the state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
@@ -353,7 +353,7 @@ class _Update:
             # shard of an update. An update whose `leaves` is empty passes: its elements are all
             # equal, as zeros are.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
-                self.refuse("its update does not depend on the leaf's own elements", compared)
+                self.refuse("the leaf's update does not depend on the leaf's elements", compared)
 
     def refuse(self, why: str, about: Sequence[_Leaf] = (), *, fault: str = MIXES) -> NoReturn:
         """Raises `UnfitOptimizer` with the reason `why`. The message names the first split leaf of

@@ -180,9 +180,9 @@ def head(traced: Traced, axis: Axis) -> None:
             raise ValueError(
                 f"pipeline: the head's sum over {name!r} includes values that each stage computes "
                 "from its own x, and only the last stage's x is the model's output. Return the "
-                "loss of the argument x, with neither a sum over the stages nor a factor that "
-                "depends on the stage's index; or, for a head that the stages share, begin with "
-                "x = pipeline.from_last(x, axis)."
+                "loss of the argument x, without a sum over the stages and without a factor that "
+                "depends on the stage's index. If the stages compute the head together, begin the "
+                "head with x = pipeline.from_last(x, axis)."
             )
 
 

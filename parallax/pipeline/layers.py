@@ -78,8 +78,9 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
         where n is `longest`. Each entry of `rows` is the index of a layer in `w`."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
-                f"pipeline.pad_layers needs blocks of [{table.sum()}, ...], for the layers of the "
-                f"table; got shape {w.shape}. Put the layers into the first dim."
+                f"pipeline.pad_layers needs arrays [{table.sum()}, ...] in the blocks, since the "
+                f"table has {table.sum()} layers in all; got shape {w.shape}. Put the "
+                "layers into the first dim."
             )
         return w[rows.reshape(len(table), -1)]
 

@@ -9,9 +9,9 @@ seconds at its end. Failures are random, with a mean of M seconds between two fa
 costs the work since the last save, and R seconds until the job runs again. The expected time of the
 run is then M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
 
-Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A
-higher order estimate of the optimum checkpoint interval for restart dumps (2006), for the run's
-time and the interval.
+Sources: for the run's time and the interval, Daly, A higher order estimate of the optimum
+checkpoint interval for restart dumps (2006); for `young`, Young, A first order approximation to the
+optimum checkpoint interval (1974).
 """
 
 import math

@@ -68,7 +68,7 @@ class Level(NamedTuple):
         devices: the number of devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
         shared: the oversubscription. All devices of a group of the level below share the links by
-            which messages leave the group. For a group of n devices, these links together have
+            which messages leave that group. If that group has n devices, these links together have
             n / `shared` times the rate of `link`.
     """
 

@@ -1,5 +1,5 @@
-"""Counts the parameters, optimizer state and inputs of a decoder on one device under a layout. The
-rules of the model tell how its arrays are split, so no device is needed.
+"""Computes the bytes of a decoder's parameters, optimizer state and inputs on one device under a
+layout. The rules of the model tell how its arrays are split, so no device is needed.
 
 A leaf is one array of the model. With ZeRO, the leaf is split over devices, and its share is the
 part that a device has. A *rule* is a function from a leaf's path and shape to its `PartitionSpec`,

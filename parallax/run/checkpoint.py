@@ -228,7 +228,7 @@ class Checkpoints:
         if not records.is_step(step):
             raise ValueError(
                 f"Checkpoints.save needs a step from 0 to {records.STEPS - 1}; got {step}. Pass "
-                "the number of steps that the state has made."
+                "the number of training steps that led to this state."
             )
         self.wait()
         # The stored form is the same for all layouts: for example, a pipeline's chunks are joined.

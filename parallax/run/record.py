@@ -188,8 +188,8 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         )
     if differing := differences(record.settings, settings):
         raise ValueError(
-            f"{folder}: it is of another run, which had {differing}. Use the settings of that run, "
-            f"or choose another folder."
+            f"{folder}: this checkpoint comes from another run, which had {differing}. Use the "
+            f"settings of that run, or choose another folder."
         )
     check_form(folder, record, files)
 

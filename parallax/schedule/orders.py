@@ -148,7 +148,7 @@ def from_orders(
             if home != stage:
                 raise ValueError(
                     f"stage {stage} has a job at place {job.place}, which is on stage {home}. Move "
-                    f"the job to stage {home}, or place {job.place} to stage {stage}."
+                    f"the job to stage {home}, or move place {job.place} to stage {stage}."
                 )
     # Each job costs 1 and messages cost 0, so the start times are ticks.
     starts = start_times(orders, homes, dict.fromkeys(LANES, 1))

@@ -160,8 +160,9 @@ class Schedule:
             )
         if placement[:, 0].min() != 0:
             raise ValueError(
-                "Place 0 of the model must be on stage 0, which has the batch; got "
-                f"{placement.tolist()}. Number the stages so that stage 0 has place 0."
+                "The placement must give stage 0 the first chunk of the model (place 0), since "
+                f"stage 0 has the batch; got {placement.tolist()}. Number the stages so that "
+                "stage 0 has place 0."
             )
         # The record is frozen, so this is the way to set a field.
         object.__setattr__(self, "placement", placement)

@@ -285,10 +285,10 @@ class CutLoop(NamedTuple):
     ) -> list[Any]:
         """Runs the scan of one half, and adds its results to `values`.
 
-        `one_trip(arguments, handed)` runs this half of one iteration of the scan, and returns the
-        results of the iteration and the arrays for the other half. `handed` has the arrays from the
-        other half for all iterations, [iterations, ...] each. `_run` returns the arrays for the
-        other half, stacked: [iterations, ...] each.
+        `one_trip(arguments, handed)` runs this half of one iteration of the scan. It returns the
+        results, and the arrays that the first half hands to the second (none from the second half).
+        `handed` has these arrays for all iterations, [iterations, ...] each (none for the first
+        half). `_run` returns the arrays that this half hands on, stacked: [iterations, ...] each.
         """
         # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
         # the first `loop.consts` operands, and are the first results. `results` are the indices of
@@ -302,10 +302,10 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of one iteration, as the body of `lax.scan`. Returns the carry, and a
-            pair to stack: the other results, and the arrays for the other half. `variables` are the
-            arguments of an iteration. `inits` and `sliced` are the indices, in `variables`, of this
-            half's carries and slices."""
+            """Runs this half of one iteration, as the body of `lax.scan`. Returns the carry, and a
+            pair to stack: the results that are no carry, and the arrays that this half hands on.
+            `variables` are the arguments of an iteration. `inits` and `sliced` are the indices, in
+            `variables`, of this half's carries and slices."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(

@@ -29,7 +29,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(content.decode("utf-8-sig"), parse_int=_integer)
     except ValueError as error:
-        raise ValueError(f"{file} is not whole JSON ({error}). {AGAIN}") from error
+        raise ValueError(f"{file} is not valid JSON ({error}). {AGAIN}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold a JSON object; got a {type(fields).__name__}. {AGAIN}")
     return fields
