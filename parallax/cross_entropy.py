@@ -4,9 +4,9 @@ Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits 
 the rows of one device, t the tokens of a block.
 
 The logits `x · table^T` are batch * tokens * vocabulary numbers, often more than all other
-activations of the model. A block of tokens needs only its own logits. The results of a block are
-small: a loss, the gradient of the block's `x`, and the block's term of the table's gradient. All
-three are computed while the block's logits exist, so the backward pass only scales the gradients.
+activations of the model. A block of tokens needs only its own logits. While these logits exist,
+three results are computed: the block's losses, the gradient of the block's `x`, and the block's
+term of the table's gradient. So the backward pass only scales the gradients.
 
 Source: the gradient in the forward pass is from Hsu et al., Liger Kernel (arXiv 2410.10989),
 section 3.2.

@@ -224,9 +224,8 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
     """
 
     def axes(spec, leaves):
-        """Returns the axes that split the rows, if the leaves of this spec have unequal numbers of
-        rows; otherwise none.
-        """
+        """Returns the mesh axes over which `spec` splits the first dim of the arrays `leaves`, if
+        the first dims of these arrays differ in size; otherwise `()`."""
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
         return entry_axes(spec[0]) if len(spec) and len(rows) > 1 else ()
 
@@ -316,12 +315,12 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
     """Returns `(tree, bytes)`: `tree` on the devices of `mesh`, split as `specs` (a tree prefix)
     says, and the number of bytes that had to be moved, summed over devices.
 
-    The arrays may be on any devices of this process. `move` changes the layout of a model without a
-    checkpoint, for example for generation after training: the axes and the number of devices may
-    differ. All values stay the same, to the bit, and the given arrays remain valid. The part that a
-    device has already is not counted among the moved bytes. A NumPy array is on no device, so all
-    its bytes count. In this example, a model that was trained under `layout` moves to the mesh
-    `wide`, to generate text there. `joined` joins the layers of the pipeline stages:
+    The arrays may be on any devices of this process. So no checkpoint is needed to use a model on
+    another mesh: the two meshes may have different axes and different numbers of devices. All
+    values stay the same, to the bit, and the given arrays remain valid. The part that a device has
+    already is not counted among the moved bytes. A NumPy array is on no device, so all its bytes
+    count. In this example, a model that was trained under `layout` moves to the mesh `wide`, to
+    generate text there. `joined` joins the layers of the pipeline stages:
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)

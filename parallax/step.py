@@ -408,10 +408,10 @@ def planned(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> Planned:
-    """Returns the shapes and specs of the state that `init` makes, and a function that makes this
+    """Returns the shapes and specs of a new `State`, and `Planned.init`, a function that makes the
     state.
 
-    Nothing is computed yet.
+    No array is computed yet.
 
     Args:
         make_model: a function without arguments that makes the model.

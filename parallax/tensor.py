@@ -64,8 +64,8 @@ class Comms(NamedTuple):
             gradients of it are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
         context_tokens: `context_tokens(x, dim)` is the part of `x` for the tokens that this
-            device's layers process, which are all tokens unless `context.comms` splits the sequence
-            over a further axis, the context axis.
+            device's layers process. These are all tokens, unless `context.comms` splits the
+            sequence over a further axis, the context axis.
         wrap_attention: takes the model's attention function and returns a function that attends
             over the context axis.
         context_shards: the number of devices of the context axis, over which the tokens that the
@@ -182,8 +182,8 @@ def column(
     `tensor.column(x, linear, None, axis)` computes the same as `ColumnLinear`.
 
     `on_tpu` chooses what is fastest on TPUs, except for a `Linear`. A weight `[I, n, H, K]`, such
-    as that of queries, keys and values, is applied in n separate products, whose results need not
-    be copied apart. The gradient of a bias is a product with ones, for the fast matrix units.
+    as that of queries, keys and values, is applied in n separate products, so no copy is needed to
+    separate the n results. The gradient of a bias is a product with ones, for the matrix units.
 
     Raises:
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
@@ -236,8 +236,8 @@ class ColumnLinear(eqx.Module):
     `tensor.rule(model)` gives the specs of the new layer.
 
     Attributes:
-        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Both have all outputs
-            outside `shard_map`, and this device's outputs inside.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Outside `shard_map`
+            both have all outputs; inside, both have only this device's outputs.
         axis: the axis or axes that the outputs are split over; `()` on one device.
     """
 
@@ -266,8 +266,8 @@ class RowLinear(eqx.Module):
     `tensor.rule(model)` gives the specs of the new layer.
 
     Attributes:
-        linear: the layer, with weight [outputs, inputs] and bias [outputs]. The weight has all
-            inputs outside `shard_map`, and this device's inputs inside.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Outside `shard_map`
+            the weight has all inputs; inside, it has only this device's inputs.
         axis: the axis or axes that the inputs are split over; `()` on one device.
     """
 
@@ -297,8 +297,8 @@ class Embedding(eqx.Module):
     `eqx.nn.Embedding` does, or an array of ids.
 
     Attributes:
-        embedding: the table, with weight [rows, width]. It has all rows outside `shard_map`, and
-            this device's rows inside.
+        embedding: the table, with weight [rows, width]. Outside `shard_map` the weight has all
+            rows; inside, it has only this device's rows.
         axis: the axis or axes that the rows are split over; `()` on one device.
     """
 
@@ -515,8 +515,8 @@ def embed_partial(
     weights: Shaped[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch width"]:
-    """Returns this device's term of the sum over X, the axis, that `embed` returns:
-    `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing is sent.
+    """Returns this device's term of the sum that `embed` returns: `W[V_X, D], ids[B] -> [B, D]
+    {U_X}`. Nothing is sent.
 
     Each device looks up the rows that it holds, and gives zeros for ids whose rows other devices
     hold. An id outside the vocabulary gives nan on every device, or zeros if the id's weight is 0.

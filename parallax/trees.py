@@ -100,7 +100,7 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """Returns a pytree path as `blocks.attention.qkv.weight`."""
+    """Returns a pytree path as a string with dots, such as `blocks.attention.qkv.weight`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 

@@ -18,14 +18,14 @@ backward pass, and scatters the blocks' gradients once.
 
 A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
-says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
-was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
-over the axes that its spec names, and summed over the other axes. An axis that splits the parameter
-even without ZeRO, such as the experts' axis, is left out of both. A mean divides by the product of
-the sizes of all axes of the tuple. `splits_of(path, by_path, axis)` gives the dims of a leaf that
-`axis` splits, each as a `Split`: the dim, and those axes of `axis` that split this dim.
-`sequence_after(x, y)` is `x`; on a CPU each array of `x` waits for all of `y`, so that all devices
-send in one order: else they could wait for each other forever.
+says why), and its gradient is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum
+over X that was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each
+gradient is scattered over the axes that its leaf's spec names, and summed over the other axes. An
+axis that splits the parameter even without ZeRO, such as the experts' axis, is left out of both. A
+mean divides by the product of the sizes of all axes of the tuple. `splits_of(path, by_path, axis)`
+gives the dims of a leaf that `axis` splits, each as a `Split`: the dim, and those axes of `axis`
+that split this dim. `sequence_after(x, y)` is `x`; on a CPU each array of `x` waits for all of `y`,
+so that all devices send in one order: else they could wait for each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
 `ZeRO` makes all these functions, from a stage, an axis and the model's sharding rule.
@@ -70,8 +70,9 @@ def reduce_scattered(
     keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
-    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. A gradient that
-    `reduce_scatter` has already scattered inside `grad` is divided by n, but not scattered again.
+    `grads.averaged`. The gradients of leaves that stay whole are all-reduced, and so is the loss. A
+    gradient that `reduce_scatter` has already scattered inside `grad` is divided by n, but not
+    scattered again.
 
     Args:
         grad: a gradient function.
@@ -518,9 +519,9 @@ class ZeRO:
         of the axis; each device keeps its share of the gradients.
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
-        microbatch, and adds up the shares. In stage 3 the gradients are scattered in the backward
-        pass of `loss`, so this function sums only the gradients of leaves that stay whole. In all
-        stages the returned function raises `ValueError` if the parameters on this device do not
+        microbatch, and adds up the shares. In stage 3 the backward pass of `loss` scatters the
+        gradients, so only the gradients of leaves that stay whole are still summed over devices. In
+        all stages the returned function raises `ValueError` if the parameters on this device do not
         have the shapes that `rule` gives.
         """
 
@@ -557,9 +558,9 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf that the model lacks, and a leaf whose shape on this device is not the
-            share of the whole leaf that its spec gives. `specs` maps each path to a spec, and
-            `wholes` maps it to the shape of the whole leaf."""
+            """Raises `ValueError` if the model has no leaf at `path`, or if `shape` is not the
+            shape that the leaf's spec gives on one device. `specs` maps each path to a spec, and
+            `wholes` maps each path to the shape of the whole leaf."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "

@@ -253,8 +253,8 @@ def _in_order(parts: list[Axis]) -> Axis:
         def leaf(x):
             """Returns this device's part of the sum of one array over the devices.
 
-            The groups of axes scatter one after another. The first group scatters the whole array;
-            each later group scatters the part that the group before it returned.
+            The first group of axes (see `_groups`) scatters the whole array. Each later group
+            scatters the part that the group before it returned.
             """
             groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
             if not tiled:

@@ -242,8 +242,8 @@ def total(rounds: Iterable[Round]) -> Cost:
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
     """Returns the numbers by which `seconds` multiplies a link's alpha, beta, gamma and start.
 
-    The numbers are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round
-    one after another, the numbers are (messages, sent, reduced, 1).
+    The numbers are (hops, bytes, reduced, 1), from the fields of `cost`. With `one_port` all
+    messages and the bytes of all messages count: (messages, sent, reduced, 1).
     """
     if one_port:
         return cost.messages, cost.sent, cost.reduced, 1

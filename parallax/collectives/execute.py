@@ -235,7 +235,7 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
         `messages` (see `_chain_messages`) has (table, step, offsets) for each table that sends. A
-        table has the same `step`, the offset of the receiver, in all rounds of the chain.
+        table has the same `step`, the offset of the receiver, in all rounds of the loop.
         `terms[table](trip)` are the terms to add in iteration `trip`.
         """
         arrived = {}
@@ -286,9 +286,9 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     sent_on_later = chain.start > 0
 
     def owners_after(trip, table, step, offsets):
-        """Returns the offsets from this device to the owners of the blocks that arrive in iteration
-        `trip`. `step` and `offsets` are those of the chain's first round."""
-        # Backwards: the last iteration brings the blocks of the chain's first round.
+        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`. `step`
+        and `offsets` are those of the first round of `chain`, the rounds of the loop."""
+        # Backwards: the last iteration brings the blocks of the first round of `chain`.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
@@ -296,7 +296,7 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
         blocks, and the result.
 
         `messages` (see `_chain_messages`) has (table, step, offsets) for each table that sends. A
-        table has the same `step` in all rounds of the chain. In a gather, the message of a table
+        table has the same `step` in all rounds of the loop. In a gather, the message of a table
         comes from the device at offset `step`. `stacks` keep each arrived block for rounds after
         the loop, and are empty if no rounds follow.
         """
@@ -393,8 +393,8 @@ def empty_like(
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
     The caller overwrites the whole array, so its numbers do not matter. `make(shape, dtype)` makes
-    the array. If the mesh has Explicit axes and `block` is not empty, the array is broadcast from
-    one element of `block`.
+    an array without a sharding. On a mesh with Explicit axes the array may need a sharding: there
+    one element of `block` is broadcast instead, unless `block` is empty.
     """
     # An empty block has no element to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:

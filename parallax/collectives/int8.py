@@ -155,7 +155,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     `quantized_all_reduce` works like `lax.psum`.
 
     A leaf is flattened, padded to a multiple of n numbers and cut into n parts, and each part is
-    cut into blocks. The error of a number is at most (sum of a_i + s) / 127. Here a_i is the
+    cut into blocks. The error of a number is at most (s + sum of a_i) / 127. Here a_i is the
     largest magnitude in the number's block on device i, and s is the largest magnitude in the same
     block of the sum. The sum of a_i is over all devices except the one that adds up the block,
     whose own term is not rounded. The float additions, and the cast of the sum to 16 bits if `x`
@@ -258,9 +258,9 @@ class ErrorFeedback:
         result + sum over i of new_error_i = sum over i of (x_i + error_i)
 
     So nothing is lost: after any number of calls, the sum of their results has only the error of
-    the last call. (If `x` has 16 bits, the rounding of the sum to 16 bits is lost in `all_reduce`.)
-    For a block (the numbers that share a scale) with an infinity or NaN, the new error is 0. There
-    is no derivative: use an `ErrorFeedback` on gradients, after differentiation.
+    the last call. (In `all_reduce` of a 16-bit `x`, no new error includes the error of rounding the
+    sum to 16 bits.) For a block (the numbers that share a scale) with an infinity or NaN, the new
+    error is 0. There is no derivative: use an `ErrorFeedback` on gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
@@ -296,7 +296,7 @@ class ErrorFeedback:
         """Returns `quantized.all_reduce` of `x + error`, and this device's new error.
 
         `error` is `initial(x)`, or the error that the previous call returned. If `x` has 16 bits,
-        the new error does not include the rounding of the sum to 16 bits.
+        the new error does not include the error of rounding the sum to 16 bits.
         """
         axis_name = self.axis_name
 
@@ -322,7 +322,7 @@ class ErrorFeedback:
         """Returns `quantized.reduce_scatter` of `x + error`, and this device's new error.
 
         `error` is `initial(x)`, or the error that the previous call returned. If `x` has 16 bits,
-        the new error includes the rounding of the result to 16 bits.
+        the new error includes the error of rounding the result to 16 bits.
         """
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 

@@ -287,11 +287,11 @@ def _describe(point: Point) -> str:
 
 
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
-    """Writes a table to a file: a line with the shape of the box of devices and the number of
-    rounds, a line of titles, and one line for each block that is sent.
+    """Writes a table to a file.
 
-    The line of a block has the round, the step and the offset of the block. The point (1, 0) is
-    written as `1 0`.
+    The first line has `route.shape` and the number of rounds, the second line the column titles.
+    Each further line has the round, the step and the offset of one block that is sent. A tuple
+    (1, 0) is written as `1 0`.
     """
 
     def words(point):
@@ -318,7 +318,7 @@ def from_csv(path: str | os.PathLike[str]) -> Route:
         return tuple(map(int, words.split()))
 
     try:
-        # The first line has "box", the shape and the number of rounds; the second has the titles.
+        # The first line has "box", the shape and the number of rounds; the second, column titles.
         (_, shape, count), _, *blocks = lines
         # A dict by the number of the round: a list would take round -1 for its last.
         rounds: dict[int, dict[Point, list[Point]]] = {r: {} for r in range(int(count))}

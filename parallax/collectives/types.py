@@ -11,7 +11,7 @@ of `ppermute`s could never leave the `shard_map` under `out_specs=P()`. And JAX 
 transpose of the ring hop by hop.
 
 Three primitives declare these types and transposes. `replicated` declares a value invariant.
-`terms_p` gives each device its own term of an unreduced value, a sum that was not taken yet.
+`terms_p` declares an unreduced value varying: the result on each device is that device's term.
 `linear` pairs a linear function with its transpose, as `jax.custom_derivatives.linear_call` does,
 and has a batching rule too.
 
@@ -82,12 +82,12 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     """
 
     def leaf(x):
-        """Returns one leaf, cast to varying along the axes along which it does not vary yet."""
+        """Returns one leaf, typed as varying along all axes in `axis_name`."""
         # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
         # `lax.pcast` refuses an axis along which the value varies already. `_check_bound` refuses
-        # one that the code does not run over.
+        # an axis of no `shard_map` around the call.
         missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
         _check_bound(missing)
         return lax.pcast(x, missing, to="varying") if missing else x

@@ -41,9 +41,8 @@ def grouped(
             None: this is not checked.
 
     Raises:
-        ValueError: H is no multiple of G, or the shard does not have `sharers` heads of queries for
-            each head of keys. A device with fewer than `sharers` heads of queries needs one head of
-            keys.
+        ValueError: H is no multiple of G; or `sharers` is given, and G, the number of heads of keys
+            on this device, is not max(H // sharers, 1).
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """

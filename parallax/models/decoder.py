@@ -389,9 +389,9 @@ def loss_step(
 
 
 def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | None = None) -> Any:
-    """Returns `model`, the model in a state of `layout`, with blocks [L, ...], as a model on one
-    device has them. `model` may also be a tree that contains models of the family; other leaves of
-    the tree are returned unchanged.
+    """Returns `model` with blocks [L, ...], as a model on one device has them. `model` comes from a
+    train state of `layout`, or is a tree that contains such models. Other leaves of the tree are
+    returned unchanged.
 
     If `Compute` has a schedule, pass it as `schedule`: the schedule gives the order of the chunks.
     """
@@ -487,7 +487,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        """Returns `leaf`; if `leaf` is a model, with its blocks changed by `change`."""
+        """Returns a model with its blocks changed by `change`, and any other `leaf` unchanged."""
         if not is_model(leaf):
             return leaf
         return eqx.tree_at(family.where, leaf, change(family.where(leaf)))

@@ -200,12 +200,12 @@ def stages(
     """Returns the three functions `(embed, stage, head)` of a decoder, for
     `pipeline.value_and_grad`.
 
-    A microbatch `part` is a `Batch`, or a tuple of the first fields of one. The fields are the
-    windows [B, T + 1], the keys of dropout, the weights of the targets, and the segments, which say
-    to which document each token belongs. `embed(model, part)` returns the input x of the first
-    block. `stage(model, x, part, position)` runs the blocks in `model`, a chunk of consecutive
-    layers; `position` is the number of this chunk in the whole model. `head(model, x, part)`
-    returns the loss.
+    A microbatch `part` is a `Batch`, or a tuple of the first fields of a `Batch`. The fields are
+    the windows [B, T + 1], the keys of dropout, the weights of the targets, and the segments: the
+    number of each token's document. `embed(model, part)` returns the input x of the first block.
+    `stage(model, x, part, position)` runs the blocks in `model`, a chunk of consecutive layers;
+    `position` is the number of this chunk in the whole model. `head(model, x, part)` returns the
+    loss.
 
     Args:
         parts: the functions of the family.

@@ -106,8 +106,7 @@ def ends(
     """
 
     def tapped(model, *others):
-        """Returns `f(model, *others)`, with a tap at each weight of `model` outside its blocks,
-        which `where(model)` gives. `name` and `specs` are the taps' path and specs."""
+        """Returns `f(model, *others)`, with a tap at each weight of `model` outside its blocks."""
         if not recording.is_on():
             return f(model, *others)
         # The blocks, which `block` taps layer by layer, are left out, and put back without taps.
@@ -125,7 +124,7 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
     """
 
     def tapped(*arguments):
-        """Returns the loss (or `(loss, aux)`) unchanged, and the gradients with taps."""
+        """Returns the loss (or `(loss, aux)`), and the gradients with a tap at each gradient."""
         value, gradient = grad(*arguments)
         # `AFTER`: the backward pass is over, so these values have no cotangents to report.
         return value, taps.tap_tree(gradient, "gradients", specs, way=taps.AFTER)

@@ -88,9 +88,10 @@ class Family:
         gpu_attention: the same attention by a kernel for GPUs, used on a mesh of GPUs; None: there
             is no kernel.
         blocks: the path of the blocks in the model, such as "blocks" or "decoder.blocks".
-        context_attention: a function `(attend, axis)` that returns the attention over tokens that a
-            context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
-            k^T / sqrt(K)) v. None: the model cannot have a context axis.
+        context_attention: a function `(attend, axis)` that returns an attention function for tokens
+            that are split over `axis`, the context axis. Give `context.causal_attention` if
+            `attention` is causal softmax(q k^T / sqrt(K)) v. None: the model cannot have a context
+            axis.
         uses_dropout: a function that returns whether a configuration has dropout. With dropout,
             each sequence gets a random key.
     """
@@ -166,7 +167,7 @@ def run_blocks(
     layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
 
     def next_block(x, weights_and_layer):
-        """Returns x after one block, and its loss and auxiliary values, as a step of `lax.scan`."""
+        """Returns x after one block, and the `(loss, aux)` of the block's `Output`, if any."""
         weights, layer = weights_and_layer
         result = body(weights, x, layer)
         if isinstance(result, Output):

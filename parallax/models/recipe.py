@@ -78,8 +78,9 @@ class Compute:
             ring("tensor")}`; along the other axes `jax.lax` moves the data.
         attention: the attention function; None: the family's attention, which on a mesh of TPUs or
             GPUs is a kernel (`models.flash`).
-        context_attention: a function `(attend, axis)` that returns the attention over tokens that a
-            context axis splits. An example is `context.ulysses`. None: the family's function.
+        context_attention: a function `(attend, axis)` that returns an attention function for tokens
+            that are split over `axis`, the context axis. An example is `context.ulysses`. None: the
+            family's function.
         documents: a function from windows to the number of each token's document, such as
             `documents.ends_with(token)`. A token then sees only its own document, and the loss
             leaves out each target that is the first token of a document. None: a window is one

@@ -54,8 +54,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
     def wrapped(gradients, state, params=None, **extra):
         """Returns the updates and the new state, with marks that say that they are right on shards.
         If a dim of a gradient or a parameter has an unknown size, `update` is not called, since
-        collectives need known sizes. The parameters (the gradients, if `params` is None) and the
-        old state, which have the same types, are then marked and returned."""
+        collectives need known sizes. In that case the parameters (the gradients, if `params` is
+        None) stand for the updates, and the old state for the new state: their types are equal."""
         if at and params is None:
             raise ValueError(
                 f"{at}: update needs the parameters, whose shapes show which gradients are shares "

@@ -202,8 +202,8 @@ def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
 
 
 def aux_of(name: str, aux: PyTree) -> PyTree:
-    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. `name` is the
-    name of the function that returned the values, for the error."""
+    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. Raises
+    `ValueError` for any other array; the message says by `name` which function returned `aux`."""
 
     def leaf(path, value):
         """Returns one value as an array; raises `ValueError` if the array has neither numbers nor

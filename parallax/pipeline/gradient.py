@@ -258,7 +258,7 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
 
     def of_stages(values):
         """Returns on all stages one auxiliary value of all chunks, [M, vP, ...], in the order of
-        the model. `values`, [M, v, ...], has it for the chunks of this device's stage."""
+        the model. `values`, [M, v, ...], is this auxiliary value for this stage's chunks only."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

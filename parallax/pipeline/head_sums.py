@@ -178,7 +178,7 @@ class _Sums(jaxprs.FollowingAlong):
 
     def branches(self, eqn: JaxprEqn, operands: list[Terms]) -> list[Terms]:
         """Returns the `Terms` of a conditional's results. If the stage's index chooses the branch,
-        `_branch` joins each result over the branches that stages before the last run. If a result
+        `_branch` joins each result's `Terms` over the branches that early stages run. If a result
         is a number in every branch, `_branch` computes the result for each stage instead."""
         which, *others = operands
         if not (which.is_number and which.indexed):

@@ -74,8 +74,8 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
 
     def leaf(w):
-        """Returns an array of the blocks with padding: [layers, ...] -> [chunks, stages x n, ...],
-        where n is `longest`. Each entry of `rows` is the index of a layer in `w`."""
+        """Returns the array `w`, [layers, ...], with padding, as [chunks, stages x n, ...]; n is
+        `longest`. Each entry of `rows` is the index of a layer in `w`."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
                 f"pipeline.pad_layers needs arrays [{table.sum()}, ...] in the blocks, since the "
@@ -97,8 +97,8 @@ def unpad_layers(blocks: Tree, table: Layers) -> Tree:
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
 
     def leaf(w):
-        """Returns an array of the blocks without the padding: [chunks, stages x n, ...] -> [layers,
-        ...], where n is `longest`. `real` has the indices of the rows that are not padding."""
+        """Returns the array `w`, [chunks, stages x n, ...], without the padding, as [layers, ...];
+        n is `longest`. `real` has the indices of the rows that are not padding."""
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
                 f"pipeline.unpad_layers: the table is for blocks [{chunks}, {stages * longest}, "
@@ -191,7 +191,7 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
 
     A placement is looped if chunk c of stage s is at place c P + s, with P stages. The blocks are
     then returned as they are. Every schedule that the executor `lockstep` runs has a looped
-    placement. Pad blocks of uneven layers with `pad_layers` first.
+    placement. If the chunks have unequal numbers of layers, first pad `blocks` with `pad_layers`.
 
     Raises:
         ValueError: dim 0 of the blocks and dim 0 of the placement differ, or the number of layers
@@ -326,8 +326,8 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns `change(x)` if the leaf `x` of the state is an array of the blocks, or an
-                optimizer's array for an array of the blocks. Returns `x` otherwise."""
+                """Returns `change(x)` if the leaf `x` of the state belongs to the blocks, as an
+                array of the model or of the optimizer. Returns `x` otherwise."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

@@ -52,9 +52,9 @@ class Arrived(NamedTuple):
 
     Attributes:
         entered: the embedding's output for the next forward job of the model's first chunk.
-        x: the activation from the stage before, as it was sent.
+        x: the message from the stage before: `jobs.send.part` of an activation.
         y: the output of the forward job in this tick; None between ticks.
-        ct: the cotangent of a chunk's output, from the stage after, as it was sent.
+        ct: the message from the stage after: `jobs.send.part` of the cotangent of a chunk's output.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
 
@@ -104,14 +104,13 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the backward job: B, or only I if the schedule splits B into I and W. B and I both
     compute the cotangent of the chunk's input, and the function sends this cotangent to the stage
-    before. Then it runs the backward pass of the embedding, which adds gradients only for the first
-    chunk of the model."""
+    before. Then it runs the backward pass of the embedding: on this cotangent if the chunk is the
+    model's first, else on 0."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
-    # All stages run the embedding's backward pass, since embed may have collectives. Its cotangent
-    # is 0 except for the first chunk of the model.
+    # All stages run the embedding's backward pass, since embed may have collectives.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 

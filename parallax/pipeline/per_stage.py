@@ -55,10 +55,10 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        slots: the activations and cotangents that arrived and are waiting, as [slots, ...] for each
-            leaf of x.
+        slots: the messages that arrived and wait for their jobs, each an activation or a cotangent:
+            [slots, ...] for each leaf of an activation.
         entered: the output of the embedding in this tick; None between ticks.
-        sent: the message of this stage in this tick; None between ticks.
+        sent: the message that this stage sends in this tick; None between ticks.
     """
 
     slots: PyTree

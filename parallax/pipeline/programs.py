@@ -119,8 +119,8 @@ class Given(NamedTuple):
         params: all parameters outside the blocks, and only this chunk of the blocks.
         rows: the microbatch's part of the batch.
         position: the chunk's place in the model.
-        number: the microbatch's number, with which taps record values; -1 on an idle stage; None if
-            nothing is recorded.
+        number: the microbatch's number, for values that the stage records (taps); -1 on an idle
+            stage; None if nothing is recorded.
     """
 
     params: Parameters
@@ -131,8 +131,8 @@ class Given(NamedTuple):
 
 class Programs:
     """The programs of one device. A `Programs` is made once per call of the gradient function. It
-    traces and checks the user's `embed`, `stage` and `head`. Only `stage` may be traced more than
-    once: again if its output varies along more axes than its input.
+    traces and checks the user's `embed`, `stage` and `head`, each once. `stage` is traced
+    again if its output varies along more axes than its input.
 
     Attributes:
         params: the `Parameters` of this device.
@@ -220,9 +220,8 @@ class Programs:
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """Returns those arguments of a task's jobs that neither arrive in a message nor wait in a
-        buffer: the arrays with respect to which the stage is differentiated, and the stage's other
-        arguments."""
+        """Returns the `Trained` and the `Given` of a task: all arguments of the stage besides x.
+        Each job of the task, forward or backward, takes both."""
         params = self._of_chunk(task.chunk)
         # `_read_by_stage` is a tree like the ends: whether the stage reads each. An end that it
         # does not read gets no gradient here.

@@ -57,8 +57,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns `transposed`, put together from its residuals: all arrays in `saved`, and some
-        arrays of `trained` and `given`. `forward` wrote their order into `of_last_trace`."""
+        """Returns the function `transposed`, rebuilt from its residuals: all arrays in `saved`, and
+        some of `trained` and `given`. `of_last_trace` has the order of the residuals."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]

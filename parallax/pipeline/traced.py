@@ -44,7 +44,7 @@ class Misused(ValueError):
 
 
 class Traced(NamedTuple):
-    """A function as a program. A call runs no Python of the function again.
+    """A function as a program. A call runs the program, not the function's Python code.
 
     Attributes:
         program: the jaxpr, whose inputs are the arrays among the arguments.

@@ -25,7 +25,7 @@ from parallax.rules.placement import free, padded, spec_of
 
 @dataclass(frozen=True)
 class match:
-    """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
+    """The rule that gives `spec` to paths that match the glob `pattern`, and None to other paths.
 
     Dots separate the parts of a pattern and of a path. `**` matches any number of parts, also none.
     Any other part of the pattern is a file-name glob for one part of the path: `*` matches any
@@ -153,7 +153,8 @@ class fsdp:
 
 
 def matches_glob(pattern: str, path: str) -> bool:
-    """Returns whether the glob `pattern` of dotted parts matches the whole of `path`."""
+    """Returns whether the glob `pattern` matches the whole of `path`. In both, dots separate the
+    parts."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:
         """Returns whether `globs`, the parts of a pattern, match `parts`, all parts of a path."""

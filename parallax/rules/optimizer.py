@@ -70,9 +70,11 @@ def optimizer_specs(
 
     Leaves of `tree` that cannot be trained (integers, functions) are left out. If some leaves are
     frozen, pass only the trained leaves as `tree`, such as `eqx.filter(model, is_trained)`; `specs`
-    may have all leaves. In the state of `optimizers.whole` or `optimizers.by_matrix`, the axes
-    given to the optimizer split no dim of a matrix. With `by_matrix` they split the dim of stacked
-    layers instead. `mesh`, if given, must have these axes.
+    may have all leaves.
+
+    The state of `optimizers.whole` is not split over the axes given to `whole`. In the state of
+    `optimizers.by_matrix`, the axes given to `by_matrix` split only dims of stacked layers. `mesh`,
+    if given, must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks this.
@@ -171,7 +173,7 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
     """
 
     def as_entry(axes):
-        """Returns a tuple of axes as JAX writes it in a spec: None, a name, or a tuple."""
+        """Returns the entry of a spec for a tuple of axes: None, a name, or a tuple of names."""
         if not axes:
             return None
         return axes[0] if len(axes) == 1 else axes

@@ -104,7 +104,7 @@ def refused(
 
     def advised(refusal):
         """Returns `refusal` with an advised spec in its field `fits`. A "does-not-divide" error
-        gets no such spec if an axis in `stacked` splits the leaf."""
+        gets no such spec if an axis that seems to split layers splits the leaf."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))

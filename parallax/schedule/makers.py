@@ -26,13 +26,13 @@ Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Returns the schedule that runs all forwards, and then all backwards from the last microbatch
-    to the first.
+    """Returns the schedule of GPipe (arXiv 1811.06965): all forwards, and then all backwards from
+    the last microbatch to the first.
 
     With P stages, the bubble (the idle time of a stage) is (P-1)(F+B), where F and B are the times
     of the forward and the backward pass of one microbatch on a stage. Every stage holds the
-    residuals of all microbatches at once. `jax.grad` of a scan over forward ticks runs in this
-    order (arXiv 1811.06965).
+    residuals of all microbatches at once. `jax.grad` of a scan over the forward ticks gives the
+    same order, since the backward pass of a scan runs the ticks in reverse.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or the schedule's table would have

@@ -2,8 +2,8 @@
 jobs, and `from_orders`, which makes the table.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, I input gradient, W weight
-gradient; the lanes of F, I and W are "forward", "backward" and "weight". A place is a chunk's
-position in the model, and `places`, [v, P], gives the place of each chunk of each stage.
+gradient. A job's lane is its kind: "forward" (F), "backward" (I) or "weight" (W). A place is a
+chunk's position in the model, and `places`, [v, P], gives the place of each chunk of each stage.
 """
 
 import heapq

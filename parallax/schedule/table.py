@@ -4,9 +4,9 @@ tables are checked when they are made.
 The legend: P stages, M microbatches, v chunks of layers per stage, F forward, B backward, I input
 gradient, W weight gradient. A job is the work of one chunk for one microbatch. The job's number is
 microbatch * v + chunk, and its lane is its kind: "forward", "backward" (B or I) or "weight" (W).
-Each lane has a table, ticks x stages, of jobs, with -1 for an idle stage. In the forward table
-[[0, -1], [1, 0], [-1, 1]], of two stages, stage 0 runs microbatch 1 and stage 1 microbatch 0 in
-tick 1. The placement, [v, P], has each chunk's place (position) in the model, 0 to vP - 1.
+Each lane has a table, ticks x stages, of jobs, with -1 for an idle stage. An example with v = 1 is
+the forward table [[0, -1], [1, 0], [-1, 1]]: in tick 1, stage 0 runs microbatch 1, and stage 1 runs
+microbatch 0. The placement, [v, P], has each chunk's place (position) in the model, 0 to vP - 1.
 
 There are two ways to run a table, and the table decides which (`per_stage`):
 
@@ -273,8 +273,8 @@ class Schedule:
     def timed_ticks(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
     ) -> tuple[int, ...]:
-        """Returns one number for each lane: in how many ticks `makespan` counts the time of a job
-        of the lane.
+        """Returns, for each lane, the number of ticks in which `makespan` counts the time of a job
+        of that lane.
 
         A lane is a kind of job: forward, backward and, if it is separate, weight. In a schedule
         that runs per stage (`per_stage`), a tick counts for the lane of its most expensive job. In

@@ -146,7 +146,7 @@ class Fields:
             computes. If a file leaves the field out, the first of its supported values counts; the
             file of a new model states this value.
         derived: a function from the model's numbers, a dict with the names in `numbers`, to a table
-            like `only`. `save` does not repeat a loaded file's values of these fields.
+            like `only`. `save` writes these fields as for a new model, not as in a loaded file.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
         new: a function from the same dict to further fields of a new model's file, beside those of
             `numbers` and `only`.

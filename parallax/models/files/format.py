@@ -43,8 +43,8 @@ class Format:
         config: the class of the model's configuration. Among its arguments are those that the table
             `fields.numbers` lists, and `origin`.
         fields: the table of `config.json`.
-        leaves: a function from a configuration to a dict from the path of each leaf in the model to
-            its `Leaf`, the tensors that store it.
+        leaves: a function from a configuration to a dict. A key of the dict is the path of a leaf
+            in the model. The key's value is a `Leaf`, which describes the tensors of that leaf.
         prefix: the beginning of the tensors' names; a file may leave it out.
         no_weights: a regular expression for the names, without `prefix`, of tensors that are not
             weights and are ignored, such as the causal masks in old files.

@@ -1,5 +1,5 @@
-"""`Origin`: the fields and files that came with a model and that the model does not use. `save`
-writes them again.
+"""`Origin`: the `config.json` fields and the files that came with a model and that the model does
+not use. `save` writes them again.
 """
 
 import json
@@ -24,8 +24,8 @@ TOKENIZER = (
 
 @dataclass(frozen=True)
 class Origin:
-    """The fields and files that came with a model and that the model does not use. An `Origin` can
-    be compared and hashed, as a static part of a model must be.
+    """The `config.json` fields and the files that came with a model and that the model does not
+    use. An `Origin` can be compared and hashed, as a static part of a model must be.
 
     Attributes:
         fields: the fields of the model's `config.json` whose values are not those that `save`

@@ -6,8 +6,8 @@ Legend: B batch, T tokens, D width, H heads, K head width, L layers. A *site* is
 `comms` is a `tensor.Comms`, the functions by which the devices of the tensor axis communicate:
 `comms.column` multiplies by a device's columns of a weight; `comms.row` multiplies by a device's
 rows, and sums the products over the devices; `comms.local_tokens` takes this device's part of the
-tokens. `decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also
-reports that argument.
+tokens. `decoder_taps.split` returns its argument unchanged. In a run that `parallax.bisect`
+records, `split` also reports the argument to `bisect`.
 """
 
 import functools
@@ -170,7 +170,7 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
     T, D = x.shape[1] * comms.token_shards, x.shape[2]
 
     def mask(key):
-        """Returns the mask of one sequence, [T, D]."""
+        """Returns the dropout mask [T, D] of one sequence, drawn from its random `key`."""
         return jax.random.bernoulli(key, 1 - rate, (T, D))
 
     survives = comms.local_tokens(jax.vmap(mask)(_at(keys, layer, site)), dim=1)
@@ -180,14 +180,14 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):
-    """Returns attention weights [B, H, T, S] with dropout: each sequence and each head of the whole
-    model has its own mask, however the heads are split over devices. `first_head` is the number of
-    this device's first head.
+    """Returns attention weights [B, H, T, S], for T queries and S keys, with dropout. Each sequence
+    and each head of the whole model has its own mask, however the heads are split over devices.
+    `first_head` is the number of this device's first head.
     """
     heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
 
     def mask(key, head):
-        """Returns the mask of one head of one sequence, [T, S]."""
+        """Returns the dropout mask [T, S] of one head, drawn from a sequence's random `key`."""
         return jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, weights.shape[2:])
 
     of_all_heads = jax.vmap(mask, in_axes=(None, 0))

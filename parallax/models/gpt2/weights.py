@@ -65,7 +65,8 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     saved unchanged, even after training: the fields of `config.json` that the model does not use,
     the file `generation_config.json`, and the files of the tokenizer.
 
-    A save replaces the files that it writes, and removes files that only an earlier save wrote;
+    A save replaces the files that it writes. It removes files that an earlier save wrote and that
+    this save does not write; but a tokenizer's files stay if `model` comes without a tokenizer. All
     other files stay. New files replace old ones only after they are complete and on the disk, so a
     save that fails changes nothing. A save that is killed leaves the old model, the new model, or a
     folder without `config.json`, which `load` refuses. With several processes, gather the model

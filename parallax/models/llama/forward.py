@@ -8,8 +8,8 @@ bias, is `()`.
 `comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
 `comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
 returns its argument, a weight that all devices have, and in the backward pass sums the weight's
-gradients over the devices. `decoder_taps.split` returns its argument unchanged; while `bisect`
-records, `split` also reports that argument.
+gradients over the devices. `decoder_taps.split` returns its argument unchanged. In a run that
+`parallax.bisect` records, `split` also reports the argument to `bisect`.
 """
 
 import functools

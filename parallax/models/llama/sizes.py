@@ -76,19 +76,19 @@ class Config:
             experts are divided by their sum.
         shared: the number of hidden units of one more expert, to which all tokens go; 0: there is
             no such expert.
-        balance: the weight of the auxiliary loss that evens out the router's load,
-            `experts.Statistics.balance`.
-        z: the weight of the auxiliary loss that keeps the router's logits small,
-            `experts.Statistics.z`.
+        balance: the weight of the auxiliary loss `experts.Statistics.balance`. This loss evens out
+            the load of the experts.
+        z: the weight of the auxiliary loss `experts.Statistics.z`. This loss keeps the router's
+            logits small.
         origin: files and `config.json` fields that a loaded model does not use, kept for `save`.
 
     Raises:
         ValueError: an integer argument is not a whole number in its range: 0 to 2^31 - 1 for
             `head_width`, `experts` and `shared`, 1 to 2^20 for `vocabulary_multiple`, and 1 to
-            2^31 - 1 for all others. Or `groups` does not divide `heads`; `head_width` is 0, and
-            `heads` does not divide `width`; K is odd; `theta` is not above 0; `epsilon`, `balance`
-            or `z` is below 0; `chosen` is more than `experts`, and `experts` is not 0; or `shared`,
-            `balance` or `z` is not 0, and `experts` is 0.
+            2^31 - 1 for all others. Also raised if `groups` does not divide `heads`; if
+            `head_width` is 0 and `heads` does not divide `width`; if K is odd; if `theta` is not
+            above 0; if `epsilon`, `balance` or `z` is below 0; if E > 0 and `chosen` > E; or if
+            E = 0 and `shared`, `balance` or `z` is not 0.
     """
 
     layers: int = 12
