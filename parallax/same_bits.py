@@ -456,11 +456,11 @@ class Walk:
     ) -> tuple[list[StepOfCell], list[StepOfCell]]:
         """Returns the steps of the next segment, and the other steps of `left`.
 
-        A segment is compiled apart from the rest of the program. It has the first step, and each
-        later step that does not run alone and needs no result of the other steps. The operands of
-        all its steps differ from cell (logical device) to cell along the same axes. This choice
-        depends only on the program and on the number of cells along each axis, so the kernels of a
-        segment are the same on every mesh.
+        A segment is compiled apart from the rest of the program. It has the first step of `left`,
+        and each later one that is not `alone` and needs no result of a step of `left` outside the
+        segment. The operands of all steps of a segment differ from cell (logical device) to cell
+        along the same axes. This choice depends only on the program and on the number of cells
+        along each axis, so the kernels of a segment are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()

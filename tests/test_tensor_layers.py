@@ -252,7 +252,7 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         P("tensor"),
         "tensor.row needs an x that is split over 'tensor' along the layer's inputs; this x, of "
         "shape (3, 2), is the same along 'tensor', so devices would multiply the same inputs by "
-        "different weights. Use",
+        "different weights. As x, pass",
     ),
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),

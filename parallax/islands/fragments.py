@@ -1,9 +1,10 @@
 """The part of a model that islands exchange at a time: the whole model, some leaves, or some
 layers.
 
-Islands exchange their changes in a *round*, every H steps. If a model is cut into F fragments,
-fragment k has its rounds k*H/F steps after fragment 0. So the largest number of bytes that one step
-moves between islands falls by a factor of about F.
+Islands, groups of devices that train separately, exchange the changes of their weights in a
+*round*, every H steps. If a model is cut into F fragments, fragment k has its rounds k*H/F steps
+after fragment 0. So the largest number of bytes that one step moves between islands falls by a
+factor of about F.
 
 A *part* of a model is a tree with the model's paths, and with None for leaves that are not in the
 part. If a leaf has stacked layers, the part may have only some of these layers.

@@ -140,8 +140,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Sends this tick's message over each distance (a number of stages) that occurs in the
-    schedule, and writes the messages that arrive into slots.
+    """Sends this tick's array once for each distance (a number of stages) that occurs in the
+    schedule, to the stage so far ahead, and writes the arrays that arrive into slots.
 
     All devices take part in each send, a `ppermute`, so a stage also gets messages that it does not
     need. Such messages go into a slot that is never read.

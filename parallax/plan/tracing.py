@@ -51,7 +51,7 @@ class Trace(NamedTuple):
         at_peak: the arrays of `temporaries` at this moment, the largest first.
         unbounded: the lines of loops whose number of iterations is not known; one iteration of each
             is counted.
-        seconds: the time of a step; None without hardware.
+        seconds: the time of a step; None if no `hardware` was given.
     """
 
     mesh: dict[str, int]

@@ -119,8 +119,8 @@ def greedy(
         if left == left_before:
             # Every ready job is an F, on a stage that may hold no further residuals.
             raise ValueError(
-                "No stage can run a job if the stages hold the residuals of at most "
-                f"{max_chunks} forward jobs (one number for each stage). Use larger numbers."
+                "No stage can run another job: stages may hold the residuals of too few forward "
+                f"jobs, {max_chunks} (one number for each stage). Use larger numbers."
             )
     return from_orders(orders, places)
 
