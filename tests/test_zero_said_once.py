@@ -177,7 +177,7 @@ FORGOTTEN = {
     "the rule of the split layers": (
         1,
         {"inside": WHOLE},
-        "tensor.ColumnLinear needs the 16 outputs",
+        "tensor.ColumnLinear needs an eqx.nn.Linear whose 16 outputs are split over the 2 devices",
     ),
     "the rule of the other leaves": (
         1,
