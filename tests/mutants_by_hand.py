@@ -219,8 +219,8 @@ LAYERS = (
     ),
     Mutant(
         "check_places",
-        "if not uses_positions and",
-        "if False and",
+        "if uses_positions:",
+        "if True:",
         "test_context.py::test_a_mask_by_its_own_count_is_refused",
     ),
     Mutant(
@@ -390,7 +390,7 @@ LAYERS = (
     Mutant("norm", "jnp.conj(x)", "x", "test_grads.py"),
     Mutant(
         "averaged",
-        "(total / axis.size())",
+        "total / axis.size()",
         "total",
         "test_tuples.py::test_experts_over_data_and_expert",
     ),
@@ -493,10 +493,17 @@ LAYERS = (
     ),
     Mutant(
         "_Ways.plain",
-        "joined = Reach(joined.at_all)",
+        "joined = Reach(joined.at_all, sent=joined.at_all, multiplied=joined.multiplied)",
         "pass",
         f"{WRAPPED} -k 'gather_counts and lax'",
     ),
+    Mutant(
+        "_Ways.plain",
+        "activations.at_all & self.own_data & ~activations.sent",
+        "activations.at_all & self.own_data & ~activations.at_all",
+        f"{WRAPPED} -k own_rows_is_sent",
+    ),
+    Mutant("uses", "ways.own_data & ways.passed_on", "False", f"{WRAPPED} -k meet_a_share"),
     Mutant("_Sums.plain", "|= not is_gather and", "|= False and", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant("_Sums._of_gathered", "|= dim in axes", "|= False", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant(
@@ -1129,7 +1136,7 @@ RUN = (
     ),
     Mutant(
         "verify",
-        "upper < UPPER <= high // 16",
+        "upper < UPPER and high >= 16 * UPPER",
         "False",
         "test_shards.py::test_four_bytes_a_token_without_a_record_are_refused",
     ),
@@ -1847,7 +1854,7 @@ ORDINARY = (
         "test_optimizers_holes.py::test_a_hole_is_closed",
     ),
     Mutant(
-        "_Update.split_alike",
+        "_split_alike",
         "not is_open and len(a.split) == 1",
         "True",
         "test_optimizers_holes.py -k made_of_another_leaf",
@@ -2443,8 +2450,8 @@ ISLANDS = (
     ),
     Mutant(
         "_mixed",
-        "mixing * old + (1 - mixing) * new",
-        "mixing * new + (1 - mixing) * old",
+        "else mixing * old + (1 - mixing) * new",
+        "else mixing * new + (1 - mixing) * old",
         f"{BY_NUMPY} -k mixing",
     ),
     Mutant("local", "every * k // len(parts)", "0", f"{BY_NUMPY} -k fragments"),
@@ -2546,7 +2553,12 @@ TRACED = (
         "and False",
         "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh",
     ),
-    Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
+    Mutant(
+        "daly",
+        "part**2 / 9) - save",
+        "part**2 / 9) + save",
+        "test_plan_faults.py::test_no_interval_loses_less",
+    ),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py -k own_next_device"),
     Mutant(
         "Nested.round",
