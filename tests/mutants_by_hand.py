@@ -224,6 +224,30 @@ LAYERS = (
         "test_context.py::test_a_mask_by_its_own_count_is_refused",
     ),
     Mutant(
+        "_has_constant_mask",
+        "numbers != numbers[..., :1, :]",
+        "numbers == numbers",
+        "test_context.py::test_attention_that_needs_no_count_is_not_refused",
+    ),
+    Mutant(
+        "_has_constant_mask",
+        "any(_has_constant_mask(body, scores) for body in bodies)",
+        "False",
+        "test_context.py::test_a_mask_by_its_own_count_is_refused",
+    ),
+    Mutant(
+        "_of_array",
+        "not np.array_equal(first, block)",
+        "False",
+        "test_bisect.py::test_copies_of_whole_numbers_that_differ_are_reported",
+    ),
+    Mutant(
+        "_described",
+        "np.iscomplexobj(right) or np.iscomplexobj(wrong)",
+        "False",
+        "test_bisect.py::test_imaginary_parts_are_compared",
+    ),
+    Mutant(
         "_Operation._check_same_on_each_device",
         "dim.split - value.differs",
         "dim.split",

@@ -557,7 +557,7 @@ def bias_in_a_function(q, k, v, *, positions):
     """The bias is a constant of a function under `jit`."""
     apart = np.abs(np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None])
     bias = -0.5 * apart[None, None].astype(np.float32)
-    return jax.jit(lambda q: jax.nn.dot_product_attention(q, k, v, bias=bias))(q)
+    return jax.jit(functools.partial(jax.nn.dot_product_attention, bias=bias))(q, k, v)
 
 
 def first_keys(q, k, v, *, positions):

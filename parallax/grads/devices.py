@@ -190,7 +190,7 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
             return leaf
         floats = floating(path, leaf)
         total = differs_along.all_mean(floats.astype(accumulation_dtype(floats.dtype)))
-        return narrowed(total, floats.dtype)
+        return _narrowed(total, floats.dtype)
 
     return jax.tree.map_with_path(mean, aux)
 
@@ -241,7 +241,7 @@ def averaged(
 
     # `total` is the sum over devices, and `term` this device's gradient or loss.
     def mean(total, term):
-        return narrowed(total / axis.size(), term.dtype)
+        return _narrowed(total / axis.size(), term.dtype)
 
     def wrapped(params, batch):
         local = local_gradients(grad, params, batch, axis, reduced=reduced)
@@ -285,7 +285,7 @@ def summed(
     axis = Axis.of(axis)
 
     def total_as_term(total, term):
-        return narrowed(total, term.dtype)
+        return _narrowed(total, term.dtype)
 
     def wrapped(params, batch):
         # A sum of gradients that are the same on all devices is wrong, unlike their mean, so
@@ -603,10 +603,10 @@ class _Program:
                     f"differs along {name!r}, so it counts as a share: one device's part of a "
                     "parameter. The loss uses the share as if it were the whole parameter, so each "
                     "device would train a different model. Wrap the loss, or the block that uses "
-                    f"the parameter, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or "
-                    "replicate the parameter with P(). If a loop runs over the split dim, for "
-                    "example a loop over layers, do not split that dim: rules.fsdp(..., "
-                    "keep={'blocks.**': (0,)})."
+                    f"the parameter, in zero.gathered(..., {name!r}, specs) or ZeRO.loss. Or "
+                    "replicate the parameter with P(), or split it over an axis that does not "
+                    "split the batch. If a loop runs over the split dim, for example a loop over "
+                    "layers, do not split that dim: rules.fsdp(..., keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
         # Whether each argument varies along the axis and the loss depends on it. Not `strict`: what
@@ -651,7 +651,7 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def narrowed(total: Array, dtype: jnp.dtype) -> Array:
+def _narrowed(total: Array, dtype: jnp.dtype) -> Array:
     """Returns `total`, a sum over devices in a wide type, rounded to `dtype`.
 
     If a program rounds a sum to bfloat16 and does not use the wide sum, XLA for TPUs sends and adds
@@ -705,7 +705,7 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
             total = axis.over(names).all_reduce(
                 cotangent.astype(accumulation_dtype(cotangent.dtype))
             )
-            return narrowed(total, cotangent.dtype)
+            return _narrowed(total, cotangent.dtype)
 
         return linear(parameter, forward=forward, backward=backward)
 
