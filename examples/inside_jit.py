@@ -37,8 +37,8 @@ def plain_loss(weights, batch):
 
 
 def inside(devices, batch):
-    """XLA splits the model, and our loss stands in it, over a table that is split over
-    "tensor"."""
+    """Returns the losses of a jitted model that XLA splits. The model calls our loss,
+    for which the rows of the table are split over "tensor"."""
 
     def split_loss(x, table, targets):
         x = tensor.copy_to(x, ring("tensor"))
@@ -78,8 +78,8 @@ def inside(devices, batch):
 
 
 def around(devices, batch):
-    """Our step around the plain model, which is jitted as for one device. The step
-    gives each device a part of the batch."""
+    """Returns the losses of our train step. The step gives each device a part of the
+    batch, and calls the jitted `plain_loss`, which is written for one device."""
     everywhere = ("data", "tensor")
     state, specs = step.init(make_weights, optimizer, rules.match("**", P()), devices)
     grad = grads.averaged(jax.value_and_grad(jax.jit(plain_loss)), ring(everywhere))

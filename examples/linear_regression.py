@@ -1,5 +1,5 @@
-"""A line through points: it predicts one point, a batch by `vmap`, and a batch split
-over devices; then eight replicas learn it together.
+"""Linear regression: a line predicts one point, a batch of points by `vmap`, and a
+batch that is split over devices. Then eight replicas train the line.
 
 Run: python examples/linear_regression.py
 """

@@ -92,7 +92,7 @@ class Layout:
             them. docs/pipeline.md has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
-            stage gathers the parts. It is for stages on different machines. See
+            stage gathers the parts. Use `split_sends` for stages on different machines. See
             `pipeline.split_over`.
         processes: the number of processes, each of which drives equally many devices.
 
@@ -249,7 +249,7 @@ class Layout:
 
         Args:
             sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens (of a sequence)
-                and batch; and experts, devices and processes, if these three are known.
+                and batch; and any of experts, devices and processes.
 
         Raises:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
@@ -288,7 +288,8 @@ class Layout:
 
         Args:
             text: the parts `name=value`, separated by commas.
-            sizes: any of the sizes of `check`, which the layout must fit.
+            sizes: sizes that the layout must fit, such as layers, batch and devices: any of those
+                that `check` takes.
             wording: how an error writes the layout that it proposes; by default as the whole
                 corrected text.
 
@@ -297,9 +298,9 @@ class Layout:
                 given twice; or the fields do not make a valid layout.
         """
         # All parts are read before the first fault is raised, so that the proposal has all fields.
-        # `misread` are the sentences for parts that could not be read as they are. For an unknown
-        # name `_known_name` adds a sentence, and returns the name of closest spelling. A part
-        # without a value gets a value, too, but only for the proposal.
+        # `misread` has a sentence for each faulty part. `_known_name` adds one for an unknown name,
+        # and returns the name of closest spelling. `_value_of_bare` gives a part without a value
+        # the value for the proposal. `_read` refuses wrong values.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -344,12 +345,13 @@ class Layout:
     def _read(
         cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
     ) -> "Layout":
-        """Returns the layout of these fields, or raises `ValueError` with the first fault.
+        """Returns the layout of the fields `written`, or raises `ValueError` with the first fault.
 
-        `misread` has a sentence for each mistake in the text. `written` has the fields, with names
-        and values already corrected as the message will propose them. The layout must fit `sizes`,
-        the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
-        `wording` says how the message writes the corrected fields.
+        The fields were read from a text of `name=value` parts, or from JSON. `misread` has a
+        sentence for each mistake in this text. The names and values in `written` are already
+        corrected as the message will propose them. The layout must fit `sizes`, the sizes of a
+        model and a batch; if `sizes` is empty, only the fields are checked. `wording` says how the
+        message writes the corrected fields.
         """
         # If the text has a mistake, there is always an error message, which begins with the first
         # mistake. The proposal has the fields in `written` and the fields that it changes, but no

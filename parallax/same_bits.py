@@ -2,15 +2,15 @@
 
 Sums of floating-point numbers depend on their order, and a kernel for 8 rows rounds differently
 from one for 64 rows. So one step on two meshes gives two results. `spmd` removes both causes. The
-step is written for a fixed number of *cells* along each axis, as if each cell were a device. A
-device of the real mesh has one cell or several. Every kernel has the shapes of one cell, and every
-sum is a binary tree over the cells, whatever the mesh is.
+step is written for a fixed number of *cells* along each axis. A cell is a logical device: the step
+runs as if each cell were a device. A device of the real mesh has one cell or several. Every kernel
+has the shapes of one cell, and every sum is a binary tree over the cells, whatever the mesh is.
 
 The step is traced once, as the program of one cell. The program is then run in two kinds of parts.
 A *segment* has equations that do not communicate; it is compiled apart from the rest, and runs for
 one cell after another. A collective works on all cells of the device together. A `Stack` is a value
-of the program with its numbers for all cells of the device. Inside, an equation is a `StepOfCell`,
-and a *key* numbers a value.
+of the program with its numbers for all cells of the device. In the code below, a `StepOfCell` is
+one equation of the program, and a *key* is a number that identifies one value of the program.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from parallax._typing import PyTree
 from parallax.collectives import types
 from parallax.trees import AnyMesh, entry_axes, is_array
 
-# Equations that change only the type of a value
+# Equations that change only what the type of a value says about mesh axes
 CASTS = {"pvary", "pcast", "terms", "vary_unreduced_cast"}
 # Collectives that join two values to one; the others move values
 TREES: dict[str, Callable[..., Any]] = dict.fromkeys(
@@ -47,13 +47,13 @@ LOOPS = {"scan", "while", "cond"}
 
 
 class Stack(eqx.Module):
-    """A value of one cell's program, for all cells of this device.
+    """A value of the program, for all cells (logical devices) of this device.
 
     Attributes:
-        array: the numbers. Its first dims count the cells of this device along each of `axes`; the
-            others are the dims in one cell.
+        array: the numbers. The first dims index the cells of this device along each of `axes`. The
+            other dims are those of the value in one cell.
         axes: the axes along which the value may differ from cell to cell, in the order of the
-            cells' axes. Along all other axes the cells share it.
+            argument `cells` of `spmd`. Along all other axes the cells share the value.
     """
 
     array: Any
@@ -61,12 +61,14 @@ class Stack(eqx.Module):
 
 
 class StepOfCell(NamedTuple):
-    """An equation.
+    """One equation of the program of a cell (a logical device).
 
     Attributes:
         eqn: the equation.
-        alone: whether it, or an equation inside it, depends on other cells or the cell's index.
-        reads: the keys of its operands.
+        alone: whether the equation runs by itself, outside of the segments (groups of equations
+            that are compiled together). It does if the equation, or one inside it, needs values of
+            other cells, or the index of its own cell.
+        reads: the keys of its operands. A key is a number that identifies a value of the program.
         writes: the keys of its results.
     """
 
@@ -84,25 +86,27 @@ def spmd(
     in_specs: PyTree,
     out_specs: PyTree,
 ) -> Callable[..., Any]:
-    """Returns a function as `mesh.spmd` does, whose results have the same bits on every `mesh`.
+    """Returns a function like that of `mesh.spmd`; its results have the same bits on every mesh.
 
-    `f` runs as on a mesh with these `cells`, each of which has its own block of each argument. Call
-    the returned function under `jax.jit`. Results are equal for two meshes if `f`, `cells`, the
-    processor's model and the version of JAX are the same.
+    A *cell* is a logical device. `f` runs as if each cell were a device, with a block of its own of
+    each argument. A device of `mesh` has one cell or several. Call the returned function under
+    `jax.jit`. Results are equal for two meshes if `f`, `cells`, the processor's model and the
+    version of JAX are the same.
 
     Args:
-        f: a function of local blocks, for example a train step. The number of its microbatches is
-            part of it.
-        cells: the number of cells along each axis, a power of two. It is the largest size that an
-            axis of a mesh may have.
-        mesh: the mesh to run on. The size of each of its axes divides the number of cells.
+        f: a function of local blocks, for example a train step. A step with another number of
+            microbatches is another function, and may give other bits.
+        cells: the number of cells along each axis, a power of two.
+        mesh: the mesh to run on, with the same axes as `cells`. The size of each axis divides the
+            number of cells along the axis.
         in_specs: as in `mesh.spmd`.
         out_specs: as in `mesh.spmd`.
 
     Raises:
-        ValueError: `mesh` is not of CPUs; `cells` are no powers of two, or `mesh` has other axes or
-            sizes that do not divide them; `f` prints or calls back to Python, or it calls something
-            that has no rule here, such as a `while` loop with a collective in it.
+        ValueError: `mesh` is not of CPUs, has other axes than `cells`, or has an axis whose size
+            does not divide the number of cells; a number of cells is no power of two; `f` prints
+            or calls back to Python, or it calls something that has no rule here, such as a `while`
+            loop with a collective in it.
     """
     _check(cells, mesh)
     of_cells = meshes.spmd(f, mesh=meshes.abstract(**cells), in_specs=in_specs, out_specs=out_specs)
@@ -127,46 +131,53 @@ def spmd(
 
 
 def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
-    """Raises `ValueError` unless the cells are powers of two that the mesh divides, on CPUs."""
+    """Raises `ValueError` unless the mesh is of CPUs, and for each axis the number of cells is a
+    power of two and a multiple of the number of devices."""
     sizes = dict(mesh.shape)
     if (platform := meshes.platform_of(mesh)) != "cpu":
         # Read in programs for v5e: none of the functions of the cells was left.
         raise ValueError(
-            "same_bits.spmd needs a mesh of CPUs. The compilers of other devices join what cells "
-            f"compute, so the bits may differ from mesh to mesh; got a mesh of {platform} devices. "
-            "Use mesh.spmd there."
+            f"same_bits.spmd needs a mesh of CPUs; got a mesh of {platform} devices. There the "
+            "compiler fuses the code of a cell with the code around it, so the bits may differ "
+            "from mesh to mesh. Use mesh.spmd there."
         )
     argument_checks.whole_numbers("same_bits.spmd", **cells)
     odd = [f"{axis}={n}" for axis, n in cells.items() if n < 1 or n & (n - 1)]
     if odd:
         raise ValueError(
-            f"same_bits.spmd needs a power of two of cells along each axis, so that each device "
-            f"has a whole branch of every sum's tree; got {', '.join(odd)}. Use 1, 2, 4, 8, ..."
+            "same_bits.spmd needs a number of cells that is a power of two along each axis; got "
+            f"{', '.join(odd)}. Every sum is a binary tree over the cells, and each device "
+            "computes a whole branch of the tree. Use 1, 2, 4, 8, ..."
         )
     if set(sizes) != set(cells) or any(cells[axis] % n for axis, n in sizes.items()):
         raise ValueError(
-            f"same_bits.spmd needs a mesh with the axes of the cells, whose sizes divide those of "
-            f"the cells; got the mesh {sizes} for the cells {dict(cells)}. Give the mesh each axis "
-            "(of size 1 where it is not split), and at least as many cells as devices."
+            "same_bits.spmd needs a mesh with the same axes as `cells`, and the size of each axis "
+            f"must divide its number of cells; got the mesh {sizes} for the cells {dict(cells)}. "
+            "Give the mesh exactly the axes of `cells`; an axis may have size 1. Along each axis, "
+            "the number of devices must be a power of two, and at most the number of cells."
         )
 
 
 def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> list[Any]:
-    """Returns the results of a `shard_map` over cells, run on `mesh`."""
+    """Returns the results of `eqn`, a `shard_map` over the mesh of `cells` (logical devices). Here
+    the `shard_map` runs on `mesh`, where a device has one cell or several."""
     (body,) = jaxprs.closed(eqn.params)
     # Along an axis with one cell there is nothing to sum and nothing to split.
     counts = {axis: n for axis, n in cells.items() if n > 1}
     opened = _opened(jaxprs.opened(body), eqn.params["mesh"])
 
     def layouts(specs, avals) -> list["TwoForms"]:
-        """Returns the layout of each array as a stack."""
+        """Returns the `TwoForms` of each array: its shapes as a global array, and as a stack of the
+        blocks of all cells (logical devices). `avals` are the types of the arrays, and `specs` say
+        how the cells split the arrays."""
         return [TwoForms.of(*pair, counts) for pair in zip(specs, avals, strict=True)]
 
     ins = layouts(eqn.params["in_specs"], jaxprs.types(eqn.invars))
     outs = layouts(eqn.params["out_specs"], jaxprs.types(eqn.outvars))
 
     def on_device(*blocks):
-        """Returns the stacks of the results on this device."""
+        """Runs the program for all cells (logical devices) of this device. The first dims of each
+        argument and of each result index these cells (`Stack`)."""
         walk = Walk(counts, dict(mesh.shape), opened)
         stacks = [Stack(x, layout.axes) for x, layout in zip(blocks, ins, strict=True)]
         results = walk.run(body, stacks)
@@ -183,12 +194,16 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
 
 
 class TwoForms(NamedTuple):
-    """The two forms of a global array: as the caller has it, and as a stack of all cells' blocks.
+    """The two forms of a global array: as the caller has it, and as a stack of blocks.
+
+    A stack has the blocks of all cells (logical devices): its first dims index the cells, and its
+    other dims are those of a block.
 
     Attributes:
-        axes: the axes that split the array, in the order of the cells' axes.
+        axes: the axes that split the array, in the order of the argument `cells` of `spmd`.
         shape: the shape that the caller sees.
-        wide: this shape, with a dim for each axis in front of the dim that it splits.
+        wide: `shape` with each split dim replaced by several dims: the number of cells along each
+            of its axes, and the size of the dim in a block. A dim of 12 over 4 cells becomes 4, 3.
         order: the dims of `wide` in the order of the stack's dims.
     """
 
@@ -199,31 +214,36 @@ class TwoForms(NamedTuple):
 
     @classmethod
     def of(cls, spec: PartitionSpec, aval: Any, counts: Mapping[str, int]) -> "TwoForms":
-        """Returns the layout of an array of this type, which `spec` splits."""
-        wide, names = [], []
+        """Returns the `TwoForms` of a global array of the type `aval`: how to turn the array into a
+        stack of blocks, and back. `spec` says which axes split the array, and `counts` has the
+        number of cells (logical devices) along each axis."""
+        wide, names = [], []  # for each dim of `wide`, its axis; None for a dim of a block
         for size, entry in itertools.zip_longest(aval.shape, spec):
             split = [axis for axis in entry_axes(entry) if axis in counts]
             sizes = [counts[axis] for axis in split]
             wide += [*sizes, size // math.prod(sizes)]
             names += [*split, None]
         axes = tuple(axis for axis in counts if axis in names)
-        rest = (k for k, name in enumerate(names) if name is None)
-        return cls(axes, aval.shape, tuple(wide), (*map(names.index, axes), *rest))
+        of_block = (k for k, name in enumerate(names) if name is None)
+        order = (*map(names.index, axes), *of_block)  # a stack's first dims index the cells
+        return cls(axes, aval.shape, tuple(wide), order)
 
     def stacked(self, x: Any) -> Any:
-        """Returns the array as a stack."""
+        """Returns the global array `x` as a stack of the blocks of all cells (logical devices). The
+        first dims index the cells along each of `axes`, and the other dims are those of a block.
+        """
         return x.reshape(self.wide).transpose(self.order)
 
     def whole(self, stack: Any) -> Any:
-        """Returns the array of a stack."""
+        """Returns the global array that `stack` was made from: the inverse of `stacked`."""
         return stack.transpose(np.argsort(self.order)).reshape(self.shape)
 
 
 def _apart(cell: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, compiled as a computation of its own.
 
-    The compiler joins none of its kernels with those around it, which differ from mesh to mesh. A
-    kernel that is joined with others rounds differently.
+    The compiler then fuses no kernel of this computation with kernels of the surrounding program,
+    which differ from mesh to mesh. A fused kernel rounds differently.
     """
     return xla_metadata_call(cell, inlineable="false")
 
@@ -249,8 +269,8 @@ def _names(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def _operation(eqn: JaxprEqn) -> Any:
-    """Returns a key that is equal for equations with one primitive and equal parameters. If the
-    parameters have no hash, no other key is equal."""
+    """Returns a key that is equal for two equations if they have the same primitive and equal
+    parameters. If the parameters have no hash, the key equals no other key."""
     key = (eqn.primitive, *eqn.params.items())
     try:
         hash(key)
@@ -260,11 +280,11 @@ def _operation(eqn: JaxprEqn) -> Any:
 
 
 class Flat(NamedTuple):
-    """A program as a list of steps.
+    """A program as a list of steps. A key is a number that identifies a value of the program.
 
     Attributes:
         steps: the steps that the results depend on.
-        constants: the constants, by their keys.
+        constants: the values of the constants, by key.
         inputs: the keys of the arguments.
         outputs: the keys of the results.
     """
@@ -276,27 +296,30 @@ class Flat(NamedTuple):
 
 
 def _flat(program: Jaxpr | ClosedJaxpr, walk: "Walk") -> Flat:
-    """Returns the steps of a program.
+    """Returns a program as a list of steps, one for each equation.
 
-    A call in which something communicates is opened. A cast leaves no step.
+    If an equation in a call needs values of other cells (logical devices), or the index of its own
+    cell, the steps of the called program replace the call. An equation is left out if it changes
+    only what the type of a value says about mesh axes (`CASTS`).
     """
     numbers = itertools.count()
     constants: dict[int, Stack] = {}
     steps: list[StepOfCell] = []
 
     def new(value) -> int:
-        """Returns the key of a constant."""
+        """Adds `value` to `constants`. Returns its key: a new number that identifies this value."""
         key = next(numbers)
         constants[key] = Stack(value)
         return key
 
     def add(program, inputs) -> list[int]:
-        """Appends the steps of a program, and returns the keys of its results."""
+        """Appends the equations of a program to `steps`. Returns the keys of its results; `inputs`
+        are the keys of its arguments. A key is a number that identifies a value."""
         jaxpr, closed_over = jaxprs.opened(program), map(new, getattr(program, "consts", ()))
         keys = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed_over, *inputs), strict=True))
 
         def key(atom) -> int:
-            """Returns the key of an operand."""
+            """Returns the key of an operand: the number that identifies its value."""
             if jaxprs.is_literal(atom):
                 return new(np.asarray(atom.val, atom.aval.dtype))
             return keys[atom]
@@ -338,15 +361,17 @@ def _needed(steps: Sequence[StepOfCell], results: Sequence[int]) -> list[StepOfC
 
 @dataclasses.dataclass
 class Walk:
-    """Runs the program of a cell for all cells of this device, inside a `shard_map`.
+    """Runs the program of one cell (a logical device) for all cells of this device, inside a
+    `shard_map`.
 
-    A walk with no `counts` is inside a cell: it runs each equation where it stands.
+    If `counts` is empty, there is only one cell, and its equations run one by one, in the order of
+    the program.
 
     Attributes:
-        counts: the cells along each axis with more than one.
-        devices: the devices along each axis.
-        opened: the programs of the library's collectives.
-        done: the calls of `once` so far.
+        counts: the number of cells along each axis that has more than one cell.
+        devices: the number of devices along each axis.
+        opened: the programs of this library's collectives, by the `id` of the equation (`_opened`).
+        done: the results of the calls of `once` so far, by their key and operands.
     """
 
     counts: Mapping[str, int]
@@ -355,14 +380,18 @@ class Walk:
     done: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def in_loop(self) -> "Walk":
-        """Returns the walk for the body of a loop or a branch, whose values end with it."""
+        """Returns a walk for the body of a loop or of a branch. It has a `done` of its own, so that
+        no result from inside the body is used outside of it."""
         return dataclasses.replace(self, done={})
 
     def once(self, f: Callable[..., Any], *operands: Any, key: Any) -> Any:
-        """Returns `f(*operands)`, computed once for each `key` and operands.
+        """Returns `f(*operands)`, computed only once for each combination of `key` and operands.
+        Two operands are the same if they are one object, or NumPy arrays with equal bytes.
 
-        For several devices the compiler joins equal instructions before it simplifies them, and
-        for one device only after that. Then `x / 0.1` becomes another product on one device.
+        So a program has no two equal instructions. XLA would merge equal instructions: for several
+        devices before it simplifies the program, and for one device afterwards. The two orders can
+        give different results. For example, XLA replaces `x / 0.1` by a product, and this may be
+        another product on one device than on several.
         """
         same = [x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in operands]
         entry = (key, *same, *map(jax.typeof, operands))
@@ -372,16 +401,18 @@ class Walk:
         return self.done[entry][1]
 
     def here(self, axis: str) -> int:
-        """Returns the number of cells of this device along an axis."""
+        """Returns the number of cells (logical devices) of this device along an axis."""
         return self.counts[axis] // self.devices[axis]
 
     def ordered(self, axes) -> tuple[str, ...]:
-        """Returns axes in the order of the cells' axes, each once."""
+        """Returns the axes of `counts` that are in `axes`, in the order of `counts`."""
         named = set(axes)
         return tuple(axis for axis in self.counts if axis in named)
 
     def over(self, stack: Stack, axes: Sequence[str]) -> Stack:
-        """Returns the value with a dim of cells for each of `axes` too, which holds copies."""
+        """Returns `stack` with a dim for each of `axes`. Such a dim indexes this device's cells
+        (logical devices) along the axis. A dim that `stack` lacks is added, with a copy of the
+        value for each cell."""
         wanted = self.ordered((*axes, *stack.axes))
         inside = jnp.shape(stack.array)[len(stack.axes) :]
         thin = [self.here(axis) if axis in stack.axes else 1 for axis in wanted]
@@ -410,8 +441,8 @@ class Walk:
         return [values[key] for key in flat.outputs]
 
     def _alone(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation, or one inside it, depends on other cells or the cell's
-        index."""
+        """Returns whether an equation, or one inside it, needs values of other cells (logical
+        devices), or the index of its own cell."""
         if eqn.primitive.name not in CASTS and not self.counts.keys().isdisjoint(_names(eqn)):
             return True
         linear = eqn.primitive is types.linear_p
@@ -423,11 +454,13 @@ class Walk:
     def _segment(
         self, left: Sequence[StepOfCell], values
     ) -> tuple[list[StepOfCell], list[StepOfCell]]:
-        """Returns the steps of the next segment, and the others.
+        """Returns the steps of the next segment, and the other steps of `left`.
 
-        A segment takes all steps that can run now and whose operands differ along the same axes.
-        Which they are depends on the program and the cells alone, so each kernel is the same on
-        every mesh.
+        A segment is compiled apart from the rest of the program. It has the first step of `left`,
+        and each later one that is not `alone` and needs no result of a step of `left` outside the
+        segment. The operands of all steps of a segment differ from cell (logical device) to cell
+        along the same axes. This choice depends only on the program and on the number of cells
+        along each axis, so the kernels of a segment are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()
@@ -447,7 +480,9 @@ class Walk:
     def _run_cells(
         self, steps: Sequence[StepOfCell], wanted: Sequence[int], flat: Flat, values
     ) -> None:
-        """Computes the values of the `wanted` keys for each cell, and puts them into `values`."""
+        """Runs `steps`, equations of the program, for each cell (logical device) of this device.
+        Puts the results with the keys `wanted` into `values`. A key is the number of a value in the
+        program. Steps on which no wanted result depends are left out."""
         if not wanted:
             return
         steps = _needed(steps, wanted)
@@ -456,7 +491,9 @@ class Walk:
         axes = self.ordered(axis for stack in reads.values() for axis in stack.axes)
 
         def cell(*operands):
-            """Returns the wanted values for one cell."""
+            """Runs `steps`, equations of the program, for one cell. Returns the cell's values with
+            the keys `wanted`; a key is the number of a value. `operands` are the cell's values with
+            the keys in `reads`."""
             walk = Walk({}, {}, self.opened)
             known = {**flat.constants, **dict(zip(reads, map(Stack, operands), strict=True))}
             for step in steps:
@@ -468,13 +505,15 @@ class Walk:
         values |= {key: Stack(x, axes) for key, x in zip(wanted, results, strict=True)}
 
     def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Array]:
-        """Returns the results of `cell` for each cell of this device, one after the other."""
+        """Returns the results of the function `cell` for all cells (logical devices) of this
+        device. The cells run one after another."""
         if not axes:
             return _apart(cell)(*(stack.array for stack in stacks))
         sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
         def along_others(slices):
-            """Returns the results for the cells with one index along the first axis."""
+            """Returns the results of this device's cells (logical devices) at one index along the
+            axis `axes[0]`. `slices` has the operands at this index."""
             inside = list(stacks)
             for k, x in slices.items():
                 inside[k] = Stack(x, stacks[k].axes[1:])
@@ -546,16 +585,17 @@ class Walk:
         axes = [self.ordered(types.axes_of_type(aval)) for aval in avals]
 
         def carried(stacks):
-            """Returns the carries, with the axes that they have in all trips."""
+            """Returns each carry as a stack over the axes along which it varies. The types of the
+            body's arguments give these axes, so a carry has one shape in all iterations."""
             return [self.over(*pair) for pair in zip(stacks, axes, strict=True)]
 
         def trip(carry, slices):
-            """Returns the carries and the stacked results of one trip."""
+            """Returns the carries after one iteration, and the results that `lax.scan` stacks."""
             results = self.in_loop().run(body, [*operands[:constants], *carry, *slices])
             return carried(results[:carries]), results[carries:]
 
         def moved(stack, start, end):
-            """Returns a stack with the dim of the trips at another place."""
+            """Returns `stack` with the dim of the loop's iterations moved from `start` to `end`."""
             return Stack(jnp.moveaxis(stack.array, start, end), stack.axes)
 
         carry, stacked = lax.scan(
@@ -568,17 +608,17 @@ class Walk:
         return carry + [moved(stack, 0, len(stack.axes)) for stack in stacked]
 
     def _while(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
-        """Returns the results of a loop without a fixed number of trips."""
+        """Returns the results of a loop without a fixed number of iterations."""
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         first = eqn.params["cond_nconsts"]
         split = first + eqn.params["body_nconsts"]
 
         def goes_on(carry):
-            """Returns whether there is another trip."""
+            """Returns whether there is another iteration."""
             return self.in_loop().run(test, [*operands[:first], *carry])[0].array
 
         def trip(carry):
-            """Returns the carries of the next trip."""
+            """Returns the carries of the next iteration."""
             return self.in_loop().run(body, [*operands[first:split], *carry])
 
         return lax.while_loop(goes_on, trip, [self.over(stack, ()) for stack in operands[split:]])
@@ -586,7 +626,8 @@ class Walk:
     def _cond(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
         """Returns the results of a conditional.
 
-        If the cells take different branches, all branches run, and each cell keeps its own.
+        If the cells (logical devices) may take different branches, all branches run, and each cell
+        keeps the results of its own branch.
         """
         index, *operands = operands
         # What the branches compute differs along the axes of the index too.
@@ -606,7 +647,8 @@ class Walk:
         return chosen
 
     def _chosen(self, index: Stack, k: int, option: Stack, other: Stack) -> Stack:
-        """Returns `option` for the cells whose index is `k`, and `other` for the others."""
+        """Returns `option` for the cells (logical devices) whose `index` is `k`, and `other` for
+        the other cells."""
         here = self.over(index, option.axes).array == k
         here = here.reshape(*here.shape, *[1] * (option.array.ndim - here.ndim))
         return Stack(jnp.where(here, option.array, other.array), option.axes)
@@ -614,10 +656,12 @@ class Walk:
     # Collectives
 
     def tree(self, join, names: Sequence[str], stack: Stack) -> Stack:
-        """Returns the cells' values along `names`, joined by a binary tree over their indices.
+        """Returns the values of all cells (logical devices) along the axes `names`, joined by the
+        function `join` in a binary tree over the cells' indices.
 
-        Along each axis, the branches of this device come first. The other levels double the branch:
-        each device joins its value with that of the device whose index differs in one bit.
+        Along each axis, a device first joins the values of its own cells to one value. Then it
+        joins this value with those of other devices: in each level of the tree, two devices whose
+        indices differ in one bit exchange their values, and both join them.
         """
         x, dtype = stack.array, stack.array.dtype
         if jnp.issubdtype(dtype, jnp.floating):
@@ -640,7 +684,8 @@ class Walk:
         return Stack(x.astype(dtype), tuple(axes))
 
     def _indices(self, names: Sequence[str]) -> Int[Array, " cells"]:
-        """Returns the indices of this device's cells along axes that count as one."""
+        """Returns, for each cell (logical device) of this device along the axes `names`, its index
+        among all cells along these axes. The cells are counted in row-major order."""
         index = jnp.zeros((1,), jnp.int32)
         for axis in names:
             first = lax.axis_index(axis) * self.here(axis)
@@ -649,8 +694,9 @@ class Walk:
         return index
 
     def _of_all(self, names: Sequence[str], stack: Stack) -> tuple[Array, tuple[str, ...]]:
-        """Returns the values of all cells along `names`: [cells of `rest`..., all cells, dims of a
-        cell...], and `rest`, the other axes of the stack."""
+        """Returns two things: the values of all cells (logical devices) along `names`, and `rest`,
+        the other axes of the stack. The values are an array [this device's cells along `rest`...,
+        all cells along `names`, dims of the value in one cell...]."""
         stack = self.over(stack, names)
         x, rest = stack.array, tuple(axis for axis in stack.axes if axis not in names)
         for axis in names:
@@ -660,19 +706,24 @@ class Walk:
         return x.reshape(*x.shape[: len(rest)], -1, *inside), rest
 
     def _own(self, names, x: Array, rest) -> Stack:
-        """Returns the stack of [cells of `rest`..., own cells along `names`, dims of a cell...]."""
+        """Returns the array `x` as a `Stack`. The first dims of `x` index the cells (logical
+        devices) of this device along each axis of `rest`. The next dim indexes them along all axes
+        of `names`, in row-major order. The other dims are those of the value in one cell."""
         given = (*rest, *names)
         counts, inside = map(self.here, given), x.shape[len(rest) + 1 :]
         x, axes = x.reshape(*counts, *inside), self.ordered(given)
         return Stack(x.transpose(*map(given.index, axes), *range(len(given), x.ndim)), axes)
 
     def _shared(self, names, params, stack: Stack) -> Stack:
-        """Returns a value that the program declares equal along `names`, once for all cells."""
+        """Returns `stack` without its dims for the axes `names`. The program declares that the
+        value is equal in all cells (logical devices) along these axes, so the first cell's value
+        is enough."""
         first = tuple(0 if axis in names else slice(None) for axis in stack.axes)
         return Stack(stack.array[first], tuple(axis for axis in stack.axes if axis not in names))
 
     def _all_gather(self, names, params, stack: Stack) -> Stack:
-        """Returns the values of all cells, along a dim of each cell."""
+        """Returns, for each cell (logical device), the values of all cells along `names`, gathered
+        along one dim."""
         x, rest = self._of_all(names, stack)
         dim = len(rest) + params["all_gather_dimension"]
         x = jnp.moveaxis(x, len(rest), dim)
@@ -681,7 +732,8 @@ class Walk:
         return Stack(x, rest)
 
     def _reduce_scatter(self, names, params, stack: Stack) -> Stack:
-        """Returns each cell's part of the sum."""
+        """Returns, for each cell (logical device), its part of the sum over the cells along
+        `names`."""
         stack = self.tree(lax.add, names, stack)
         x, rest = stack.array, stack.axes
         dim, n = len(rest) + params["scatter_dimension"], math.prod(self.counts[a] for a in names)
@@ -691,7 +743,8 @@ class Walk:
         return self._own(names, jnp.take(x, self._indices(names), axis=len(rest)), rest)
 
     def _ppermute(self, names, params, stack: Stack) -> Stack:
-        """Returns for each cell the value of the cell that sends to it, or zeros."""
+        """Returns, for each cell (logical device), the value of the cell that sends to it, or zeros
+        if no cell does."""
         x, rest = self._of_all(names, stack)
         sources = np.full(x.shape[len(rest)], -1, np.int32)
         for start, end in params["perm"]:
@@ -702,7 +755,8 @@ class Walk:
         return self._own(names, jnp.where(sends, x, jnp.zeros_like(x)), rest)
 
     def _all_to_all(self, names, params, stack: Stack) -> Stack:
-        """Returns for each cell its part of every cell's value."""
+        """Returns, for each cell (logical device), the parts that all cells along `names` send to
+        it."""
         x, rest = self._of_all(names, stack)
         at, n = len(rest), x.shape[len(rest)]
         split, joined = (1 + at + params[key] for key in ("split_axis", "concat_axis"))
@@ -713,9 +767,10 @@ class Walk:
 
 
 def _free(flat: Flat) -> tuple[list[StepOfCell], list[StepOfCell]]:
-    """Returns the steps that read only numbers of the program, and the others.
+    """Returns the *free* steps, which depend only on constants of the program, and the others.
 
-    Each segment that needs the result of a free step runs it again.
+    A segment is a set of steps that is compiled apart from the rest. Each segment that needs the
+    result of a free step runs this step itself.
     """
     free, others, known = [], [], set(flat.constants)
     for step in flat.steps:

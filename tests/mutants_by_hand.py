@@ -219,9 +219,33 @@ LAYERS = (
     ),
     Mutant(
         "check_places",
-        "if not uses_positions and",
-        "if False and",
+        "if uses_positions:",
+        "if True:",
         "test_context.py::test_a_mask_by_its_own_count_is_refused",
+    ),
+    Mutant(
+        "_has_constant_mask",
+        "numbers != numbers[..., :1, :]",
+        "numbers == numbers",
+        "test_context.py::test_attention_that_needs_no_count_is_not_refused",
+    ),
+    Mutant(
+        "_has_constant_mask",
+        "any(_has_constant_mask(body, scores) for body in bodies)",
+        "False",
+        "test_context.py::test_a_mask_by_its_own_count_is_refused",
+    ),
+    Mutant(
+        "_of_array",
+        "not np.array_equal(first, block)",
+        "False",
+        "test_bisect.py::test_copies_of_whole_numbers_that_differ_are_reported",
+    ),
+    Mutant(
+        "_described",
+        "np.iscomplexobj(right) or np.iscomplexobj(wrong)",
+        "False",
+        "test_bisect.py::test_imaginary_parts_are_compared",
     ),
     Mutant(
         "_Operation._check_same_on_each_device",
@@ -390,7 +414,7 @@ LAYERS = (
     Mutant("norm", "jnp.conj(x)", "x", "test_grads.py"),
     Mutant(
         "averaged",
-        "(total / axis.size())",
+        "total / axis.size()",
         "total",
         "test_tuples.py::test_experts_over_data_and_expert",
     ),
@@ -493,10 +517,17 @@ LAYERS = (
     ),
     Mutant(
         "_Ways.plain",
-        "joined = Reach(joined.at_all)",
+        "joined = Reach(joined.at_all, sent=joined.at_all, multiplied=joined.multiplied)",
         "pass",
         f"{WRAPPED} -k 'gather_counts and lax'",
     ),
+    Mutant(
+        "_Ways.plain",
+        "activations.at_all & self.own_data & ~activations.sent",
+        "activations.at_all & self.own_data & ~activations.at_all",
+        f"{WRAPPED} -k own_rows_is_sent",
+    ),
+    Mutant("uses", "ways.own_data & ways.passed_on", "False", f"{WRAPPED} -k meet_a_share"),
     Mutant("_Sums.plain", "|= not is_gather and", "|= False and", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant("_Sums._of_gathered", "|= dim in axes", "|= False", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant(
@@ -1129,7 +1160,7 @@ RUN = (
     ),
     Mutant(
         "verify",
-        "upper < UPPER <= high // 16",
+        "upper < UPPER and high >= 16 * UPPER",
         "False",
         "test_shards.py::test_four_bytes_a_token_without_a_record_are_refused",
     ),
@@ -1847,7 +1878,7 @@ ORDINARY = (
         "test_optimizers_holes.py::test_a_hole_is_closed",
     ),
     Mutant(
-        "_Update.split_alike",
+        "_split_alike",
         "not is_open and len(a.split) == 1",
         "True",
         "test_optimizers_holes.py -k made_of_another_leaf",
@@ -2443,8 +2474,8 @@ ISLANDS = (
     ),
     Mutant(
         "_mixed",
-        "mixing * old + (1 - mixing) * new",
-        "mixing * new + (1 - mixing) * old",
+        "else mixing * old + (1 - mixing) * new",
+        "else mixing * new + (1 - mixing) * old",
         f"{BY_NUMPY} -k mixing",
     ),
     Mutant("local", "every * k // len(parts)", "0", f"{BY_NUMPY} -k fragments"),
@@ -2546,7 +2577,12 @@ TRACED = (
         "and False",
         "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh",
     ),
-    Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
+    Mutant(
+        "daly",
+        "part**2 / 9) - save",
+        "part**2 / 9) + save",
+        "test_plan_faults.py::test_no_interval_loses_less",
+    ),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py -k own_next_device"),
     Mutant(
         "Nested.round",

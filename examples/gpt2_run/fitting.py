@@ -62,8 +62,8 @@ class World(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What a run's flags come to: the model's sizes, tokens in a sequence, the layout,
-    and its pipeline's schedule."""
+    """The values that follow from a run's flags: the model's sizes, the number of
+    tokens in a sequence, the layout, and the pipeline's schedule."""
 
     config: gpt2.Config
     length: int
@@ -158,8 +158,9 @@ def _axes(settings: Settings, devices: int) -> Change:
 
 
 def refusal(settings: Settings, world: World) -> str | None:
-    """Why a run of these flags cannot be, and which flags to take instead; None if it
-    can."""
+    """Returns a message that says why a run with these flags is impossible, or None if
+    the run is possible. The message proposes flags to use instead, if some are
+    found."""
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
         found = list(
@@ -173,8 +174,8 @@ def refusal(settings: Settings, world: World) -> str | None:
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """`change` with the further changes that make all flags valid; None if none are
-    found."""
+    """Returns `change`, with further changes if the flags need these to be valid.
+    Returns None if no such changes are found."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):
@@ -309,7 +310,8 @@ def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _wording(settings: Settings, world: World) -> validate.Wording:
-    """A layout's fields and a run's sizes as flags."""
+    """Returns the `Wording` that writes the fields of layouts and sizes of runs as
+    flags."""
     fixed = (
         ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
     )
@@ -339,7 +341,8 @@ def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Chang
     """A change of the layout and its sizes, written as a change of flags.
 
     The default sizes of data, stage and tensor depend on each other. So if the change
-    has one of these axes, and one of them has no flag, the result has all three.
+    has at least one of these axes, and the user did not set the flags of all three, the
+    result has all three.
     """
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}

@@ -59,7 +59,9 @@ class ProgramSlice(NamedTuple):
     A *tap* is an equation that reports a value.
 
     Attributes:
-        taps: the taps at which this part of the program begins, as `(path, way)`.
+        taps: the taps at which this part of the program begins, each as `(path, way)`. `path` is
+            the name of the reported value. `way` is the pass that the value belongs to: "forward",
+            "backward", or "after" the backward pass.
         collectives: a description of each collective in this part. The collective nearest to the
             computed value comes first.
         functions: the Python functions that made the equations of this part, as `file.py:function`.
@@ -162,9 +164,7 @@ class _SliceReader:
         self.callers: set[str] = set()
 
     def program_slice(self) -> ProgramSlice:
-        """Returns the collected taps (equations that report a value) and collectives, the functions
-        that made the equations between these taps and the value, and the callers of these
-        functions."""
+        """Returns the collected taps, collectives, functions and callers as a `ProgramSlice`."""
         return ProgramSlice(
             tuple(self.taps),
             tuple(self.collectives),
@@ -173,10 +173,12 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Goes back from `atom` to the nearest taps (equations that report a value). For each
-        equation on the way, `_inputs` collects its tap or its collectives and functions; those
-        nearer to `atom` come first. `atom` is an operand of an equation of `body`, or a result of
-        `body`."""
+        """Goes back from `atom` to the nearest taps (equations that report a value). `atom` is an
+        operand of an equation of `body`, or a result of `body`.
+
+        On the way, `_inputs` collects the taps, the collectives, and the Python functions that made
+        the equations. In each of these three collections, the item nearest to `atom` comes first.
+        """
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
@@ -189,18 +191,22 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Collects the equation `eqn` of `body` if it is a tap, else the collectives that it runs
-        and the Python functions that made it. Returns the operands from which `eqn` computes its
-        result `atom`, each with the body whose jaxpr it belongs to. `follow` goes on from these
-        operands.
+        """Returns the variables from which `follow` goes on after `eqn`, the equation of `body`
+        that computes `atom`. Each variable is returned with the body whose jaxpr it belongs to.
 
-        There are three kinds of equations. A tap (an equation that reports a value) is collected
-        and ends the search: no operand is returned. A call of a function, or a `scan`, is opened:
-        the result of its jaxpr that becomes `atom` is returned, and `follow` goes on in this jaxpr.
-        For any other equation, such as a `while` or a `cond`, the Python functions that made it and
-        the collectives that it runs are collected, and so are those of all equations inside its
-        jaxprs. A tap whose `way` is LINEAR belongs to a derivative and reports no value, so it is
-        treated as such an equation, and the search goes on from the tapped value.
+        There are three kinds of equations:
+
+        - A tap, an equation that reports a value, is collected. The search ends at a tap, so no
+          variable is returned.
+        - A call of a function, or a `scan`, is opened, and nothing is collected. The result of its
+          jaxpr that becomes `atom` is returned, so `follow` goes on inside this jaxpr.
+        - Any other equation, such as a `while` or a `cond`, is noted: `_note` collects the
+          collectives that the equation runs, and the Python functions that made the equation. All
+          equations inside its jaxprs are noted too. The operands of the equation are returned.
+
+        A tap whose `way` is LINEAR belongs to a derivative and reports no value. So a LINEAR tap is
+        of the third kind. A call of one of JAX's own functions is also of the third kind, but its
+        jaxpr is left out (see `_is_cached`).
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -243,7 +249,7 @@ class _SliceReader:
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the variables outside `body` on which `atom`, an input of `body`, depends. Each
+        """Returns the variables on which `atom`, an input of `body`, directly depends. Each
         variable is returned with the body whose jaxpr it belongs to.
 
         The returned list has the operand that the equation around `body` passes as `atom`. If

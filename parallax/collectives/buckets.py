@@ -29,7 +29,7 @@ NBYTES = 2**20
 
 
 def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
-    """Returns `axis` with an `all_reduce` that sends one message for each bucket of leaves.
+    """Returns `axis` with an `all_reduce` that reduces each bucket of leaves as one array.
 
     ```python
     grads.averaged(grad, bucketed(ring("data")))

@@ -11,8 +11,8 @@ It is a `Point`: one number for each dim of the box. This device is at `route.ho
 offset of the device that owns it. A round of a `Route` is {step: offsets}: each device sends the
 blocks at `offsets` to the device at offset `step`. A block that is at offset o for the sender is at
 `offset_after(o, step)` for the receiver, and at `offset_after(o, step, k)` after k such hops.
-`pairs(step)` lists the (sender, receiver) of each message of a hop; with `back=True` each message
-goes from the receiver to the sender.
+`pairs(step)` lists the messages of a hop, each as the pair (sender, receiver). With `back=True` it
+lists the messages of a gather, which go the opposite way; each pair is again (sender, receiver).
 
 Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
 that just arrived, as in a ring. A long chain becomes a loop, so that the compile time does not grow
@@ -52,13 +52,13 @@ def scatter(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> list[Shaped[Array, "..."]]:
-    """Returns this device's block of the sum over all devices, as a list with each table's share of
-    it.
+    """Returns this device's block of the sum over all devices, as a list of shares, one for each
+    table.
 
     Args:
         routes: the tables, all with the same number of rounds.
-        term: `term(table, j)` returns this device's term of a share of device j's block: the share
-            that `routes[table]` carries.
+        term: `term(table, j)` returns this device's term of the sum for device j's block, cut to
+            the share that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
         unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
@@ -117,7 +117,7 @@ def gather(
         unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
-    # For each table, the blocks that this device has, by the offset of their owners.
+    # `copies[table][offset]` is this device's copy of the block whose owner is at `offset`.
     copies = [{route.home: block} for route, block in zip(routes, blocks, strict=True)]
 
     def copy(table, offset):
@@ -134,7 +134,7 @@ def gather(
         for number in reversed(chain):
             arrivals = _arrivals(routes, number, copy, axis_name, dim, backwards=True)
             for table, offset, block in arrivals:
-                copies[table][offset] = block  # a later round may send it on
+                copies[table][offset] = block  # a later round may pass it on
                 result = write(result, table, routes[table].device_at(me, offset), block)
     return result
 
@@ -204,11 +204,10 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
     def terms_by_trip(table, step, offsets):
-        """Returns a function from `trip`, an iteration's number, to the terms that this device
-        adds.
+        """Returns a function of `trip`, the number of an iteration. The function returns the terms
+        that this device adds to the partial sums that arrive in this iteration for `table`.
 
-        The device adds these terms to the message of `table`. Before the first iteration, this
-        message holds the partial sums for the devices at `offsets`.
+        `step` and `offsets`, from `_chain_messages`, are those of the first round in the loop.
         """
         route = routes[table]
 
@@ -235,8 +234,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def hop(trip, partial_sums):
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
-        The enclosing function's list `messages` has (table, step, offsets) for each table that
-        sends, as in the first round of the chain. All rounds of the chain have the same step.
+        `messages` (see `_chain_messages`) has (table, step, offsets) for each table that sends. A
+        table has the same `step`, the offset of the receiver, in all rounds of the loop.
         `terms[table](trip)` are the terms to add in iteration `trip`.
         """
         arrived = {}
@@ -273,31 +272,33 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     and updates `copies`.
 
     Each iteration is one hop: each table passes on the blocks that just arrived, and the blocks
-    that arrive now are written. `copies` has, for each table, the blocks that this device has, by
-    the offset of their owners. `write`, `result` and `dim` are as in `gather`:
+    that arrive now are written. `copies[table][offset]` is this device's copy of the block whose
+    owner is at `offset` from this device. `write`, `result` and `dim` are as in `gather`:
     `write(result, table, j, block)` returns `result` with device j's block written into it.
 
-    A gather runs backwards: the rounds that stand before the chain in the table run after the
-    chain, and send the same blocks again. If the table has such rounds, the loop keeps every
-    message that arrives. For each array of a message there is a stack of shape `[length, *array]`,
-    where `length` is the number of iterations; entry k is the array that arrives in iteration k.
+    A gather runs the table backwards: the rounds that stand before the chain in the table run after
+    the chain. These rounds may pass on any block that arrives in the chain. So if the table has
+    such rounds, the loop keeps every message that arrives. For each array of a message there is a
+    stack of shape `[length, *array]`, where `length` is the number of iterations; entry k is the
+    array that arrives in iteration k.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
 
     def owners_after(trip, table, step, offsets):
-        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`."""
-        # Backwards: the last iteration brings the blocks of the chain's first round.
+        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`. `step`
+        and `offsets` are those of the first round of `chain`, the rounds of the loop."""
+        # Backwards: the last iteration brings the blocks of the first round of `chain`.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
         """Returns the carry after one hop: the messages that arrived, the stacks of all arrived
         blocks, and the result.
 
-        The enclosing function's list `messages` has (table, step, offsets) for each table that
-        sends, as in the first round of the chain. All rounds of the chain have the same step.
-        `stacks` keep each arrived block for rounds after the loop, and are empty if no rounds
-        follow. `owners_after` gives the offsets of the devices that own the blocks of an iteration.
+        `messages` (see `_chain_messages`) has (table, step, offsets) for each table that sends. A
+        table has the same `step` in all rounds of the loop. In a gather, the message of a table
+        comes from the device at offset `step`. `stacks` keep each arrived block for rounds after
+        the loop, and are empty if no rounds follow.
         """
         last_messages, stacks, result = carry
         arrived = {}
@@ -340,10 +341,11 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets) of the chain's first round, for each table that sends in it.
+    """Returns (table, step, offsets) for each table that sends in the first round of `chain`.
 
-    The first round is enough: in each later round a table sends, by the same step, the blocks that
-    just arrived. So the offsets of a round are those of the round before, after one more hop.
+    A chain is a range of rounds. The first round is enough: in each later round a table sends, by
+    the same step, the blocks that just arrived. So an offset o of one round becomes
+    `route.offset_after(o, step)` in the next round.
     """
     messages = []
     for table, route in enumerate(routes):
@@ -360,8 +362,8 @@ def _loop(length: int, hop, carry):
 
 
 def _joined(blocks, dim: int) -> list:
-    """Returns the arrays of a message: all small blocks as one array, or large blocks as they
-    are."""
+    """Returns the arrays of a message: one array, joined along `dim`, if each block has at most
+    `JOINED` bytes; else the blocks themselves. All blocks of a message have the same size."""
     nbytes = blocks[0].size * blocks[0].dtype.itemsize
     # `pieces_of` is the number of permutes for the message. One block is not joined.
     is_joined = pieces_of(len(blocks), nbytes) < len(blocks)
@@ -391,8 +393,8 @@ def empty_like(
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
     The caller overwrites the whole array, so its numbers do not matter. `make(shape, dtype)` makes
-    the array. If the mesh has Explicit axes and `block` is not empty, the array is broadcast from
-    one element of `block`.
+    an array without a sharding. On a mesh with Explicit axes the array may need a sharding: there
+    one element of `block` is broadcast instead, unless `block` is empty.
     """
     # An empty block has no element to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
@@ -416,13 +418,13 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns `x`, an array that a gather wrote block by block. XLA cannot fuse these writes into
-    the operation that uses `x`.
+    """Returns `x`, an array that a gather wrote block by block, behind an optimization barrier. So
+    XLA cannot fuse the writes into the operation that uses the result.
 
-    Otherwise XLA may fuse a product and a sum, and round only once, in some of the blocks only,
-    such as the blocks written last. Which blocks these are depends on the device, so replicas would
-    drift apart. The CPU's compiler removes an optimization barrier, so on a CPU a loop takes the
-    barrier's place.
+    Without the barrier, XLA may fuse some of the writes, such as that of the last block. If XLA
+    then fuses a product and a sum, it rounds the numbers of these blocks once instead of twice.
+    These are different blocks on different devices, so replicas would drift apart. The CPU's
+    compiler removes an optimization barrier, so on a CPU a loop takes the barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

@@ -154,17 +154,19 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 def _prices(tables_of):
     """Returns three functions for `cost.priced`: for the reduce-scatter, all-gather and all-reduce.
 
-    Each function takes (size, n, itemsize) and returns the rounds of messages. `size` counts the
-    numbers in one device's input, and `itemsize` is the bytes of a number. `n` is a number of
-    devices, or a tuple with the number on each of several axes; `devices(n)` is the number of all
-    devices. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
+    Each function takes (size, n, itemsize) and returns a list of `Round`s, with the messages that a
+    device sends. `size` counts the numbers in one device's input, and `itemsize` is the bytes of
+    one number. `n` is a number of devices, or a tuple with the number on each of several axes;
+    `devices(n)` is the number of all devices. `tables_of(sizes)` gives the tables for `sizes`, the
+    number of devices on each axis.
     """
 
     def rounds(block_size, n, itemsize, *, back):
         """Returns the rounds of messages for blocks of `block_size` numbers.
 
-        Each table carries a share of every block. With `back` the tables run backwards, as a
-        gather, in which a device adds nothing.
+        An algorithm may have several tables, which run side by side: each carries a share of every
+        block. With `back` the rounds are those of a gather: the tables run backwards, and the
+        devices add no numbers.
         """
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))  # (start, length) for each table
@@ -213,7 +215,7 @@ def messages(
     Args:
         routes: the tables.
         nbytes: for each table, the bytes of a block.
-        back: whether the tables run backwards, as a gather.
+        back: whether the rounds are those of a gather, for which the tables run backwards.
         added: for each table, the bytes that a device adds to its own numbers for each arriving
             block; by default a device adds nothing.
     """
@@ -253,7 +255,8 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """
 
     def leaf(x):
-        """Returns the sum of one array, computed by `total` and typed as invariant."""
+        """Returns the sum of one array over the devices, computed by `total` and typed as
+        invariant."""
         # `check_summand` casts `x` to vary along the axis, unless `x` is unreduced there. An
         # unreduced `x` is cast by `linear_collective`, so `total` gets this device's term. Booleans
         # are counted. Random keys, and replication types that `lax` refuses, raise an error.

@@ -3,9 +3,9 @@
 If a product begins only after its operand is gathered, the matrix units wait for the links. In this
 module, a device multiplies a block while the next blocks arrive from both neighbours. In a product
 before a scatter, the partial sums of a block travel around a ring, in both directions, to the
-device that owns the block. In each hop a device adds one term: the block's rows of the device's
-operand, times the device's share of the weight. The whole gathered operand, or the whole product
-before the scatter, never exists, neither forward nor backward.
+device that owns the block. In each hop a device adds one term: the rows of its operand that belong
+to the block, times its share of the weight. The whole gathered operand, or the whole product before
+the scatter, never exists, neither forward nor backward.
 
 Legend: T is the number of rows (tokens), D and F are the sizes of the weight, n is the number of
 devices on axis X, and S is the bytes of one device's `[T_X, D]`. T_X means that each device has 1/n
@@ -69,8 +69,8 @@ def _from_both_sides(n: int) -> Route:
 def _rounds_of_gather(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
 
-    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of a number. `n` is a
-    number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
+    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of one number. `n` is
+    a number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
     # A message is one device's `x`. `messages` takes a list of tables, here one, and for each the
@@ -115,7 +115,7 @@ def all_gather_matmul(
 def _rounds_of_scatter(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
 
-    `size` counts the numbers in the product, and `itemsize` is the bytes of a number. `n` is a
+    `size` counts the numbers in the product, and `itemsize` is the bytes of one number. `n` is a
     number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
@@ -147,7 +147,7 @@ def matmul_reduce_scatter(
             `x` are the dims `*F` of the weight.
         axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`
             for a plain product without messages.
-        scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
+        scatter_dimension: the dim of the product `[*batch, D]`, one of `*batch`, that is scattered.
 
     Raises:
         ValueError: `scatter_dimension` is the last dim of the product, or no dim of the product; or
@@ -179,8 +179,8 @@ def _all_gather_matmul(x, weight, axis_name, axis):
     """
 
     def multiply(y, j, block):
-        """Returns `y` after the product of device j's block of `x` and the weight is written into
-        it."""
+        """Multiplies device j's block of `x` by the weight, writes the product into `y`, and
+        returns `y`."""
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
@@ -209,8 +209,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     def add(total, j, block):
         """Returns `total`, a partial sum of the weight's gradient, plus the term of device j.
 
-        This term is the outer product of `block`, device j's rows of `x`, and the cotangent of the
-        same rows of the product.
+        This term is the outer product of `block` (device j's rows of `x`) and the cotangent of the
+        same rows of the product, summed over these rows.
         """
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch

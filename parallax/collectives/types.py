@@ -11,7 +11,7 @@ of `ppermute`s could never leave the `shard_map` under `out_specs=P()`. And JAX 
 transpose of the ring hop by hop.
 
 Three primitives declare these types and transposes. `replicated` declares a value invariant.
-`terms_p` gives each device its own term of an unreduced value, a sum that was not taken yet.
+`terms_p` declares an unreduced value varying: the result on each device is that device's term.
 `linear` pairs a linear function with its transpose, as `jax.custom_derivatives.linear_call` does,
 and has a batching rule too.
 
@@ -77,17 +77,17 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     The transpose of `varying` is a `psum` over the axes that were added.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over an axis of `axis_name`.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
         TypeError: the types of this version of JAX do not record the varying axes.
     """
 
     def leaf(x):
-        """Returns one leaf, cast to varying along the axes along which it does not vary yet."""
+        """Returns one leaf, typed as varying along all axes in `axis_name`."""
         # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
         # `lax.pcast` refuses an axis along which the value varies already. `_check_bound` refuses
-        # one that the code does not run over.
+        # an axis of no `shard_map` around the call.
         missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
         _check_bound(missing)
         return lax.pcast(x, missing, to="varying") if missing else x
@@ -108,8 +108,9 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
 
-    The dict maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError`
-    under a version of JAX whose types do not record these axes.
+    The dict has an entry for each axis along which the value is unreduced or reduced. The key is
+    the axis, and the value is "unreduced" or "reduced". Raises `TypeError` under a version of JAX
+    whose types do not record these axes.
     """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
@@ -161,7 +162,7 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of devices on the axis, or on several axes together.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over this axis.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
     """
     _check_bound(axes(axis_name))
     return lax.axis_size(axis_name)
@@ -434,8 +435,9 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """Returns `x` typed as varying along `axis_name`.
 
-    Raises `ValueError`, with the collective's `name`, if `x` is unreduced or reduced along that
-    axis; `lax` refuses such an `x` too.
+    Raises `ValueError` if the type of `x` is unreduced or reduced, and so neither varying nor
+    invariant, along an axis of `axis_name`. `lax` refuses such an `x` too. `name` is the name of
+    the collective in the error.
     """
     # Only the axes along which `x` is unreduced or reduced: if there are none, it is varying or
     # invariant along each.

@@ -2,11 +2,13 @@
 
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
 
-A *computation* is a list of instructions with a name, such as a loop's body. `line.called` has the
-computations that an instruction runs, each with its number of runs. This number is 0 for a loop
-whose text does not state its number of iterations (trips). `line.counted` is the mean number of
-iterations of a loop in one iteration of the loop around it, if tracing wrote this number into the
-loop's name; if not, `line.counted` is 0.
+A *computation* is a list of instructions with a name, such as a loop's body. The `called` of an
+`hlo.Instruction` has the computations that the instruction runs, each with its number of runs. For
+the body of a loop, this is the number of iterations (trips), or 0 if the text does not tell it.
+
+The `counted` of an `hlo.Instruction` is a mean number of trips. A loop with a name such as
+"head.3_of_8" stands inside an outer loop and has 3 trips in 8 trips of the outer loop. Its
+`counted` is 3/8. For a loop without such a name, `counted` is 0.
 """
 
 import itertools
@@ -63,8 +65,8 @@ def instructions(
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
         """Returns the costs of the instructions of a computation that runs `times` times in a step.
 
-        `times` is a fraction if the number of trips of a loop is a mean. The number of runs of an
-        instruction is rounded down.
+        For some loops only a mean number of trips is known, `hlo.Instruction.counted`. So `times`
+        may be a fraction such as 3/8. The number of runs of an instruction is rounded down.
         """
         expensive = []
         for line in program[name]:

@@ -34,7 +34,7 @@ def ulysses(
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. The
             first head that `attend` gets is head `axis_index * H / n` of the model, for H query
-            heads and n devices. With ALiBi, choose the slopes by that number.
+            heads and n devices. With ALiBi, choose a head's slope by the head's index in the model.
         axis: the axis or axes that the tokens are split over.
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.

@@ -77,7 +77,6 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     changes = [(span.start, 1) for span in spans if span.lane == "forward"]
     changes += [(span.stop, -1) for span in spans if span.lane == last_lane]
     count, at_time = 0, {0.0: 0.0}  # the jobs whose residuals are held; a curve begins at time 0
-    # At equal times -1 sorts first: a job that begins takes the place of one that ends.
     for time, change in sorted(changes):
         count += change
         # A microbatch has a job in each of the stage's chunks, so one held job counts as

@@ -205,8 +205,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         return run(*arguments), arguments
 
     def backward(arguments, cotangent_of_y):
-        """Returns the gradients of the trained arrays, of `x` and of `weights`, and None for all
-        other arguments."""
+        """Returns the gradients of `trained`, `x` and `weights`, and None for other arguments."""
         trained, others, x, source, ids, weights = arguments
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
@@ -217,8 +216,9 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             The block's results are computed again. `_at` picks one expert's arrays, and `_take`
             picks rows.
             """
-            # `read` and `written` are each row's row in x, and `pair` is its pair. In filling rows
-            # `written` and `pair` are out of range: `_take` gives 0 there, and `_add` ignores them.
+            # For each row of the block: `read` is the row of x that it copies, `written` the row of
+            # x that gets its gradient, and `pair` its pair. A filling row copies some row, but its
+            # `written` and `pair` are out of range: `_take` gives 0, and `_add` ignores it.
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])
@@ -254,8 +254,8 @@ def _apply(
 ) -> Array:
     """Returns the results of the block's expert for `rows`.
 
-    `trained` has the trained arrays of this expert only, so a gradient of `_apply` is of one
-    expert. `others` has the arrays of all experts, with a first dim of experts.
+    `trained` has the trained arrays of this expert only, so their gradients have the size of one
+    expert. `others` has the untrained arrays of all experts, with a first dim of experts.
     """
     return expert(trained, _at(others, block.expert), rows)
 

@@ -5,9 +5,9 @@ A gradient function is `(params, batch) -> (value, gradients)`, where `value` is
 `(loss, aux)`. An array varies along an axis if its type says that it may differ between the devices
 of the axis. A share is a device's part of a parameter; a parameter that is whole on each device is
 a copy. `A {U_X}` means that each device of axis X holds one term of a sum, and `A` is the sum.
-`axis.over(names)` is `axis` without the names that are not in `names`. `sequence_after(x, y)` is
-`x`. On a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
-functions around the code being traced.
+`axis.over(names)` is `axis` with only those of its names that are in `names`.
+`sequence_after(x, y)` is `x`. On a CPU each array of `x` waits for all of `y`. `ENCLOSING.value`
+has the axes of the gradient functions around the code being traced.
 """
 
 import numbers
@@ -106,8 +106,8 @@ def accumulated(
         parts = split_into_microbatches(batch, microbatches)
 
         def add_part(sums, numbered_part):
-            """Returns, as a body of `lax.scan`, the sums with one microbatch's gradients added, and
-            the microbatch's loss or `(loss, aux)`, which the scan stacks."""
+            """Returns the sums with one microbatch's gradients added, and the microbatch's loss or
+            `(loss, aux)`. The function is the body of a scan, which stacks the second result."""
             part, number = numbered_part
             # A tap is a place in the model that reports a value, here together with this number.
             with recording.at(microbatch=number):
@@ -178,9 +178,9 @@ def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the devices of those axes in `axis` along which the array
-    varies: its type says that it may differ there. The sums are taken in float32 or wider. An
-    integer array that varies becomes floating-point."""
+    """Returns the mean of each array over devices, along those axes in `axis` along which the array
+    is typed as varying. Along the other axes, all devices have the same array. The sums are taken
+    in float32 or wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
         """Returns the mean of one array over the devices of those axes in `axis` along which it
@@ -189,9 +189,8 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
         if not differs_along.names:
             return leaf
         floats = floating(path, leaf)
-        return differs_along.all_mean(floats.astype(accumulation_dtype(floats.dtype))).astype(
-            floats.dtype
-        )
+        total = differs_along.all_mean(floats.astype(accumulation_dtype(floats.dtype)))
+        return _narrowed(total, floats.dtype)
 
     return jax.tree.map_with_path(mean, aux)
 
@@ -229,7 +228,7 @@ def averaged(
         axis: the axis, or the axes, that split the batch.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
-            gradients the backward pass sums; these are not declared varying. See
+            gradients the backward pass sums; these parameters are not declared varying. See
             `reduced_in_backward`.
 
     Raises:
@@ -242,7 +241,7 @@ def averaged(
 
     # `total` is the sum over devices, and `term` this device's gradient or loss.
     def mean(total, term):
-        return (total / axis.size()).astype(term.dtype)
+        return _narrowed(total / axis.size(), term.dtype)
 
     def wrapped(params, batch):
         local = local_gradients(grad, params, batch, axis, reduced=reduced)
@@ -275,20 +274,18 @@ def summed(
             may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
-            gradients the backward pass sums; these are not declared varying. See
+            gradients the backward pass sums; these parameters are not declared varying. See
             `reduced_in_backward`.
 
     Raises:
-        ValueError: the gradients are already summed over `axis`; `loss` is true, and the loss is
-            already reduced over `axis`; or a reason that `averaged` names: a part of a parameter
-            that is used as if it were whole, unequal numbers of rows, or types that do not record
-            which values vary.
+        ValueError: the gradients are already summed over `axis`; or `loss` is true, and the loss is
+            already reduced over `axis`. The other errors of `averaged` are raised too.
     """
 
     axis = Axis.of(axis)
 
     def total_as_term(total, term):
-        return total.astype(term.dtype)
+        return _narrowed(total, term.dtype)
 
     def wrapped(params, batch):
         # A sum of gradients that are the same on all devices is wrong, unlike their mean, so
@@ -304,8 +301,9 @@ class LocalGradients(NamedTuple):
 
     Attributes:
         params: the parameters as they were given, with their own types.
-        declared: the same parameters as the gradient function got them. They are declared varying
-            along the axis to be reduced over, except those that `reduced` picked.
+        declared: the same parameters, typed as the gradient function got them: varying along the
+            axis to be reduced over, except the parameters that the argument `reduced` of
+            `local_gradients` picked.
         value: the loss, or `(loss, aux)`.
         gradients: the gradients on this device.
     """
@@ -333,9 +331,7 @@ def value_and_sums(
     one order on all devices.
 
     Args:
-        local: this device's loss and gradients, before any sum. `local.params` are the parameters
-            as the caller passed them, and `local.declared` are the same parameters, declared
-            varying except those that `reduced` picked.
+        local: this device's loss and gradients, before any sum, as `local_gradients` returns them.
         axis: the axis to sum over.
         finish: `finish(sum, own)` makes the result from the sum over devices and from this device's
             own value. It is called for each gradient and for the loss.
@@ -418,9 +414,9 @@ def local_gradients(
     if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
         raise ValueError(
             f"A gradient function over {axes_with_shares} is inside another one over the same "
-            "axis. Some parameters are split over that axis, and inside two gradient functions the "
-            "types do not show which are split and which are whole on each device. Average the "
-            f"inner gradients by hand: lax.pmean(gradients, {axes_with_shares[0]!r})."
+            "axis. In the inner one, types do not show which parameters are split over that axis. "
+            "Average the inner gradients by hand: lax.pmean(gradient, axis) for a whole parameter, "
+            "and gradient / lax.axis_size(axis) for a split one, whose gradient is already a sum."
         )
     # Along the axes in `enclosing.declared`, parameters are copies, though their types vary: an
     # enclosing function declared them varying.
@@ -535,9 +531,10 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
 def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, params: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
-    """Returns the traced program of `grad`. `declared` are the parameters, and `params` the same
-    parameters as the caller has them. Some parameters are shares; `shares` has the paths of these
-    parameters by axis. Raises `ValueError` if `grad` cannot be traced because shapes do not match.
+    """Returns the traced program of `grad`. `declared` are the parameters after they were declared
+    varying, and `params` are the same parameters before. Some parameters are shares; `shares` has
+    the paths of these parameters by axis. Raises `ValueError` if `grad` cannot be traced because
+    shapes do not match.
     """
     try:
         return _Program(grad, declared, batch, params)
@@ -557,8 +554,9 @@ def _program_with_shares(
 class _Program:
     """The program of a gradient function, traced on given parameters and a batch. It can be checked
     and run. `closed` is the closed jaxpr, `arrays` are the arguments of the jaxpr, and `structure`
-    is the tree structure of the results. `outside` are the caller's parameters, as pairs of a path
-    and an array: `grad` may read them by closure."""
+    is the tree structure of the results. `outside` has the parameters before they were declared
+    varying, as pairs of a path and an array. The gradient function may read these arrays by
+    closure, so they are checked too."""
 
     def __init__(self, grad: Grad, params: PyTree, batch: PyTree, outside: PyTree):
         """Traces `grad(params, batch)`, so that its program can be checked and run. Only arrays can
@@ -581,12 +579,12 @@ class _Program:
         return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
 
     def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuses a loss that uses a share as if it were a whole parameter. `shares` has the paths
-        of the parameters that are split along the axis `name`. With `may_be_reduced`, also refuses
-        a loss that is already reduced over this axis.
+        """Raises `ValueError` if the loss uses a share as if it were a whole parameter. `shares`
+        has the paths of the parameters that are split along the axis `name`.
 
-        `may_be_reduced` says that the loss does not vary along the axis. Then the loss was reduced,
-        unless it depends on no argument that varies along the axis.
+        The caller sets `may_be_reduced` if the loss does not vary along the axis. If such a loss
+        depends on an argument that varies along the axis, the loss was reduced over the axis, and
+        `check` raises `ValueError`.
         """
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         # One for each argument of the program: the parameters come first.
@@ -602,12 +600,13 @@ class _Program:
             if is_used and trees.dotted(path) in shares:
                 raise ValueError(
                     f"The parameter {trees.dotted(path) or 'itself'}, here of shape {leaf.shape}, "
-                    f"differs along {name!r} as a share does, and the loss uses it as if it were "
-                    "whole, so each device would train another model. Wrap the loss, or the block "
-                    f"that uses it, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or "
-                    "replicate the parameter with P(). If a loop runs over the split dim, for "
-                    "example a loop over layers, do not split that dim: rules.fsdp(..., "
-                    "keep={'blocks.**': (0,)})."
+                    f"differs along {name!r}, so it counts as a share: one device's part of a "
+                    "parameter. The loss uses the share as if it were the whole parameter, so each "
+                    "device would train a different model. Wrap the loss, or the block that uses "
+                    f"the parameter, in zero.gathered(..., {name!r}, specs) or ZeRO.loss. Or "
+                    "replicate the parameter with P(), or split it over an axis that does not "
+                    "split the batch. If a loop runs over the split dim, for example a loop over "
+                    "layers, do not split that dim: rules.fsdp(..., keep={'blocks.**': (0,)})."
                 )
         leaves = [leaf for _, leaf in (*params, *batch)]
         # Whether each argument varies along the axis and the loss depends on it. Not `strict`: what
@@ -618,10 +617,10 @@ class _Program:
         )
         if may_be_reduced and any(reaches):
             raise ValueError(
-                f"The loss is the same along {name!r}, so it was reduced over it already, by "
-                "lax.pmean or the like, and averaging over that axis would divide its gradients a "
-                "second time. Return each device's own loss. If every device computes the whole "
-                f"loss, use grads.summed(grad, {name!r})."
+                f"The loss is the same along {name!r}, so it was already reduced over this axis, "
+                "by lax.pmean or the like. Averaging would divide its gradients a second time. "
+                f"Return each device's own loss, or use grads.summed(grad, {name!r}), since the "
+                "gradient of a reduced loss is the sum of the devices' gradients."
             )
 
 
@@ -652,24 +651,36 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
+def _narrowed(total: Array, dtype: jnp.dtype) -> Array:
+    """Returns `total`, a sum over devices in a wide type, rounded to `dtype`.
+
+    If a program rounds a sum to bfloat16 and does not use the wide sum, XLA for TPUs sends and adds
+    in bfloat16. `reduce_precision` rounds the numbers within the wide type, so the sum stays wide.
+    XLA changes no sums that are rounded to float16.
+    """
+    if dtype == jnp.bfloat16:
+        total = lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7)
+    return total.astype(dtype)
+
+
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
     """Returns `function` with the gradients of its parameters summed over `axis` in the backward
     pass, `A {U_X} -> A`: each device has one term of the sum before, and the whole sum after.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
-    gradients of each layer. The messages can overlap with the work of the next iteration. These
-    messages have as many bytes as those of `averaged`, but are sent leaf by leaf, and once per
-    microbatch. So do not use `accumulated` around the block. By `reduced=` tell `averaged` which
-    parameters have their gradients summed here, so that it does not sum these gradients again:
+    gradients of each layer. The messages can overlap with the work of the next iteration. The
+    messages have as many bytes as those of `averaged`, but they are sent leaf by leaf. Do not use
+    `accumulated` on a loss that runs the block: the messages would be sent once per microbatch.
+    Pass `reduced=` to tell `averaged` which gradients to leave to the block:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    The gradients are also right if only the block is wrapped, or if only `reduced=picked` is
-    passed. Without `reduced=picked`, `averaged` sums the gradients at the end. Without the wrapped
-    block, `averaged` leaves the picked parameters typed as the same on all devices, so JAX itself
-    sums their gradients in the backward pass, by `jax.lax`. Sums are taken in float32 or wider, and
-    rounded to the type that the block computes in.
+    No gradient is summed twice. Without `reduced=picked`, `averaged` declares the block's
+    parameters varying, so the block sums nothing, and `averaged` sums at the end. Without the
+    wrapped block, the picked parameters are not varying, so JAX itself sums their gradients in the
+    backward pass, by `jax.lax`. The block sums a gradient in float32 or wider, and rounds the sum
+    to the parameter's dtype.
 
     Args:
         function: a block; its first argument is the tree of parameters.
@@ -694,7 +705,7 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
             total = axis.over(names).all_reduce(
                 cotangent.astype(accumulation_dtype(cotangent.dtype))
             )
-            return total.astype(cotangent.dtype)
+            return _narrowed(total, cotangent.dtype)
 
         return linear(parameter, forward=forward, backward=backward)
 

@@ -1,5 +1,5 @@
-"""Finds mistakes with split dims of the values between the parameters and the loss, and with sums
-over split dims that no collective has completed.
+"""Finds mistakes in a model's forward pass: operations that use a split dim as if it were whole,
+and operations that use a reduction over a split dim before a collective completes the reduction.
 
 A dim is split if the spec of a trained argument splits it. The result of a matrix product with a
 split weight has split dims too, such as hidden units and heads. A dim that the spec of a batch
@@ -109,9 +109,9 @@ class _Operation:
         return [_new_dims(shape) for shape in self.shapes]
 
     def _chosen(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about a result of a conditional that hold whichever branch runs.
-        `inputs` has the facts about the predicate, and then those about the value that each branch
-        returns for this result.
+        """Returns the facts about one result of a conditional, whichever branch runs: `either`
+        joins the facts of all branches. `inputs` has the facts about the predicate, and then those
+        about the value that each branch returns for this result.
         """
         return functools.reduce(either, inputs[1:])
 
@@ -187,10 +187,10 @@ class _Operation:
         """Returns the facts about a slice of the operand `value`. The slice has this `shape`, and
         `starts` maps a dim to the index of the slice's first element along it.
 
-        If a sliced dim is split, the dim of the result has the slice as its `parts`. Different
-        slices of one split dim must not be combined with each other. A device cuts each slice from
-        its own block. If the whole dim were sliced first, and each slice were split then, the
-        device would get other elements.
+        If a sliced dim is split, the slice is recorded: the set `parts` of the result's dim gets
+        this slice as its only element. Different slices of one split dim must not be combined with
+        each other. A device cuts each slice from its own block. If the whole dim were sliced first,
+        and each slice were split then, the device would get other elements.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -204,10 +204,10 @@ class _Operation:
     def _resized(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of an operation that works along some dims and may
         change their sizes, such as `pad`. For a dim whose size changes, only the fact `rows` is
-        kept. The result does not count as a term of a sum.
+        kept. The operand's `terms` are dropped, since some of these operations, such as `cummax`,
+        are not linear.
         """
-        # The elements that `pad` adds are neither drawn nor counted, and belong to no block of a
-        # split dim. Some of these operations, such as `cummax`, are no linear functions of a term.
+        # Elements that `pad` adds are neither drawn nor counted, nor in any block of a split dim.
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
@@ -245,9 +245,9 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of a `gather`, a lookup of rows in a table. The result
-        has the dims of a row, and the dims of the array of indices without its last dim, which
-        holds the place of one lookup.
+        """Returns the facts about the result of a `gather`, a lookup of rows in a table. The last
+        dim of the array of indices holds the indices of one lookup. The result has the dims of a
+        row, and all dims of the array of indices except the last.
         """
         table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
@@ -294,9 +294,9 @@ class _Operation:
         return Dim(split, within, rows, drawn, any(dim.counted for dim in dims), parts)
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of an elementwise operation: each dim is computed from
-        the operands' dims at the same place. If an operand is a term of a sum that no collective
-        has completed, the result may be a term of this sum too.
+        """Returns the facts about the result of an elementwise operation. `_together` computes the
+        facts about dim i of the result from the facts about dim i of each operand. If an operand is
+        a term of a sum that no collective has completed, the result may be a term of this sum too.
         """
         rank = len(self.shapes[0])
         # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.
@@ -337,9 +337,10 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the `Term` of an elementwise operation's result, as a term of a sum over `axis`.
-        At least one operand is a term of such a sum. Returns None if the result is perhaps not such
-        a term.
+        """Returns the `Term` of an elementwise operation's result, for a reduction over a dim that
+        `axis` splits. The `Term` says how the result depends on this device's term of the
+        reduction. At least one operand has a `Term` for `axis`. Returns None if the result no
+        longer counts as computed from this term.
 
         Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
@@ -398,8 +399,8 @@ class _Operation:
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _literal(self, value: int) -> Any:
-        """Returns the number, written in the program, from which casts, broadcasts and changes of
-        sign make a value. Returns None if the program computes the value."""
+        """Returns the literal number that becomes `value` by casts, broadcasts and changes of sign
+        only. Returns None if there is no such number."""
         # `literals` has the numbers that are written in the program, and `made` the operation that
         # makes each other value.
         while value not in self.program.literals:
@@ -505,8 +506,8 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
     """Returns the facts about a collective's result, given the facts about its operand, `value`.
-    The result has facts about each dim, and `terms`: for each axis along which a reduction over a
-    split dim is still not complete, the device's term of this reduction.
+    The returned facts are about the dims, and about terms of reductions that are not complete yet.
+    Terms of reductions along the collective's own axes are dropped.
 
     `before` is the shape of the operand, and `after` is the shape of the result.
     """
@@ -530,16 +531,16 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether `value` has a dim that is split over `axis`, at a place where none of the
-    values `with_term` has such a dim.
+    """Returns whether some dim i of `value` is split over `axis`, although dim i is not split over
+    `axis` in any of the values `with_term`.
 
-    One elementwise operation combines all these values. The values `with_term` were reduced over a
-    dim that is split over `axis`, and are now combined with an array that has such a dim.
+    One elementwise operation combines `value` with the values `with_term`, which were computed from
+    a reduction over a dim that is split over `axis`.
     """
 
     def split_dims(value):
-        """Returns the indices of a value's dims that are split over `axis`, or that a reshape has
-        cut from such a dim as its inner part (`within`)."""
+        """Returns the indices of a value's dims that are split over `axis`, and of the inner dims
+        into which a reshape cut such a dim (`within`)."""
         dims = enumerate(value.dims or ())
         return {i for i, dim in dims if axis in dim.split | dim.within}
 
@@ -547,7 +548,7 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:
-    """Returns the `Value` of an array of this shape, if nothing is known about its dims."""
+    """Returns the `Value` of an array of this shape about whose dims nothing is known."""
     return Value(dims=(Dim(),) * len(shape))
 
 

@@ -110,9 +110,9 @@ def ends(
         if not recording.is_on():
             return f(model, *others)
         # The blocks, which `block` taps layer by layer, are left out, and put back without taps.
-        ends_alone = eqx.tree_at(where, model, None)
-        ends_alone = taps.tap_tree(ends_alone, name, specs, without=GATHERED)
-        tapped_model = eqx.tree_at(where, ends_alone, where(model), is_leaf=lambda x: x is None)
+        without_blocks = eqx.tree_at(where, model, None)
+        without_blocks = taps.tap_tree(without_blocks, name, specs, without=GATHERED)
+        tapped_model = eqx.tree_at(where, without_blocks, where(model), is_leaf=lambda x: x is None)
         return f(tapped_model, *others)
 
     return tapped
@@ -124,7 +124,7 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
     """
 
     def tapped(*arguments):
-        """Returns the loss (or `(loss, aux)`) unchanged, and the gradients with taps."""
+        """Returns the loss (or `(loss, aux)`), and the gradients with a tap at each gradient."""
         value, gradient = grad(*arguments)
         # `AFTER`: the backward pass is over, so these values have no cotangents to report.
         return value, taps.tap_tree(gradient, "gradients", specs, way=taps.AFTER)

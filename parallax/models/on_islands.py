@@ -1,6 +1,6 @@
 """A decoder on islands, which are groups of devices: each island trains its own copy of the model
-by the training code of `decoder`, `models.recipe`. Every H steps the islands communicate (a
-*round*): they average the changes that their copies had since the last round.
+by the train step of `models.decoder`. Every H steps the islands communicate (a *round*): they
+average the changes that their copies had since the last round.
 
     devices = mesh.make(island=2, **layout.axes)
     optimizer, options = optax.adamw(3e-4), {"batch": 64, "key": key}
@@ -80,14 +80,14 @@ def train_step(
     """
     names, setup = islands.axis_names(axis), one_island.setup
     sequences = one_island.batch * islands.number_of_islands(axis, setup.mesh)
-    options = {"axis": axis, "stream": stream}
+    island_options = {"axis": axis, "stream": stream}
     # A `StateInit`: the shapes and specs of the state, and the function `init` that makes it.
     state = islands.state_init(
         one_island.shapes,
         one_island.specs,
         outer,
         setup.mesh,
-        **options,
+        **island_options,
         trainable=setup.compute.trainable,
     )
 
@@ -95,16 +95,17 @@ def train_step(
         """Returns the random keys of step `number`, for the sequences of all islands."""
         return one_island.keys(number, sequences)
 
+    # `compiled` maps the step for one device over the mesh by `mesh.spmd`, and puts it under `jit`.
     train = decoder.compiled(
-        islands.local(one_island.local, outer, every=every, **options),
+        islands.local(one_island.local, outer, every=every, **island_options),
         state.shapes,
         state.specs,
         functools.partial(meshes.spmd, mesh=setup.mesh),
         keys,
         batch_spec=P((*names, *setup.layout.batch_axes)),
         info_spec=P(names),
-        # After the batch, the step takes `limit`, the loss above which it changes nothing, and
-        # `present`, which tells the islands that take part. They are None if left out.
+        # The number of the step's arguments after the batch: `limit`, the loss above which it
+        # changes nothing, and `present`, the islands that take part. They are None if left out.
         options=2,
     )
 
@@ -121,8 +122,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
     A `DiskForm` is a pair of functions: one converts a state into the stored form, and the other
     converts it back. Both treat each model in the state as `decoder.stored` treats the model of one
-    island: on disk the blocks are [layers, ...], in the order of the model. `schedule` is the
-    schedule of `Compute`, or None for the layout's schedule.
+    island: on disk the blocks are [layers, ...], in the order of the model. If the step's
+    `decoder.Compute` has a schedule, pass it as `schedule`. None means the schedule that the layout
+    names.
     """
 
     def on_islands(change):

@@ -68,8 +68,8 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
     """Refuses with a `ValueError` a schedule that has more or fewer stages than the axis has
     devices, blocks whose first dim is not the schedule's number of chunks, and blocks without a
-    layer. Refuses blocks that are the same on all stages with a `Misused`, a `ValueError` whose
-    fields `lint.program` reads. `blocks` are the blocks on this device."""
+    layer. Raises a `Misused`, a `ValueError` whose fields `lint.program` reads, if the blocks are
+    the same on all stages. `blocks` are the blocks on this device."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -146,9 +146,9 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
     # arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
         raise ValueError(
-            f"pipeline: a stage must return the tree that it takes, {forms(taken)}, since its "
-            f"output is the next stage's input; it returned {forms(returned)}. Values beside x go "
-            "into pipeline.Output(x, loss=..., aux=...)."
+            "pipeline: a stage must return a tree of the same structure as its input, "
+            f"{forms(taken)}, since its output is the next stage's input; it returned "
+            f"{forms(returned)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
         )
     for (path, leaf), given in zip(
         jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True
@@ -156,8 +156,8 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {form(path, given)}, since its "
-                f"output is the next stage's input; it returned {form(path, leaf)}. Move what "
-                "changes the shape into embed or head."
+                f"output is the next stage's input; it returned {form(path, leaf)}. Change the "
+                "shape or the dtype only in embed or head."
             )
 
 
@@ -180,9 +180,9 @@ def head(traced: Traced, axis: Axis) -> None:
             raise ValueError(
                 f"pipeline: the head's sum over {name!r} includes values that each stage computes "
                 "from its own x, and only the last stage's x is the model's output. Return the "
-                "loss of this x, with neither a sum over the stages nor a factor that depends on "
-                "the stage's index; or, for a head that the stages share, begin with "
-                "x = pipeline.from_last(x, axis)."
+                "loss of the argument x, without a sum over the stages and without a factor that "
+                "depends on the stage's index. If the stages compute the head together, begin the "
+                "head with x = pipeline.from_last(x, axis)."
             )
 
 
@@ -202,8 +202,8 @@ def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
 
 
 def aux_of(name: str, aux: PyTree) -> PyTree:
-    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. `name` is the
-    name of the function that returned the values, for the error."""
+    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. Raises
+    `ValueError` for any other array; the message says by `name` which function returned `aux`."""
 
     def leaf(path, value):
         """Returns one value as an array; raises `ValueError` if the array has neither numbers nor

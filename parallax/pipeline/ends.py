@@ -48,7 +48,7 @@ def copy_from_last(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "
 
 def _rounds(stages: int) -> list[tuple[int, list[tuple[int, int]]]]:
     """Returns the rounds of hops after which stage 0 has the sum over the stages. A round is a
-    distance d and a list of pairs (source, target): each stage whose number is an odd multiple of d
-    sends to the stage d before it."""
+    distance d and a list of pairs (source, target). The sources are the stages whose numbers are
+    odd multiples of d. Each source sends to the stage whose number is smaller by d."""
     distances = [2**k for k in range((stages - 1).bit_length())]
     return [(d, [(source, source - d) for source in range(d, stages, 2 * d)]) for d in distances]

@@ -12,19 +12,25 @@ runs and send its result. A lane is one kind of job: "forward" (F), "backward" (
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
 on an idle stage. In the same way `row.saved` and `row.deferred` give slots, places in a buffer
 where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
-All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A
-`Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and
-`valid`. In `lockstep` an idle stage computes too, and `task.valid` masks its results. In
-`per_stage` it runs nothing, and `valid` is the Python constant `True`.
+The embedding, its backward pass and the head each run on all stages for one microbatch: its number
+is `row.jobs["embed"]`, `row.jobs["embed_backward"]` or `row.jobs["head"]`. A `Task` is this stage's
+job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and `valid`. In `lockstep`
+an idle stage computes too, and `task.valid` masks its results. In `per_stage` an idle stage runs
+nothing, so `task.valid` is always the Python constant `True`.
 
-`Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
-parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
-activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `deferred` of I); zeros
-for the stage's own term of the loss and for its values to log (`terms`); and the cotangent of that
-term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays with respect
-to which a stage is differentiated, and its other arguments), `rows` (the rows of a microbatch) and
-`head_inputs` (the head's arguments after the parameters and the activation). `ends` are the
-parameters that are not in the blocks.
+`Jobs` is a subclass of `Programs` (in programs.py), and reads these attributes of `Programs`:
+
+* `programs`: the traced functions, by name.
+* `params`: the parameters; `params.blocks` are split over the stages, and `params.ends` are not.
+* `axis` and `index`: the axis of the stages, and the number of this stage.
+* `x`: an activation of zeros.
+* `saved` and `deferred`: the types of the arrays that F and I write into slots.
+* `terms`: zeros with the shapes of the stage's own term of the loss and of its auxiliary values.
+* `seed`: the cotangent of the stage's own term of the loss.
+
+The methods of `Programs` that give the arguments of a job are `task`, `known` (the arrays with
+respect to which a stage is differentiated, and its other arguments), `rows` (the rows of a
+microbatch) and `head_inputs` (the head's arguments after the parameters and the activation).
 """
 
 import copy
@@ -64,7 +70,7 @@ class Sums(NamedTuple):
         terms: the stages' own terms of the loss; None if the stages have no such terms.
         of_head: the head's auxiliary values, [M, ...] each.
         of_stages: the stage's auxiliary values, [M, v, ...] each.
-        ends: gradients of the parameters outside the blocks, which are not split over the stages.
+        ends: gradients of the parameters outside the blocks; all stages have these parameters.
         blocks: gradients of the blocks: [v, ...] each.
     """
 
@@ -95,13 +101,13 @@ class Carry(NamedTuple):
     sums: Sums
 
     def with_arrived(self, **fields: PyTree) -> "Carry":
-        """Returns the carry, with the fields of `arrived` that `fields` names replaced by the
-        values in `fields`."""
+        """Returns the carry with new values for some fields of the carry's `arrived`: the keyword
+        arguments are these values, with the names of the fields."""
         return self._replace(arrived=self.arrived._replace(**fields))
 
     def with_sums(self, **fields: PyTree) -> "Carry":
-        """Returns the carry, with the sums that `fields` names replaced by the values in
-        `fields`."""
+        """Returns the carry with new values for some of the carry's sums: the keyword arguments are
+        these values, with the names of the sums."""
         return self._replace(sums=self.sums._replace(**fields))
 
 
@@ -231,9 +237,9 @@ class Jobs(Programs):
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """Runs the head on `y`, which on the last stage is the model's output for a microbatch, and
-        on other stages any activation. On other stages the cotangent is not used, and the auxiliary
-        values are used only if the stages computed them together.
+        """Runs the head on `y`. On the last stage `y` is the output of the last layer for a
+        microbatch. On other stages `y` is any activation, and the cotangent is not used. Auxiliary
+        values of other stages are used only if their types say that all stages have equal values.
 
         Returns the cotangent of `y`, with which the backward job begins, and the carry with the
         loss, the auxiliary values and the gradients added. If only the loss is needed, the
@@ -265,14 +271,15 @@ class Jobs(Programs):
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
         """Returns the carry with one microbatch's gradients of the ends (the parameters outside the
-        blocks) added, if `counts` holds on this stage."""
+        blocks) added, if the condition `counts` is true on this stage."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """Returns the carry with a task's gradients added: those of its chunk of the blocks,
-        `gradients.blocks`, and those of the ends that the stage reads, `gradients.ends`."""
-        # `scatter`, the user's function, may sum the gradients over devices and keep a share. The
-        # index None adds a dim: it takes and returns blocks of one chunk, [1, ...].
+        """Returns the carry with a task's gradients added: `gradients.blocks`, for the task's chunk
+        of the blocks, and `gradients.ends`, for those ends (parameters outside the blocks) that the
+        stage reads."""
+        # `scatter`, the user's function, may sum the gradients over devices and keep a share. It
+        # takes and returns blocks with a dim of chunks, here [1, ...]: the index None adds the dim.
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         def leaf(total, d):  # [v, ...] and [1, ...]

@@ -44,8 +44,9 @@ class Layer(NamedTuple):
 
     @property
     def column_parallel(self) -> int:
-        """The number of elements per token in the results of the column-parallel matmuls: queries,
-        keys, values and the feed-forward's inputs."""
+        """The number of elements per token in the results of the column-parallel matmuls. These
+        results are the queries, the keys, the values, and the results of the feed-forward's input
+        matrices, of width `hidden` each."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 
@@ -94,7 +95,7 @@ def layer_of(config: Config) -> Layer:
 
 
 def ends_of(config: Config) -> Ends:
-    """Returns the arrays of the two ends of the model."""
+    """Returns the paths of the arrays of the embedding and of the head."""
     if isinstance(config, gpt2.Config):
         return Ends(frozenset({"wte", "wpe"}), frozenset({"norm.weight", "norm.bias", "wte"}))
     rows = "table" if config.tied else "head"

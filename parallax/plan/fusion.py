@@ -65,7 +65,7 @@ class Value:
 
 
 class Frame:
-    """The operations of a program or of a loop's body, in order."""
+    """The operations of a program, of a branch of a conditional or of a loop's body, in order."""
 
     def __init__(self):
         """Begins a frame without operations."""

@@ -64,9 +64,9 @@ def terms(
 
 
 def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
-    """Returns a line with the bytes that a device sends to other islands, per round and per step.
-    The line has the bytes for changes of the parameters that are sent exactly, and for changes that
-    are sent in int8. A round comes once in `every` steps."""
+    """Returns a line with the bytes that a device sends to other islands, per round and per step,
+    if all changes of the parameters are sent in float32. The line also has the bytes per step if
+    all changes are sent in int8. A round comes once in `every` steps."""
     if islands < 1 or every < 1:
         raise ValueError(
             f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "

@@ -4,9 +4,10 @@ and the memory of a device.
     for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
         print(planned.seconds.total, planned.layout)
 
-The closed forms rank all layouts, each with the fastest algorithm along each of its axes. Then the
-steps of the layouts are traced, the fastest layout first, and the traced memory tells whether a
-layout fits. `plan` computes the plan of one layout, and `config.sizes` has a model's sizes by name.
+For each layout, `plan` computes the time of a step by formulas (closed forms), with the fastest
+algorithm along each of the layout's axes. The layouts are ranked by this time. Then the steps of
+the layouts are traced, the fastest layout first, and the traced memory tells whether a layout fits.
+`config.sizes` is a dict of a model's sizes, with keys such as "heads".
 """
 
 import itertools
@@ -53,12 +54,12 @@ def search(
     count: int = 5,
     attention_kernel: bool | None = None,
 ) -> list[Plan]:
-    """Returns the plans of the fastest layouts of exactly `devices` devices that fit, at most
-    `count`, the fastest first.
+    """Returns the plans of the fastest layouts, at most `count` plans, the fastest first. Each
+    layout uses exactly `devices` devices, and fits into their memory.
 
     Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
-    differ only in ZeRO's stage and in remat, only the fastest that fits is listed. A tensor axis
-    also splits the tokens between matmuls (sequence parallelism), if the number of tokens is a
+    differ only in ZeRO's stage and in remat, only the fastest that fits is listed. Between matmuls,
+    a tensor axis also splits the tokens (sequence parallelism), if the number of tokens is a
     multiple of the number of devices along the tensor axis. With this split the messages have as
     many bytes as without it, and a device keeps fewer bytes. A pipeline splits the batch into
     microbatches of `choices.sequences` sequences each. With a schedule that defers the weights'
@@ -68,7 +69,7 @@ def search(
     Args:
         config: the model's sizes.
         devices: the number of devices.
-        hardware: one of the devices.
+        hardware: the figures of one device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: an optimizer that acts element by element.
         choices: the precision, the sizes of microbatches and the schedules to choose from.
@@ -80,8 +81,8 @@ def search(
     Raises:
         ValueError: no layout has exactly `devices` devices, or none of these layouts fits (then the
             message names the layout that needs the least memory). The error is also raised if
-            `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if `plan`
-            has no closed forms for the model.
+            `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if the
+            model is neither a GPT-2 nor a Llama without experts.
     """
     known(config)  # refuses a model without closed forms
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
@@ -207,8 +208,8 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
     """Yields dicts of fields of `Layout`: the sizes of the axes, and the numbers of microbatches
-    and chunks. The layers and heads of the model, and the `batch` sequences, are multiples of the
-    numbers that split them. `sequences` are the sizes of a microbatch to try."""
+    and chunks. Each of these numbers divides what it splits: the layers or heads of the model, or
+    the `batch` sequences. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
         # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward over

@@ -1,13 +1,14 @@
 """Applies a rule to every leaf of a tree: finds the leaf's spec, the rules that gave the spec, and
-the errors in it.
+the errors in the rules and in the spec.
 
-A *refusal* is an error found in a rule or a spec, with which the program would not run, or would
-train another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
+A *refusal* is an error found in a rule or a spec. With this error the program would not run, or not
+do what was meant. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
 `fits` a spec that would be right, if one is known. The *placement* of a leaf is its spec and the
 rules that gave it; the *wrappers* of a leaf are the `fsdp`s around its rule. `arrays` are the array
 leaves of a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle*
-if it places no leaf. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of
-an `fsdp` maps globs of paths to dims that the `fsdp` must not split.
+if it places no leaf. The rules `first` and `fsdp` contain other rules; the *parts* of a rule are
+the innermost rules, which contain no other rule. The `keep` of an `fsdp` maps globs of paths to
+dims that the `fsdp` must not split.
 """
 
 import difflib
@@ -50,18 +51,18 @@ def specs(
     separated the arrays from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can
     come from `eqx.filter_eval_shape`.
 
-    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on the mesh's
-    axes and sizes are not found.
+    `batch_axes` are the axes that split the batch. Only `fsdp` and `experts` may split a leaf over
+    these axes. If another rule did, each replica would train a different model. Without a mesh,
+    errors that depend on the mesh's axes and sizes are not found.
 
     Raises:
         ValueError: the first of the errors below; `audit` returns all these errors. Errors of the
             rules come first: two arrays have the same path; a rule or a `keep` pattern matches no
             leaf; a rule is never used, since earlier rules match all its leaves; a leaf has no
-            rule; the `size` of an `fsdp` is not that of the mesh. Then come the errors of single
-            leaves: a spec has more entries than the leaf has dims, or has an axis twice; a rule
-            other than `fsdp` or `experts` splits a dim over one of `batch_axes`, so each replica
-            would train a different model (experts are excepted, since tokens of all replicas travel
-            to them); the mesh lacks an axis, or the size of an axis does not divide the dim.
+            rule; the `size` of an `fsdp` is not the number of devices along its axis. Then come the
+            errors of single leaves: a spec has more entries than the leaf has dims; a spec has an
+            axis twice; a rule other than `fsdp` or `experts` splits a dim over one of `batch_axes`;
+            the mesh lacks an axis; the size of an axis does not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)

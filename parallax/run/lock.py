@@ -10,12 +10,12 @@ The lock is a `filelock.FileLock` on FOLDER/.lock, which uses the kernel's `floc
 releases the lock when the process is gone, also after kill -9. The file may then stay behind, and
 the next run takes the file over. Processes that only read the folder need no lock.
 
-Of the network file systems, NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or
-`nolock`), CephFS, GPFS, SMB and Lustre mounted with `flock` enforce the lock between the processes
-of all machines. A machine that dies keeps the lock until the server notices (with NFSv4, after some
-90 s). Lustre with `localflock`, and BeeGFS by default, enforce the lock only between the processes
-of one machine. On a file system without locks, a line is printed, and nothing keeps a second run
-out.
+These network file systems enforce the lock between the processes of all machines: CephFS; GPFS;
+SMB; Lustre, if it is mounted with `flock`; NFS on Linux 2.6.12 or newer, if it is not mounted with
+`local_lock` or `nolock`. A machine that dies keeps the lock until the server notices (with NFSv4,
+after some 90 s). Lustre with `localflock`, and BeeGFS by default, enforce the lock only between the
+processes of one machine. On a file system without locks, a line is printed, and nothing keeps a
+second run out.
 """
 
 import atexit
@@ -105,13 +105,15 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
     created: list[Path] = []
     try:
         for _ in range(TRIES):
-            # Another run that releases its lock meanwhile may remove the folder or the file.
-            with contextlib.suppress(FileNotFoundError):
+            # Another run that releases its lock meanwhile may remove the folder or the file. If the
+            # folder is gone just after `mkdir` found it, filelock raises `FileExistsError`.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
                 _make(folder, created)
                 file_lock.acquire()
                 return Lock(folder, file_lock, created)
             time.sleep(0.01)
-        raise FileNotFoundError(errno.ENOENT, "it cannot be made")  # caught below
+        reason = "a file has its name" if folder.exists() else "it cannot be made"
+        raise FileNotFoundError(errno.ENOENT, reason)  # caught below
     except filelock.Timeout:
         raise Held(
             f"{folder} belongs to another run: {_holder(folder)} holds it. Wait until it has "

@@ -25,8 +25,9 @@ class Retention(NamedTuple):
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: finished checkpoints that were not refused, and whose step is a multiple of this
-            number, also stay, for ever. With None, no checkpoint stays for this reason.
+        every: a number of steps. A finished checkpoint whose step is a multiple of this number also
+            stays, for ever, unless `restore` refused it. With None, no checkpoint stays for this
+            reason.
     """
 
     newest: int = 3
@@ -99,10 +100,11 @@ def listed(names: list[str]) -> str:
 def make_room(
     folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
 ) -> None:
-    """Moves aside an unfinished or refused checkpoint of `step`, which is in the way of a new one.
-    It is not removed here, since it may be of another run, and the new one is not yet written.
-    After that, `prune` removes the folder, such as 00000100.replaced, if it is of this run. A
-    folder with a further number, such as 00000100.replaced.2, stays.
+    """Moves aside an unfinished or refused checkpoint of `step`, so that a new one can be written:
+    the folder 00000100, for example, is renamed to 00000100.replaced. The folder is not removed
+    here, since it may be of another run, and the new checkpoint is not yet written. When the new
+    checkpoint is finished, `prune` removes 00000100.replaced if it is of this run. A folder with a
+    further number, such as 00000100.replaced.2, stays.
 
     Raises:
         Later: there is a finished checkpoint of this step or a later one.
@@ -110,8 +112,9 @@ def make_room(
     later = [number for number in finished(folder) if number >= step and number not in refused]
     if later:
         raise Later(
-            f"{folder} holds a finished checkpoint of step {later[-1]}, which is not before step "
-            f"{step}: restore it before you save step {step}, or choose another folder."
+            f"{folder} holds a finished checkpoint of step {later[-1]}, so step {step} cannot be "
+            f"saved. Restore the newest checkpoint, and go on from its step. To go back to an "
+            f"earlier checkpoint, restore with before={step}. Or choose another folder."
         )
     path = path_of(folder, step)
     if path.is_symlink() or path.exists():

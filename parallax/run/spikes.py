@@ -10,8 +10,9 @@ after some such steps the run goes back to an older checkpoint.
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
 2204.02311) went back to an older checkpoint, and skipped these batches. Here `past` counts the
-skipped batches, and the batch of a step is a function of the seed and of step + `past`. `note`
-stores `past` in each checkpoint, so a resumed run takes the same batches.
+skipped batches, and the batch of a step is a function of the seed and of step + `past`. Store the
+result of `spikes.note()` in each checkpoint: it contains `past`, so a resumed run takes the same
+batches.
 """
 
 import math
@@ -46,7 +47,7 @@ class Spikes:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
             that were no spikes.
         budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
-        note: the values that `note` returned and that the checkpoint stored; `None` for a new run.
+        note: the result of the method `note()`, from the checkpoint; `None` for a new run.
 
     Attributes:
         past: the number of batches that the run skipped: step i takes batch i + `past`.

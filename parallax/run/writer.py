@@ -100,8 +100,8 @@ class Writer:
         if names := lost():
             self._drop(record.step)
             raise ValueError(
-                f"The state of step {record.step} is not finite, and was not saved: "
-                f"{retention.listed(names)}. "
+                f"The state of step {record.step} was not saved, because these arrays are not "
+                f"finite: {retention.listed(names)}. "
                 f"{retention.newest_in_words(self._folder)}"
             )
         arguments = name, record, copies, error
@@ -223,8 +223,8 @@ class Writer:
 
     def _seal(self, record: Record) -> None:
         """Writes the manifest of a checkpoint, stores its step as the newest one, and calls
-        `sealed`, a function of the caller that removes old checkpoints. This is the work of a stage
-        (`Stages.first`), on the first process only.
+        `sealed`, a function of the caller that removes old checkpoints. Only the first process runs
+        this method, by `Stages.first`, while the other processes wait.
         """
         records.seal(self._path(record.step), record)
         manifest.write(self._folder / NEWEST, {"step": record.step})
@@ -245,9 +245,9 @@ class Writer:
         )
 
         def meet(key: str, timeout_ms: int) -> None:
-            """Replaces a barrier of Orbax: ends a stage of the save, so that all processes learn if
-            one of them has failed. `key` and `timeout_ms` are not used: the stage has keys and time
-            limits of its own.
+            """Replaces a barrier of Orbax by `Stages.end`. This method waits for all processes too,
+            and raises an error on all of them if one has failed. `key` and `timeout_ms` are not
+            used: `Stages` has keys and time limits of its own.
             """
             self._stages.end()
 
@@ -261,8 +261,8 @@ class Writer:
         )
 
     def _failed(self, step: int, error: BaseException) -> OSError:
-        """Returns an error that says which checkpoint was not saved, and which finished one is the
-        newest. The cause of the returned error is `error`.
+        """Returns an error that names the checkpoint that was not saved, and the newest finished
+        checkpoint. The cause of the returned error is `error`.
         """
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")

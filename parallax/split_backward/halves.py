@@ -18,10 +18,10 @@ Words of this file: "first" or half 0 is I (the cotangents of the inputs), "seco
 those that W reads come to W as `handed` arrays. `late` variables exist only in W. A `Step` is an
 equation of a half, and a `Cut` has the steps of both halves, `first` and `second`. A `CutLoop` is a
 scan in two halves; its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are
-indices of operands; any other place is the index of an equation in a jaxpr. `values` maps each
-variable to its value. The operands of a scan are its constants, the initial values of its carries
-(indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose result i is
-operand i.
+indices of operands, while a variable named `place` is the index of an equation in a jaxpr. `values`
+maps each variable to its value. The operands of a scan are its constants, the initial values of
+its carries (`Loop.inits` returns their indices), and the arrays that the scan slices. A barrier is
+an `optimization_barrier`, whose result i is operand i.
 
 Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
 here, dead-code elimination on any traced program, is our own.
@@ -75,10 +75,11 @@ def split(
     I, so W may run later.
 
     Args:
-        backward: a jaxpr that takes the cotangents first, and then the arrays that both I and W may
-            read. It returns the cotangents of its inputs, and then the gradients of the weights.
+        backward: the backward pass, as a jaxpr. It takes the cotangents of the forward pass's
+            outputs, and then the arrays that both I and W may read. It returns the cotangents of
+            the forward pass's inputs, and then the gradients of the weights.
         cotangents: the number of cotangents that `backward` takes.
-        inputs: the number of inputs whose cotangents `backward` returns.
+        inputs: the number of cotangents that `backward` returns.
 
     Returns:
         `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
@@ -130,10 +131,10 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in a half of the backward pass. `half` is 0 for
-        the first half and 1 for the second."""
-        # The indices of the operands that it reads: all of them, except that a scan and a barrier
-        # read only those that this half needs.
+        """Returns the variables that the equation reads in one half of the backward pass. `half` is
+        0 for the first half and 1 for the second."""
+        # The indices of the operands that the equation reads: all operands, except that a scan and
+        # a barrier read only those that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             operands = self.loop.reads(half)
@@ -142,8 +143,8 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the step's equation, an equation of `jaxpr` that is not a scan, and adds its results
-        to `values`."""
+        """Runs the equation of this step, and adds the equation's results to `values`. The equation
+        must be one of `jaxpr`, and must not be a scan."""
         if is_barrier(self.eqn):
             # Only on the operands that this half has; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
@@ -159,9 +160,9 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: the variables of the first half that the second half reads. The first half hands
-            over their values, and then the arrays that its scans stack.
-        made: all variables that only the first half has.
+        handed: those variables in `made` that the second half reads. The first half returns the
+            values of these variables, followed by the arrays that scans of the first half stack.
+        made: the variables that only the first half computes or takes as arguments.
         reads: the arguments that the first half reads, and the arguments that the second half
             reads, as a pair of sets.
     """
@@ -175,8 +176,8 @@ class Cut(NamedTuple):
 
     @property
     def handed_count(self) -> int:
-        """The number of arrays that go from the first half to the second, including the arrays that
-        scans of the first half stack for the second half."""
+        """The number of arrays that go from the first half to the second. If the first half has
+        scans, the arrays that these stack for the second half are included."""
         # A scan stacks each array that its trips hand over, and hands it over too. All such scans
         # are in `first`: to a scan that runs only in the second half, nothing is handed.
         return len(self.handed) + sum(
@@ -284,10 +285,10 @@ class CutLoop(NamedTuple):
     ) -> list[Any]:
         """Runs the scan of one half, and adds its results to `values`.
 
-        `one_trip(arguments, handed)` runs this half of one iteration of the scan, and returns the
-        results of the iteration and the arrays for the other half. `handed` has the arrays from the
-        other half for all iterations, [iterations, ...] each. `_run` returns the arrays for the
-        other half, stacked: [iterations, ...] each.
+        `one_trip(arguments, handed)` runs this half of one iteration of the scan. It returns the
+        results, and the arrays that the first half hands to the second (none from the second half).
+        `handed` has these arrays for all iterations, [iterations, ...] each (none for the first
+        half). `_run` returns the arrays that this half hands on, stacked: [iterations, ...] each.
         """
         # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
         # the first `loop.consts` operands, and are the first results. `results` are the indices of
@@ -301,10 +302,10 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of one iteration, as the body of `lax.scan`. Returns the carry, and a
-            pair to stack: the other results, and the arrays for the other half. `inits` and
-            `sliced` are the indices of this half's carries and slices among the arguments of an
-            iteration, `variables`."""
+            """Runs this half of one iteration, as the body of `lax.scan`. Returns the carry, and a
+            pair to stack: the results that are no carry, and the arrays that this half hands on.
+            `variables` are the arguments of an iteration. `inits` and `sliced` are the indices, in
+            `variables`, of this half's carries and slices."""
             sliced_values, handed = slices
             arguments = consts | dict(
                 zip(
@@ -399,7 +400,7 @@ def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
 
 
 def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
-    """Returns those results of a barrier whose operand is in `variables`."""
+    """Returns the results of a barrier that belong to the operands in `variables`."""
     # Result i of a barrier depends only on operand i.
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     return {out for atom, out in pairs if not is_literal(atom) and atom in variables}
@@ -439,10 +440,11 @@ def _may_run_in(
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
-    `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
-    `late` are the variables that only the second half has. There is no argument for the operands
-    that only the first half has, since the first half hands them over to the second.
+    """Returns the scan `loop`, whose equation is `eqn`, as two scans: the first half computes the
+    results `first`, and the second half the rest of `results`. `first` and `results` are sets of
+    indices. `late` are the variables whose values only the second half has, so the first half
+    cannot read them. No argument lists the variables that only the first half has: the first half
+    hands over those values that the second half reads.
 
     A stacked result moves to the first half if the first half computes its values anyway.
     """
@@ -455,9 +457,8 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Of the results with these indices, returns those that are carries, as variables of the
-        body's jaxpr.
-        """
+        """Returns the variables by which the body's jaxpr takes the carries at the indices
+        `results`. The indices of the scan's stacked results are ignored."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:
@@ -479,9 +480,9 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns a pair. The first is a list of the steps that a half of the backward pass (0 is the
-    first half, 1 the second) runs to compute the variables `needed`, and of the steps with side
-    effects that this half may run. The second is the set of `needed` and all variables that these
+    """Returns a list of steps for one half, and a set of variables. `half` is 0 for the first half
+    and 1 for the second. The list has the steps that compute the variables `needed`, and the steps
+    with side effects that this half may run. The set has `needed` and all variables that these
     steps read. `plan` has all steps in order, each with two booleans: whether each half may run the
     step. The half computes no variable in `elsewhere`, since only the other half computes these."""
     chosen = []

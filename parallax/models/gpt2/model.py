@@ -50,11 +50,11 @@ class Config:
         dropout: the rate of dropout after the embedding and after each half of a block.
         attention_dropout: the rate of dropout of the attention weights.
         epsilon: the number that layer normalisation adds to the variance.
-        origin: the further fields and files of a model that was loaded, for `save`.
+        origin: files and `config.json` fields that a loaded model does not use, kept for `save`.
 
     Raises:
         ValueError: a size is no whole number from 1 to 2^31 - 1, the heads do not divide the width,
-            a rate is outside [0, 1), or epsilon is below 0.
+            a rate is outside [0, 1), epsilon is below 0, or `vocabulary_multiple` is above 2^20.
     """
 
     layers: int = 12
@@ -128,8 +128,9 @@ class Norm(eqx.Module):
     ) -> Float[Array, "batch tokens width"]:
         """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias.
 
-        `remat.of_arguments` makes the backward pass keep only `x` and the weight, and compute the
-        other values again.
+        With `remat.of_arguments`, only `x` and the weight are kept for the backward pass, which
+        computes the other values again. Without it, JAX would keep two other arrays of the shape of
+        `x`, one of them in float32 or wider.
         """
 
         def scaled(x, weight):

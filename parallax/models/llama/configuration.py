@@ -51,8 +51,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", THETA)
     if not isinstance(kind, str) or kind not in NEEDED:
         raise ValueError(
-            f"rope_type must be 'default' or 'llama3'; it is {short(kind)}, for which this Llama "
-            "has no code. Load another model."
+            f"rope_type must be 'default' or 'llama3'; it is {short(kind)}, which Parallax does "
+            "not support. Load a model with one of these types."
         )
     if isinstance(theta, bool) or not isinstance(theta, int | float):
         raise ValueError(f"rope_theta must be a number; it is {short(theta)}. Correct the file.")

@@ -8,8 +8,8 @@ bias, is `()`.
 `comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
 `comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
 returns its argument, a weight that all devices have, and in the backward pass sums the weight's
-gradients over the devices. `decoder_taps.split` returns its argument unchanged; while `bisect`
-records, `split` also reports that argument.
+gradients over the devices. `decoder_taps.split` returns its argument unchanged. In a run that
+`parallax.bisect` records, `split` also reports the argument to `bisect`.
 """
 
 import functools
@@ -51,9 +51,9 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
-    """Returns the residual stream after one block, as `block.apply` computes it. A block with
-    experts returns an `Output` that holds the stream, the block's auxiliary losses and its
-    `experts.Statistics`.
+    """Returns the residual stream after one block, as `models.block.apply` computes it. A block
+    with experts returns an `Output` that holds the stream, the sum of the block's auxiliary losses,
+    and its `experts.Statistics`.
 
     `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
     them. `turns` is the result of `rotary` for the positions of all tokens in
