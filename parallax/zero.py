@@ -53,7 +53,8 @@ from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import accumulation_dtype, linear, varying_axes
 from parallax.grads import Grad, mean_over_devices
 from parallax.grads.axes import axes_of, replicated_axes
-from parallax.grads.devices import local_gradients, value_and_sums
+from parallax.grads.devices import value_and_sums
+from parallax.grads.local import local_gradients
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import right_on_shards
 from parallax.shards import Split, splits_of

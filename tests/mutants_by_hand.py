@@ -457,7 +457,7 @@ LAYERS = (
         "refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"
     ),
     Mutant(
-        "_check_equal_rows",
+        "check_equal_rows",
         "len(set(rows.values())) > 1",
         "False",
         f"{WRAPPED} -k other_numbers_of_rows",
