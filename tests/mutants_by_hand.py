@@ -2725,7 +2725,7 @@ SAME_BITS = (
     Mutant("Walk._for_each_cell", "_apart(cell)", "cell", KERNELS, bits=True),
     # The devices' sum in an order of its own
     Mutant(
-        "Walk.tree",
+        "Cells.tree",
         "x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))",
         "x = lax.psum(x, axis) if bit == 0 else x",
         KERNELS,
@@ -2733,7 +2733,7 @@ SAME_BITS = (
     ),
     # Cells that are no branch of the tree
     Mutant(
-        "Walk.tree",
+        "Cells.tree",
         "lax.slice_in_dim(x, k, None, 2, at)",
         "jnp.split(x, 2, at)[k]",
         KERNELS,
@@ -2748,7 +2748,7 @@ SAME_BITS = (
         bits=True,
     ),
     Mutant(
-        "Walk.tree",
+        "Cells.tree",
         "x * self.counts[axis] if join is lax.add else x",
         "x",
         "test_same_bits.py::test_by_cells_as_by_devices -k shared",
