@@ -138,7 +138,7 @@ def free_steps(flat: Flat) -> tuple[list[StepOfCell], list[StepOfCell]]:
     return free, others
 
 
-def names_of(eqn: JaxprEqn) -> tuple[str, ...]:
+def axes_named_by(eqn: JaxprEqn) -> tuple[str, ...]:
     """Returns the axes of the mesh that an equation names."""
     names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     names = (names,) if isinstance(names, str) else tuple(names)
@@ -148,7 +148,7 @@ def names_of(eqn: JaxprEqn) -> tuple[str, ...]:
 def needs_other_cells(eqn: JaxprEqn, cells: Cells, opened: Opened) -> bool:
     """Returns whether an equation, or one inside it, needs values of other cells (logical devices),
     or the index of its own cell. `opened` has the programs of this library's collectives."""
-    if eqn.primitive.name not in CASTS and not cells.counts.keys().isdisjoint(names_of(eqn)):
+    if eqn.primitive.name not in CASTS and not cells.counts.keys().isdisjoint(axes_named_by(eqn)):
         return True
     linear = eqn.primitive is types.linear_p
     bodies = [opened[id(eqn)][1]] if linear else jaxprs.inner(eqn)

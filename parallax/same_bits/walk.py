@@ -26,9 +26,9 @@ from parallax.same_bits.steps import (
     Flat,
     Opened,
     StepOfCell,
+    axes_named_by,
     flat_program,
     free_steps,
-    names_of,
     needed_steps,
     needs_other_cells,
 )
@@ -206,7 +206,7 @@ class Walk:
             rules["while"] = self._while
         if name in rules:
             return rules[name](eqn, operands)
-        names = tuple(axis for axis in names_of(eqn) if axis in self.cells.counts)
+        names = tuple(axis for axis in axes_named_by(eqn) if axis in self.cells.counts)
         if name in TREES:
             return [self.cells.tree(TREES[name], names, stack) for stack in operands]
         moves = {"replicated": self.cells.shared, "ppermute": self.cells.ppermute}
@@ -221,7 +221,7 @@ class Walk:
             return [moves[name](names, params, stack) for stack in operands]
         if name == "axis_index":
             return [self.cells.own(names, self.cells.indices(names), ())]
-        if names_of(eqn) or needs_other_cells(eqn, self.cells, self.opened):
+        if axes_named_by(eqn) or needs_other_cells(eqn, self.cells, self.opened):
             raise ValueError(
                 f"same_bits.spmd has no rule for `{name}` ({jaxprs.origin(eqn)}). Use psum, "
                 "all_gather, psum_scatter, ppermute, all_to_all, scan or cond there."
