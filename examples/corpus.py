@@ -99,8 +99,9 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     digest = hashlib.sha256(content).hexdigest()
     if digest != GPT2_SHA256:
         raise ValueError(
-            f"{path}: damaged, or not the file of GPT-2's token ranks: needed sha256 "
-            f"{GPT2_SHA256}, got {digest} of {len(content)} bytes. "
+            f"{path} is damaged, or is not the file of GPT-2's token ranks: needed "
+            f"sha256 {GPT2_SHA256}, got a file of {len(content)} bytes with sha256 "
+            f"{digest}. "
             "Copy it again from examples/data/gpt2.tiktoken in the repository."
         )
     encoding = tiktoken.Encoding(

@@ -34,8 +34,8 @@ optimizer = optax.adam(4e-3)
 
 
 class LeNet(eqx.Module):
-    """Two convolutions, after each the mean of 2 x 2 pixels, then two dense layers
-    (LeCun et al., 1998)."""
+    """Two convolutions, each followed by a mean over 2 x 2 pixels, and then two dense
+    layers: a small variant of LeNet-5 (LeCun et al., 1998)."""
 
     convolutions: list[eqx.nn.Conv2d]
     dense: eqx.nn.Linear

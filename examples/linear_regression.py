@@ -1,5 +1,5 @@
-"""Linear regression: a line predicts one point, a batch of points by `vmap`, and a
-batch that is split over devices. Then eight replicas train the line.
+"""Linear regression. A straight line predicts one point, then a batch of points (by
+`vmap`), then a batch that is split over devices. Then eight replicas train the line.
 
 Run: python examples/linear_regression.py
 """

@@ -73,8 +73,8 @@ def mean(
             `default_block_tokens` for the default.
 
     Raises:
-        ValueError: `x` is the same along one of the axes in `axis`; `block_tokens` is below 1; or
-            there are no targets.
+        ValueError: `x` is not typed as varying along each axis of `axis` (`tensor.copy_to` gives
+            this type); `block_tokens` is below 1; or there are no targets.
     """
     axis = Axis.of(axis)
     if block_tokens is None:

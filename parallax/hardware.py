@@ -25,10 +25,10 @@ written down before any estimate was made, and not changed to fit measurements. 
   matrix unit does 2 x 128 x 128 operations per cycle, and a core has 4 such units; a v5e has one
   core, a v4 or v5p two. From v6e on, the number of units is not stated, and the table has the 1.75
   GHz of a v5p.
-* Some shares of the stated figures are assumed: large products reach 0.75 of the rate. In the
-  estimate of a compiled program's time, operations that only read and write a GPU's memory reach
-  0.9 of its bandwidth, and NVLink reaches 0.8 of its rate. A TPU's program needs no such shares,
-  since the compiler states the cycles of all operations.
+* A program reaches less than the stated figures. Large products are assumed to reach 0.75 of the
+  rate. To estimate the time of a program compiled for a GPU, operations that only read and write
+  memory are assumed to reach 0.9 of the bandwidth, and NVLink 0.8 of its rate. For a program
+  compiled for a TPU, no share is assumed: the compiler states the cycles of all operations.
 """
 
 import dataclasses
@@ -58,9 +58,9 @@ class Hardware:
         fast: the times of a hop inside a domain, per hop and per byte. On a TPU the hop is over one
             fast link; on a GPU it is over all links from the GPU to the switch.
         slow: the times of a hop between domains.
-        efficiency: the share of the rates that large products reach.
-        reached: two shares that are assumed when a compiled program's time is estimated: of the
-            memory bandwidth and of the links' rates.
+        efficiency: the fraction of the rates that large products are assumed to reach.
+        reached: `(memory, links)`, for the estimate of a compiled program's time: the fraction of
+            the bandwidth and the fraction of the links' rates that the program reaches.
         clock: the cycles per second; 0 if the compiler states no cycles.
         fresh: the seconds that the system takes to provide a byte of memory for a step's temporary
             arrays; 0 if this memory is kept from step to step.
@@ -68,7 +68,8 @@ class Hardware:
             numbers.
         torus: the chips along each dim of the slice that the mesh uses, such as (2, 4). With () a
             hop is always one link.
-        cores: the number of devices that share a chip and its links (`for_devices`).
+        cores: the number of devices that share one chip and its links. `for_devices` sets it to 2
+            if each core of a chip is a device.
     """
 
     name: str
@@ -118,9 +119,9 @@ class Hardware:
         Args:
             span: the number of devices from the first device of the group to the last, in the order
                 of the devices' numbers.
-            links: the number of fast links that the hop crosses. It multiplies `alpha` and `beta`
-                of fast links, since the bytes cross each link, but not `gamma`: each byte is added
-                once.
+            links: the number of fast links that the hop crosses. `alpha` and `beta` of a fast link
+                are multiplied by this number, since the bytes cross each link. `gamma` is not
+                multiplied, since each byte is added once.
 
         The `cores` devices of a chip share its fast links, and are assumed to send at the same
         time. So `cores` multiplies the `beta` of fast links.

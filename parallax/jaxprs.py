@@ -459,11 +459,10 @@ class _Ways(FollowingAlong):
         return joined if differs else joined._replace(alone=0, met=0)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the `Reach` of a result that combines all operands. If an operand depends on
-        data, each other operand is combined with data. So the arguments in the mask `alone` of each
-        other operand are added to the result's mask `met`."""
+        """Returns the `Reach` of a result that combines all operands. If any operand except operand
+        i depends on the arguments in `self.data`, then operand i is combined with data. So the
+        arguments in the mask `alone` of operand i are added to the result's mask `met`."""
         joined = functools.reduce(operator.or_, operands)
-        # Each operand is combined with all other operands.
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
                 joined |= Reach(met=operand.alone)
@@ -515,8 +514,8 @@ def frames(eqn: JaxprEqn) -> Sequence[Any]:
 
 def origin(eqn: JaxprEqn) -> str:
     """Returns the source line that made an equation, such as "clipping.py:77": the innermost line
-    in no file of JAX, of Python's library or of an installed package (`_BELOW`). Returns "" if
-    there is no such line."""
+    outside the files of JAX, of Python's library and of installed packages (`_BELOW`). Returns ""
+    if there is no such line."""
     for frame in frames(eqn):
         name = frame.file_name
         # Names without ".py", such as "<frozen ...>" or "<stdin>", are no files.

@@ -215,22 +215,23 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """The number of devices among which ZeRO splits the optimizer's state: 1 without ZeRO."""
+        """The number of devices among which ZeRO splits the optimizer's state; 1 without ZeRO."""
         return self.data * self.context if self.zero >= 1 else 1
 
     @property
     def gradient_shards(self) -> int:
-        """The number of devices among which ZeRO splits the sums of gradients: 1 below ZeRO-2."""
+        """The number of devices among which ZeRO splits the sums of gradients; 1 if `zero` is less
+        than 2."""
         return self.data * self.context if self.zero >= 2 else 1
 
     @property
     def parameter_shards(self) -> int:
-        """The number of devices among which ZeRO splits the parameters: 1 below ZeRO-3."""
+        """The number of devices among which ZeRO-3 splits the parameters; 1 without ZeRO-3."""
         return self.data * self.context if self.zero == 3 else 1
 
     @property
     def token_shards(self) -> int:
-        """The number of tensor devices among which the residual stream is split by tokens: 1
+        """The number of tensor devices among which the residual stream is split by tokens; 1
         without `sequence`."""
         return self.tensor if self.sequence else 1
 
@@ -348,10 +349,10 @@ class Layout:
         """Returns the layout of the fields `written`, or raises `ValueError` with the first fault.
 
         The fields were read from a text of `name=value` parts, or from JSON. `misread` has a
-        sentence for each mistake in this text. The names and values in `written` are already
-        corrected as the message will propose them. The layout must fit `sizes`, the sizes of a
-        model and a batch; if `sizes` is empty, only the fields are checked. `wording` says how the
-        message writes the corrected fields.
+        sentence for each mistake in this text. In `written`, each unknown name is already replaced
+        by the name of the field that the error message proposes. The layout must fit `sizes`, the
+        sizes of a model and a batch; if `sizes` is empty, only the fields are checked. `wording`
+        says how the message writes the corrected fields.
         """
         # If the text has a mistake, there is always an error message, which begins with the first
         # mistake. The proposal has the fields in `written` and the fields that it changes, but no

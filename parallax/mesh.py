@@ -157,8 +157,8 @@ def spmd(
     Args:
         f: a function of local blocks; `f` names the axes along which it communicates.
         mesh: the mesh.
-        in_specs: a tuple of one tree prefix of `PartitionSpec`s for each argument. `rules.specs`
-            returns such a tree.
+        in_specs: a tuple that has, for each argument, a tree prefix of `PartitionSpec`s.
+            `rules.specs` returns such a tree.
         out_specs: a tree prefix of `PartitionSpec`s for the result of `f`.
 
     Raises:

@@ -71,7 +71,7 @@ def job(microbatch: Int[Array, ""] | int, valid: Bool[Array, ""] | bool) -> Int[
 
 @contextlib.contextmanager
 def only_if(valid: Bool[Array, ""] | bool) -> Iterator[None]:
-    """In the `with` block, the values of taps count only on devices on which `valid` is true. On
-    the other devices, a tap reports -1 as the number of the microbatch."""
+    """Sets the number of the microbatch to -1 in the `with` block, on devices on which `valid` is
+    false. `bisect` ignores the values that taps report with the number -1."""
     with at(microbatch=job(AT.get().get("microbatch", 0), valid)):
         yield

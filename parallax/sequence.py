@@ -163,8 +163,9 @@ def comms(
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
-    `on_tpu` is passed to `column` and `row`. The functions in the returned `Comms` raise
-    `ValueError` if the number of tokens is not a multiple of the number of devices.
+    `on_tpu` makes the layers compute in the way that is fastest on TPUs (see `tensor.column`). The
+    functions in the returned `Comms` raise `ValueError` if the number of tokens is not a multiple
+    of the number of devices.
     """
     axis = Axis.of(axis)
 
@@ -205,18 +206,17 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Comms:
-    """Returns the result of `comms` with the two functions of `collectives.matmul`, so that a layer
-    multiplies some tokens while other tokens are being sent.
+    """Returns the `Comms` of `comms` for layers that multiply some tokens while they send others.
 
-    The functions of `collectives.matmul` send to both neighbours in the ring of devices at the same
-    time, whatever the algorithm that `axis` names. That algorithm is used only outside the layers,
-    such as for the vocabulary.
+    The layers use `all_gather_matmul` and `matmul_reduce_scatter` of `collectives.matmul`. These
+    functions send to both neighbours in the ring of devices at the same time. The algorithm that
+    `axis` names is used only outside the layers, such as for the vocabulary.
 
     Args:
         axis: the axis over which tokens and layers are split.
         shared: axes over which the vocabulary is split in addition to `axis`, such as the stages of
             a pipeline.
-        on_tpu: the argument `on_tpu` of `column` and `row`.
+        on_tpu: whether the layers compute in the way that is fastest on TPUs (see `tensor.column`).
     """
     return comms(
         axis,

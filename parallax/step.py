@@ -74,9 +74,7 @@ REDUCING = "grads.averaged, zero.reduce_scattered or ZeRO.grad"
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
-    """Returns the model: the default `after_update`, for a model that is changed only by its
-    gradients.
-    """
+    """Returns the model as it is. `make` uses this function as `after_update` by default."""
     return model
 
 
@@ -326,10 +324,10 @@ def _check_form(path: str, new: Any, old: Any) -> None:
 
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
-            f"step.make: after_update must keep the form of {path}, (shape, type, axes along which "
-            f"the devices' values differ) = {form(old)}; it returned {form(new)}. If the axes "
-            "differ, average the array over the new axes, as grads.averaged does with auxiliary "
-            "values."
+            f"step.make: after_update must keep three things of {path}: the shape, the dtype, and "
+            f"the axes along which the devices' values differ. It got {form(old)} and "
+            f"returned {form(new)}. If the axes differ, average the array over the new axes, as "
+            "grads.averaged does with auxiliary values."
         )
 
 
@@ -360,7 +358,7 @@ def init(
         scale: the first loss scale, for a `precision.ScaledGrad`.
         trainable: chooses the leaves for which the optimizer has state. It is a function of a leaf
             (a traced array), or a tree of booleans that is a prefix of the model. For all other
-            leaves the gradient function gives None.
+            leaves the gradient function must give None.
         batch_axes: the mesh axes that split the batch. Only `rules.fsdp` and `rules.experts` may
             split a parameter over these axes; `rules.specs` refuses any other rule that splits a
             parameter over them.
@@ -532,8 +530,8 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is "
-                f"{leaf.shape} and {leaf.dtype}. Plan the state for the configuration and the "
-                "dtype of this model."
+                f"{leaf.shape} and {leaf.dtype}. Pass a model of the same configuration and dtype "
+                "as the result of make_model."
             )
         # A random key has no NumPy array to cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

@@ -63,7 +63,8 @@ class Mark(NamedTuple):
         sizes: the mesh's axes, with their sizes.
         placed: the dims for which a report gives the positions of the block's elements in the whole
             array.
-        differentiated: whether the tap was differentiated, so that another derivative adds no tap.
+        differentiated: whether the tap was differentiated. The first derivative taps the tangent;
+            later derivatives tap no new tangents.
     """
 
     path: str

@@ -103,7 +103,7 @@ def comms(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Com
     and `local_tokens` is the identity. The vocabulary is split over `axis` and also over the axes
     `shared`, such as the stages of a pipeline. Both `sum_partials` (after the look-up of the
     embeddings) and `all_tokens` (before the output layer) communicate over all these axes. `on_tpu`
-    is passed to `column` and `row`.
+    makes the layers compute in the way that is fastest on TPUs (see `column`).
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -183,7 +183,8 @@ def column(
 
     `on_tpu` chooses what is fastest on TPUs, except for a `Linear`. A weight `[I, n, H, K]`, such
     as that of queries, keys and values, is applied in n separate products, so no copy is needed to
-    separate the n results. The gradient of a bias is a product with ones, for the matrix units.
+    separate the n results. The gradient of a bias is computed as a product with ones, since the
+    matrix units add up numbers faster than the vector units.
 
     Raises:
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
@@ -324,9 +325,9 @@ class Embedding(eqx.Module):
             raise ValueError(
                 f"tensor.Embedding needs an eqx.nn.Embedding whose {rows} rows are split over the "
                 f"{devices} devices of {self.axis!r}, {rows} / {devices} on each; got a weight of "
-                f"{list(weight.shape)}. Give it the specs of tensor.rule(model), and a number of "
-                "rows that is a multiple of the devices. If ZeRO-3 also splits the table, gather "
-                "it first with ZeRO.loss or zero.gathered."
+                f"{list(weight.shape)}. Give the embedding the specs of tensor.rule(model), and a "
+                f"number of rows that is a multiple of {devices}. If ZeRO-3 also splits the table, "
+                "gather the table first with ZeRO.loss or zero.gathered."
             )
         return embed(weight, ids, self.axis)
 
@@ -375,7 +376,7 @@ def _check_attention(model: PyTree) -> None:
     """Raises `ValueError` if an `eqx.nn.MultiheadAttention` has a split projection."""
 
     def is_attention(node):
-        """Returns whether a node of the model is an attention of Equinox."""
+        """Returns whether a node of the model is an `eqx.nn.MultiheadAttention`."""
         return isinstance(node, eqx.nn.MultiheadAttention)
 
     def is_split(node):
@@ -414,20 +415,20 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
         raise ValueError(
             f"tensor.{name} needs an eqx.nn.Linear whose {whole[split]} {dim} are split over the "
             f"{devices} devices of {axis.names!r}: on each device a weight [outputs, inputs] of "
-            f"[{', '.join(map(str, needed))}]; got {list(linear.weight.shape)}. Give it "
-            f"the specs of tensor.rule(model), and a number of {dim} that is a multiple of the "
-            "devices. If ZeRO-3 also splits the weight, gather it first with ZeRO.loss or "
-            "zero.gathered."
+            f"[{', '.join(map(str, needed))}]; got {list(linear.weight.shape)}. Give the layer "
+            f"the specs of tensor.rule(model), and a number of {dim} that is a multiple of "
+            f"{devices}. If ZeRO-3 also splits the weight, gather the weight first with ZeRO.loss "
+            "or zero.gathered."
         )
 
 
 def _with_own_bias(layer: eqx.nn.Linear, bias, name: str) -> eqx.nn.Linear:
-    """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given.
-    `name` is the name of the calling function, for the message."""
+    """Returns `layer` unchanged. Raises `ValueError` if `bias` is not None, since `layer` brings
+    its own bias. `name` is the name of the calling function, for the message."""
     if bias is not None:
         raise ValueError(
-            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of "
-            f"shape {bias.shape}."
+            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass bias=None; got a bias "
+            f"of shape {bias.shape}."
         )
     return layer
 
@@ -617,8 +618,9 @@ def _held(ids, rows: int, axis: Axis):
 def _outside(ids, vocabulary: int):
     """Returns whether each id is outside the vocabulary.
 
-    Ids are compared in their own dtype, since an int64 id may not fit in int32. So the last id of
-    the vocabulary is limited to the largest number of this dtype, such as 127 for int8.
+    Ids are compared in their own dtype, since an int64 id may not fit in int32. The last id of the
+    vocabulary may not fit in the ids' dtype. It is then replaced by the largest number of this
+    dtype, such as 127 for int8.
     """
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 

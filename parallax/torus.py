@@ -5,11 +5,11 @@ The devices along an axis form a box in the torus. The box has a *side* along ea
 of the side is the axis's piece of that dim. The ring of an axis is a closed path through the axis's
 box: it goes out along one side, and comes back through all other points, by steps to neighbouring
 points if possible. A *cut* is one choice of all pieces; `cut[dim][axis]` is one piece. All cuts are
-tried, and the cut whose hops cross the fewest links is taken. If two cuts cross equally many links,
-the links of axis k of the mesh get the weight 1 + 1e-5 k, so that the cut with shorter hops along
-later axes is taken. If the weighted links are equal too, the cut with fewer pieces above 1 is
-taken. In this cut fewer axes share a dim of the torus. This is better because the hops of two axes
-that share a dim may cross the same links.
+tried, and the cut whose hops cross the fewest links is taken. A link that a hop along axis k of the
+mesh crosses counts as 1 + 1e-5 k links. So of two cuts that cross equally many links, the cut with
+shorter hops along later axes is taken. If these sums are equal too, the cut with fewer pieces above
+1 is taken. In this cut fewer axes share a dim of the torus. Sharing is worse because the hops of
+two axes that share a dim may cross the same links.
 
 Along each dim, a device has one coordinate for each axis. The axis's piece of the dim is the number
 of values that the coordinate can have, from 0 on. A *laying* of a dim is an array that holds the
@@ -167,9 +167,9 @@ def hops(
 def coordinates(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns the coordinates of each device of a mesh: an array [*sizes, dims + 1].
+    """Returns the coordinates of each device of a mesh: an array [*sizes, dims of the torus + 1].
 
-    The last coordinate is the core on the chip.
+    The last coordinate is the core on the chip; the others are the chip's place on the torus.
 
     Args:
         box: the chips along each dim of the torus.
@@ -279,17 +279,18 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the layings of one dim of the torus: arrays of shape `pieces`, each with the place
-    along the dim for each combination of the axes' coordinates.
+    """Returns several *layings* of one dim of the torus. A laying is an array of shape `pieces`. It
+    has the device's place along the dim for each combination of the axes' coordinates.
 
     Axis k of the mesh has the coordinates from 0 to `pieces[k] - 1` along the dim. If the mesh has
     two axes, `line[i, j]` is the place for coordinate i of the first axis and coordinate j of the
     second axis.
 
     The axes are nested: for each coordinate of an outer axis, the coordinates of the inner axes
-    fill a stretch of neighbouring places. Up to three axes are nested in all orders, and more axes
-    in one order. With two axes or more, each order gives two layings: in the second one, every
-    second stretch runs backward. For the pieces (2, 4), with the first axis outside, `line` is
+    fill a stretch of neighbouring places. If at most three axes have a piece above 1, they are
+    nested in every order; otherwise only in the order of the mesh. With two axes or more, each
+    order gives two layings: in the second one, every second stretch runs backward. For the pieces
+    (2, 4), with the first axis outside, `line` is
 
         [[0, 1, 2, 3], [4, 5, 6, 7]]  and  [[0, 1, 2, 3], [7, 6, 5, 4]].
 
@@ -316,9 +317,9 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
-    """Returns the lengths of the sides of the box that an axis's devices form in the torus. Each
-    side lies along one dim, and its length is the axis's factor (piece) of the dim's length. Sides
-    of length 1 are left out.
+    """Returns the lengths of the sides of the box that an axis's devices form in the torus. The
+    side along a dim has the length `cut[dim][axis]`, which is the axis's factor (piece) of the
+    dim's length. Sides of length 1 are left out.
     """
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
@@ -329,8 +330,8 @@ def _costs(
     """Returns the mean cost of a hop of an axis's ring: an array [paths, layings of dim 0, layings
     of dim 1, ...].
 
-    `_paths` gives the paths that the ring may take. A laying of a dim, from `_lines`, is an array:
-    for each combination of the axes' coordinates, the device's place along the dim. The cost of a
+    `_paths` gives the paths that the ring may take. A laying of a dim, from `_lines`, is an array
+    with a device's place along the dim for each combination of the axes' coordinates. The cost of a
     hop is the number of links that the hop crosses, with a small addition for long hops.
 
     Args:

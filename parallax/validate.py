@@ -138,7 +138,8 @@ def refusal(
             the hidden units of a feed-forward, `rows` the rows of the padded vocabulary, `batch`
             the sequences, and `tokens` the tokens per sequence. With an empty dict, only the fields
             are checked.
-        wording: how the message writes sizes and changes, such as for Python or a command line.
+        wording: the form in which the message writes sizes and changes: `PYTHON`, `TEXT` (for a
+            command line), `JSON` or a form of the caller's own.
         written: the fields that the caller wrote, by name; all other fields have their defaults. A
             `wording` may repeat these fields in the proposed change, so that it is complete.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a

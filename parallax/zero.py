@@ -20,12 +20,13 @@ A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of eac
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
 says why), and its gradient is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum
 over X that was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each
-gradient is scattered over the axes that its leaf's spec names, and summed over the other axes. An
-axis that splits the parameter even without ZeRO, such as the experts' axis, is left out of both. A
-mean divides by the product of the sizes of all axes of the tuple. `splits_of(path, by_path, axis)`
-gives the dims of a leaf that `axis` splits, each as a `Split`: the dim, and those axes of `axis`
-that split this dim. `sequence_after(x, y)` is `x`; on a CPU each array of `x` waits for all of `y`,
-so that all devices send in one order: else they could wait for each other forever.
+gradient is scattered over the axes that its leaf's spec names, and summed over the other axes. Over
+an axis that splits the parameter even without ZeRO, such as the experts' axis, the gradient is
+neither scattered nor summed. A mean divides by the product of the sizes of all axes of the tuple.
+`splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a `Split`: the
+dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a CPU each
+array of `x` waits for all of `y`, so that all devices send in one order: else they could wait for
+each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
 `ZeRO` makes all these functions, from a stage, an axis and the model's sharding rule.
@@ -67,8 +68,9 @@ def reduce_scattered(
     *,
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
-    """Returns a gradient function for the mean of `grad` over the devices of `axis`; each device
-    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`.
+    """Returns a gradient function for the mean of `grad` over the devices of `axis`. Each device
+    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`. `{U_X}` is a sum over X that was not
+    taken yet, and `A[I_X]` is split over X.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
     `grads.averaged`. The gradients of leaves that stay whole are all-reduced, and so is the loss. A

@@ -227,12 +227,12 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
     [
         (
             lambda model, aux: {**model, "mean": aux["mean"].astype(jnp.float32)},
-            "after_update must keep the form of mean, .* dtype.'float64'.*; it returned .* "
+            "after_update must keep three things of mean: .* dtype.'float64'.* and returned .* "
             "dtype.'float32'",
         ),
         (
             lambda model, aux: {**model, "mean": aux["mean"][:4]},
-            r"after_update must keep the form of mean, .*\(8,\).*; it returned .*\(4,\)",
+            r"after_update must keep three things of mean: .*\(8,\).* and returned .*\(4,\)",
         ),
         (
             lambda model, aux: {**model, "rate": 0.25},
@@ -280,7 +280,7 @@ def test_after_that_makes_replicas_differ_is_refused():
 
     state, train = counting(own_rows, mesh.make(data=8))
     message = (
-        r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). If "
+        r"after_update must keep three things of mean: .*\(\)\) and returned .*\('data',\)\). If "
         r"the axes differ, average the array over the new axes"
     )
     with pytest.raises(ValueError, match=message), jax.numpy_dtype_promotion("standard"):

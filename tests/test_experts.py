@@ -628,8 +628,8 @@ def test_refusals():
         split=False,
     )
     refused(
-        "experts.ragged moves data only by jax.lax, and the axis is ring('data'). Pass the "
-        "axis by its name, 'data', or use exchanged",
+        "experts.ragged needs an axis without an algorithm of its own; got ring('data'). Pass "
+        "the axis by its name, 'data', or use experts.exchanged",
         axis=ring("data"),
         dispatch=experts.ragged(1.0),
     )

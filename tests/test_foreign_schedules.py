@@ -153,7 +153,7 @@ REFUSED = {
     ),
     "a tick left out": (
         "tick,stage 0\n0,0F0\n2,0I0\n",
-        "line 3: needs tick 1 and 2 cells, got '2,0I0'.",
+        "line 3: needs 2 cells, and the first cell must be the tick, 1; got '2,0I0'.",
     ),
 }
 

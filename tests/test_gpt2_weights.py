@@ -451,7 +451,7 @@ def test_missing_files_are_named(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(
         FileNotFoundError,
-        match=r"needs model\.safetensors or .*it holds .*pytorch_model\.bin.*save_pretrained",
+        match=r"needs model\.safetensors or .*folder holds .*pytorch_model\.bin.*save_pretrained",
     ):
         gpt2.load(folder)
     (folder / "config.json").unlink()

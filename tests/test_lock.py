@@ -163,7 +163,7 @@ def test_of_eight_at_once_one_has_it(tmp_path):
 def test_where_nothing_can_be_made_it_says_so(tmp_path, place):
     (tmp_path / "file").write_text("text")
     with pytest.raises(
-        OSError, match=r"needed a folder to write to; .*\. Choose another one\."
+        OSError, match=r"needed a folder to write to; .*\. Choose another folder\."
     ) as caught:
         lock.take(tmp_path / place)
     assert not isinstance(caught.value, lock.Held)
@@ -177,7 +177,7 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").symlink_to(tmp_path / "thesis.txt")
     with pytest.raises(
-        OSError, match=r"needed a folder to write to; \.lock there is a link, and a lock is a file"
+        OSError, match=r"needed a folder to write to; the lock's file \.lock is a link, not a"
     ):
         lock.take(tmp_path / "run")
     assert (tmp_path / "thesis.txt").read_text() == "text"

@@ -263,8 +263,8 @@ REFUSALS = {
     "another tree": (
         {"stage": lambda params, x, part, position: {"y": x}},
         "pipeline: a stage must return a tree of the same structure as its input, float64[2, 4], "
-        "since its output is the next stage's input; it returned y: float64[2, 4]. Values beside x "
-        "go into pipeline.Output(x, loss=..., aux=...).",
+        "since its output is the next stage's input; it returned y: float64[2, 4]. To return a "
+        "loss or auxiliary values as well, return pipeline.Output(output, loss=..., aux=...).",
     ),
     "another leaf": (
         {

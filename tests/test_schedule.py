@@ -691,9 +691,12 @@ FILES = {
     ),
     "tick": (
         "tick,stage 0\n0,0F0 0B0\n2,0F1 0B1\n",
-        "{path}: line 3: needs tick 1 and 2 cells, got '2,0F1 0B1'.",
+        "{path}: line 3: needs 2 cells, and the first cell must be the tick, 1; got '2,0F1 0B1'.",
     ),
-    "cells": ("tick,stage 0\n0\n", "{path}: line 2: needs tick 0 and 2 cells, got '0'."),
+    "cells": (
+        "tick,stage 0\n0\n",
+        "{path}: line 2: needs 2 cells, and the first cell must be the tick, 0; got '0'.",
+    ),
     "cell": (
         "tick,stage 0\n0,0F0 B0\n",
         "{path}: line 2, stage 0: 'B0' is no job. Write a job as 5F3: the place, then a "

@@ -211,7 +211,7 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         P(None, "tensor"),
         "tensor.ColumnLinear needs an eqx.nn.Linear whose 8 outputs are split over the 4 devices "
         "of 'tensor': on each device a weight [outputs, inputs] of [1/4 of 8, 8]; got [8, 2]. Give "
-        "it the specs of tensor.rule(model)",
+        "the layer the specs of tensor.rule(model)",
     ),
     "a column's split under a row": (
         lambda x, w: tensor.row(ON_TENSOR(x)[:, :2], linear(w), None, "tensor"),
@@ -257,8 +257,8 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),
         P(),
-        "tensor.column: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of shape "
-        "(8,).",
+        "tensor.column: an eqx.nn.Linear brings its own bias. Pass bias=None; got a bias of "
+        "shape (8,).",
     ),
     "sequence's column": (
         lambda x, w: unchecked(sequence.column)(x[None], w, None, "tensor", all_gather_matmul=None),

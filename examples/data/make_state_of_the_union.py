@@ -3,9 +3,9 @@
     python make_state_of_the_union.py FOLDER_OF_THE_PACKAGE
 
 The file has all State of the Union addresses since 1934 that the package's table marks
-as spoken, sorted by date. The addresses are whole, without two kinds of editors' notes:
-those that have a line of their own, such as "[Delivered in person before a joint
-session]", and "[See APP Note.]".
+as spoken, sorted by date; the other addresses were sent in writing. The addresses are
+whole, without two kinds of editors' notes: those that have a line of their own, such as
+"[Delivered in person before a joint session]", and "[See APP Note.]".
 """
 
 import csv
@@ -18,7 +18,7 @@ EDITORS_NOTE = re.compile(r"\[[^\[\]]*\]")
 
 
 def tidy(address: str) -> str:
-    """Returns the text of one speech without the editors' notes, with single spaces and
+    """Returns the text of an address without the editors' notes, with single spaces and
     only printable characters. Each run of blank lines becomes one blank line.
     """
     address = address.replace("[See APP Note.]", "")
@@ -32,8 +32,8 @@ def tidy(address: str) -> str:
 
 
 def main(package: Path, target: Path) -> None:
-    """Writes all spoken speeches since `FIRST_YEAR` to the file `target`, with a blank
-    line between speeches."""
+    """Writes the addresses since `FIRST_YEAR` that were spoken, not sent in writing, to
+    the file `target`, with a blank line between two addresses."""
     with open(package / "data" / "metadata.csv", encoding="utf-8", newline="") as file:
         rows = [
             row

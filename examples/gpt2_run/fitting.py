@@ -51,7 +51,8 @@ class World(NamedTuple):
         vocabulary: the number of different tokens of the tokenizer.
         processes: the number of processes that share the devices.
         source: the sizes of the model to start from, if there is one.
-        room: returns the number of tokens to train on, and of held-out tokens.
+        room: a function that returns two numbers: the number of tokens to train on, and
+            the number of held-out tokens.
     """
 
     devices: int | None
@@ -72,9 +73,9 @@ class Fitted(NamedTuple):
 
 
 def fitted(settings: Settings, world: World) -> Fitted:
-    """The sizes, the layout and the schedule that the flags ask for. Raises
-    `ValueError` if they do not go together; any flags that its message proposes go
-    together."""
+    """Returns the sizes, the layout and the schedule that the flags ask for. Raises
+    `ValueError` if the flags fail a check of this module. The error's message proposes
+    only flags that pass the checks."""
     if (message := refusal(settings, world)) is not None:
         raise ValueError(message)
     fields, sizes = asked(settings, world)
@@ -174,8 +175,8 @@ def refusal(settings: Settings, world: World) -> str | None:
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """Returns `change`, with further changes if the flags need these to be valid.
-    Returns None if no such changes are found."""
+    """Returns `change`, extended by further changes if `change` alone does not make all
+    flags valid. Returns None if no valid flags are found."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):
@@ -310,8 +311,8 @@ def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _wording(settings: Settings, world: World) -> validate.Wording:
-    """Returns the `Wording` that writes the fields of layouts and sizes of runs as
-    flags."""
+    """Returns the `Wording` that makes the messages of `validate` name flags, such as
+    `--data 4`, for the fields of the layout and for the sizes of the run."""
     fixed = (
         ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
     )

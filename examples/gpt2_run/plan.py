@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def windows(self) -> jax.ShapeDtypeStruct:
-        """A batch of a step, split over the replicas."""
+        """The shape, dtype and sharding of the batch of one step."""
         sharding = mesh.shardings(P("data"), self.mesh)
         return jax.ShapeDtypeStruct(
             (self.settings.batch, self.length + 1), jnp.int32, sharding=sharding
@@ -220,8 +220,8 @@ def check_folder(plan: Plan) -> None:
             differing := records.differences(written["numbers"], plan.numbers)
         ):
             raise ValueError(
-                f"{out} holds another run, with {differing}. Choose another --out, or "
-                "give the flags the values of that run to go on with it."
+                f"{out} holds another run, with {differing}. Choose another --out. To "
+                "go on with the run in this folder, use its settings."
             )
     elif (
         not stored

@@ -1,7 +1,7 @@
 """The text that a run prints: its plan before the first step, and then its progress.
 
-Nothing here changes a number of the run. Legend: N parameters, L layers, D width, T
-tokens of a sequence.
+Nothing in this file changes the results of the run. Legend: N parameters, L layers, D
+width, T tokens of a sequence.
 """
 
 import functools
@@ -78,9 +78,9 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def split(layout: Layout) -> str:
-    """Returns a text that names the state that ZeRO splits, and says if the residual
-    stream and the sends are split over the tensor axis. The text then names the
-    precision, and the activations that the backward pass computes again."""
+    """Returns a text that names the state that ZeRO splits, the precision, and the
+    activations that the backward pass computes again. If the tensor axis splits the
+    residual stream, or the messages between stages, the text says so."""
     sharded = (
         "nothing",
         "optimizer state",

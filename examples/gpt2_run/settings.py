@@ -275,8 +275,8 @@ def flag(name: str) -> str:
 
 
 def spelt(change: Mapping[str, Any]) -> str:
-    """Returns the values of `change`, by the names of their fields, as flags:
-    `--data 4 --no-sequence`."""
+    """Returns a dict from names of fields to values as flags. For {"data": 4,
+    "sequence": False}, the flags are `--data 4 --no-sequence`."""
     flags = []
     for name, value in change.items():
         if isinstance(value, bool):
@@ -287,7 +287,8 @@ def spelt(change: Mapping[str, Any]) -> str:
 
 
 def _cure(change: Mapping[str, Any]) -> str:
-    """A change of flags as a sentence; a flag whose value is None is left out."""
+    """Returns the advice to change some flags. For {"data": 4, "keep_every": None}, the
+    advice is "Use --data 4 and leave out --keep-every."."""
     given = spelt({name: value for name, value in change.items() if value is not None})
     left_out = " ".join(flag(name) for name, value in change.items() if value is None)
     if not left_out:
@@ -298,8 +299,9 @@ def _cure(change: Mapping[str, Any]) -> str:
 
 
 def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns `change`, with further changes if the flags need these to be valid on
-    virtual CPU devices. Returns None if no such changes are found."""
+    """Returns `change`, extended by further changes if `change` alone does not make all
+    flags valid on virtual CPU devices. Returns None if no valid flags are found, or if
+    the flags have --from."""
     after = dataclasses.replace(settings, **change)
     if next(faults(after), None) is not None or after.source is not None:
         return None

@@ -88,7 +88,8 @@ def begin(
     finished already.
 
     Args:
-        seconds: the seconds of each part are added here, by the name of the part.
+        seconds: a dict. `begin` adds the seconds of its parts: "compile", "one device"
+            and, for all other parts together, "setup".
     """
     s, job = plan.settings, plan.job
     say = report.printer(job)
@@ -341,8 +342,8 @@ def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
             if processes.of_peers(error):
                 raise
             raise SystemExit(
-                f"error: {error} This error changed no checkpoint in {settings.out}. "
-                "The same command goes on from the last checkpoint there."
+                f"error: {error}\nThe error changed no checkpoint in {settings.out}. "
+                "The same command goes on from the last checkpoint in this folder."
             ) from error
 
     processes.run(train, job)

@@ -55,8 +55,8 @@ _NAMED_COLLECTIVES = frozenset(
 
 
 class ProgramSlice(NamedTuple):
-    """The part of a program between a value and the last reported values that it is computed from.
-    A *tap* is an equation that reports a value.
+    """The part of a program that computes a value from the values reported just before it. A *tap*
+    is an equation that reports a value.
 
     Attributes:
         taps: the taps at which this part of the program begins, each as `(path, way)`. `path` is
@@ -96,13 +96,14 @@ class _Body(NamedTuple):
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
     """Returns the part of a program that computes a reported value from the values reported just
-    before it: the taps of these earlier values, and the collectives and functions in between.
+    before it.
 
-    A *tap* is an equation that reports a value. `path` is the name of the computed value, and `way`
-    is the pass that it belongs to: "forward", "backward", or "after" the backward pass. A tap also
-    reports the number of the microbatch and the number of the layer. If `numbers` is true, the part
-    also has the code that computes these two numbers, since a right value may be reported under a
-    wrong number.
+    A *tap* is an equation that reports a value. The part has the taps of the earlier values, and
+    the collectives and functions between these taps and the computed value. `path` is the name of
+    the computed value, and `way` is its pass: "forward", "backward", or "after" the backward pass.
+    A tap also reports the number of the microbatch and the number of the layer. If `numbers` is
+    true, the part also has the code that computes these two numbers, since a right value may be
+    reported under a wrong number.
     """
     # `follow` goes back from an operand to the nearest taps, and collects what is on the way.
     reader = _SliceReader()
@@ -121,9 +122,9 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program before its result number `place`: the nearest taps (equations
-    that report a value) before this result, and the collectives and functions between these taps
-    and the result."""
+    """Returns the part of a program that computes its result number `place` from the values
+    reported just before it. The part has the taps (equations that report a value) of these values,
+    and the collectives and functions between the taps and the result."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()

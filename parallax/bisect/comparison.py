@@ -24,13 +24,13 @@ SMALL = 1e-3
 
 
 class Difference(NamedTuple):
-    """The first value that differs between two runs.
+    """The first value that differs between two runs, or whose copies on the devices of the second
+    run differ.
 
     Attributes:
         key: the value's key.
-        off: the largest difference of an element, divided by the largest magnitude in the value. If
-            the runs agree, but copies of the value on several devices differ, `off` may be below
-            `bound`.
+        off: the largest difference of an element between the runs, divided by the largest magnitude
+            in the value. If only the copies differ, `off` may be below `bound`.
         bound: the largest `off` that is allowed.
         index: the index of the number with the largest difference, in the whole value.
         right: this number in the first run.
@@ -186,8 +186,7 @@ def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
 def _kind(key: Key) -> tuple[str, str]:
     """Returns the kind of a value: the `way` of the value's key, and the beginning of the key's
     path. For an argument or a result of the run, the beginning is the first three parts of the
-    path, such as "result.0.model"; for a value that a tap reported, it is the first part. Values of
-    one kind, such as the moments of an optimizer, have numbers of similar magnitude.
+    path, such as "result.0.model"; for a value that a tap reported, it is the first part.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.
@@ -201,7 +200,7 @@ def _differences(a: Record, b: Record) -> dict[Key, float]:
 
     This magnitude is the larger of two numbers: the largest |element| of the value in `a`, and
     `SMALL` times the largest |element| among all values in `a` of the same kind, as `_kind` returns
-    it. The result is infinite if the shapes differ, or if whole numbers differ at all.
+    it. The result is infinite if the shapes differ, or if any integers or booleans differ.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():

@@ -479,8 +479,8 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 def _of_array(leaf: Any) -> Value:
     """Returns a JAX array as a `Value`. Devices may have copies of one block of the array. If
-    copies differ, `differs` has the largest difference under the name "devices". The difference is
-    infinite if whole numbers differ at all.
+    copies differ, `differs` has the largest difference under the name "devices". Copies of integers
+    or booleans that differ have an infinite difference.
     """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers

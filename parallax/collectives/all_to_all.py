@@ -81,7 +81,7 @@ def all_to_all(
     """
 
     def leaf(x):
-        """Returns one array after the all-to-all.
+        """Returns the result of the all-to-all for one array, `x`.
 
         `linear_collective` gives JAX the transpose, `backward`. JAX would otherwise transpose each
         message of `forward` separately.

@@ -54,7 +54,7 @@ class Algorithm:
         all_reduce: the counterpart of `lax.psum`.
         reduce_scatter: the counterpart of `lax.psum_scatter`.
         all_gather: the counterpart of `lax.all_gather`.
-        all_to_all: the counterpart of `lax.all_to_all`, which is the default.
+        all_to_all: the counterpart of `lax.all_to_all`; by default `lax.all_to_all` itself.
         table: a function that returns, for a number of devices, a table of messages (a `Route`), or
             several tables that run side by side.
     """
@@ -150,8 +150,8 @@ class Axis:
         return _in_order([Axis.of(part) for part in axis])
 
     def over(self, names: AxisName) -> "Axis":
-        """Returns this algorithm along those `names` that `self` has too, in the order of
-        `names`."""
+        """Returns an `Axis` with the algorithm of `self`, along the mesh axes that are in both
+        `names` and `self.names`, in the order of `names`."""
         return Axis(tuple(name for name in axes(names) if name in axes(self.names)), self.algorithm)
 
     def size(self) -> int:
@@ -163,7 +163,8 @@ class Axis:
         return types.axis_index(self.names)
 
     def all_reduce(self, x: Tree) -> Tree:
-        """Returns the sum over devices, on every device: `A {U_X} -> A`."""
+        """Returns the sum over devices, on every device: `A {U_X} -> A`. `{U_X}` means that each
+        device along axis X has one term of the sum."""
         return self.algorithm.all_reduce(x, self.names)
 
     def all_mean(self, x: Tree) -> Tree:
@@ -171,7 +172,8 @@ class Axis:
         return self.algorithm.all_mean(x, self.names)
 
     def reduce_scatter(self, x: Tree, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
-        """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`."""
+        """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`. `{U_X}`
+        means that each device along axis X has one term of the sum."""
         return self.algorithm.reduce_scatter(
             x, self.names, scatter_dimension=scatter_dimension, tiled=tiled
         )
@@ -273,7 +275,7 @@ def _in_order(parts: list[Axis]) -> Axis:
         over the axis before it, and so on."""
 
         def leaf(x):
-            """Returns all devices' blocks of one array, joined along the array's dim number `axis`.
+            """Returns all devices' blocks of the array `x`, joined along dim `axis` of the array.
 
             The groups of mesh axes (see `_groups`) gather one after another, the last group first.
             """

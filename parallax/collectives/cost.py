@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-Sizes = int | tuple[int, ...]  # the number of devices on the axis, or on each of several axes
+# The number of devices on the axis, or a tuple with the number of devices on each of several axes.
+Sizes = int | tuple[int, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -140,7 +141,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
         nbytes: the bytes of the collective's argument on each device. For an all-gather the
             argument is one block; for `matmul.matmul_reduce_scatter`, `nbytes` is the bytes of the
             product.
-        n: the number of devices on the axis, or on each of several axes.
+        n: the number of devices on the axis, or a tuple with the number of devices on each of
+            several axes.
         itemsize: the size in bytes of one element. An array is padded to a multiple of n elements.
 
     Raises:
@@ -168,7 +170,7 @@ def rounds(
 
     The arguments and the errors are those of `cost.of`. `nbytes` is the bytes of the collective's
     argument on one device, and `itemsize` is the size in bytes of one element. `n` is the number of
-    devices on the axis, or on each of several axes.
+    devices on the axis, or a tuple with the number of devices on each of several axes.
     """
     # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}
@@ -197,8 +199,9 @@ def _rounds(function, size, n, itemsize, options):
     in a row are joined into one `Round`, whose `times` is their number.
 
     The rounds are for an array of `size` numbers of `itemsize` bytes on each device. `n` is the
-    number of devices on the axis, or on each of several axes. `options` are the function's options,
-    as (name, value) pairs in a tuple: the cache of these rounds needs arguments that can be hashed.
+    number of devices on the axis, or a tuple with the number of devices on each of several axes.
+    `options` are the function's options, as (name, value) pairs in a tuple: the cache of these
+    rounds needs arguments that can be hashed.
     """
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):

@@ -1,22 +1,23 @@
 """Runs one or several tables of messages (`Route`) at the same time, forwards or backwards.
 
-Run forwards, a table is a scatter: partial sums travel to the devices that own them. Run backwards,
-it is a gather: blocks travel from the devices that own them. If several tables run at the same
-time, each carries its own share of the array that is summed or gathered. A message is a list of
-arrays: one for each block, or only one if the blocks are small enough to join.
+Each device is the *owner* of one block of the array. Run forwards, a table is a *scatter* (a
+reduce-scatter): the partial sums of each block travel to its owner. Run backwards, a table is a
+*gather*: each block travels from its owner to all devices. If several tables run at the same time,
+each carries its own share of every block. A message is a list of arrays: one for each block, or
+only one if the blocks are small enough to join.
 
-The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
-It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
-`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by the
-offset of the device that owns it. A round of a `Route` is {step: offsets}: each device sends the
-blocks at `offsets` to the device at offset `step`. A block that is at offset o for the sender is at
-`offset_after(o, step)` for the receiver, and at `offset_after(o, step, k)` after k such hops.
-`pairs(step)` lists the messages of a hop, each as the pair (sender, receiver). With `back=True` it
-lists the messages of a gather, which go the opposite way; each pair is again (sender, receiver).
+The devices form a box, such as `(2, 8)`. An *offset* is the place of a device in the box, counted
+from this device. It is a `Point`: one number for each dim of the box. This device is at
+`route.home`, offset 0, and `route.device_at(me, offset)` is the device at an offset. A block is
+named by its table and by the offset of its owner. A round of a `Route` is {step: offsets}: in a
+scatter, each device sends the blocks whose owners are at `offsets` to the device at offset `step`.
+If the owner is at offset o from the sender, the owner is at `offset_after(o, step)` from the
+receiver, and at `offset_after(o, step, k)` from the receiver of the k-th hop. `pairs(step)` lists
+the messages of a hop as pairs (sender, receiver); `pairs(step, back=True)` lists those of a gather.
 
-Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
-that just arrived, as in a ring. A long chain becomes a loop, so that the compile time does not grow
-with the number of devices. Other rounds are written out.
+Consecutive rounds are a *chain* if, in each table, each round but the first sends exactly the
+blocks that arrived in the round before, as in a ring. A long chain becomes a loop, so that the
+compile time does not grow with the number of devices. Other rounds are written out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -143,10 +144,11 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains (consecutive rounds that can run as a loop), as ranges of round numbers. A
     single round may be a chain.
 
-    From the second round of a chain on, each table passes on exactly the blocks that just arrived,
-    or the table sends nothing in the whole chain. A round that breaks this rule begins a new chain.
+    In each round of a chain but the first, a table sends exactly the blocks that arrived in the
+    round before. If no block arrived, the table sends nothing. A round that breaks this rule begins
+    a new chain.
     """
-    # `_hands_on` tells whether a round passes on, by the same step, the blocks of the round before.
+    # `_hands_on` tells whether a round follows this rule, with the step of the round before.
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
         if number == count or not all(_hands_on(route, number) for route in routes):
@@ -155,8 +157,8 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether round `number` sends the blocks that the round before brought, over the same
-    distance.
+    """Returns whether round `number` sends exactly the blocks that arrived in the round before, by
+    the same step.
 
     The result is False if one of the two rounds has several steps, or if only one of them sends
     anything. It is True if both send nothing.
@@ -194,11 +196,11 @@ def _arrivals(
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
     """Runs a chain of rounds of a scatter as a loop, one hop per iteration, and updates `sums`.
 
-    In a chain, each round passes on the partial sums that just arrived. After each hop a device
-    adds its own terms to them. `sums` has partial sums from earlier chains, by table and offset.
-    `take(table, offset)` removes and returns one of these partial sums, or returns this device's
-    term if there is none. Each table carries its own share of every block: `term(table, j)` returns
-    this device's term for device j's block, cut to the share of `routes[table]`. The blocks of one
+    Each iteration sends the partial sums of the iteration before, and a device adds its own terms
+    to the partial sums that arrive. `sums` has the partial sums from earlier chains, by table and
+    offset. `take(table, offset)` removes and returns one of them, or returns this device's term if
+    there is none. Each table carries its own share of every block: `term(table, j)` returns this
+    device's term for device j's block, cut to the share of `routes[table]`. The blocks of one
     message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
@@ -271,10 +273,11 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     """Runs a chain of rounds of a gather as a loop, the last round first. Returns the new `result`,
     and updates `copies`.
 
-    Each iteration is one hop: each table passes on the blocks that just arrived, and the blocks
-    that arrive now are written. `copies[table][offset]` is this device's copy of the block whose
-    owner is at `offset` from this device. `write`, `result` and `dim` are as in `gather`:
-    `write(result, table, j, block)` returns `result` with device j's block written into it.
+    Each iteration is one hop: each table sends the blocks that arrived in the iteration before, and
+    the blocks that arrive in this iteration are written into `result`. `copies[table][offset]` is
+    this device's copy of the block whose owner is at `offset` from this device. `write`, `result`
+    and `dim` are as in `gather`: `write(result, table, j, block)` returns `result` with device j's
+    block written into it.
 
     A gather runs the table backwards: the rounds that stand before the chain in the table run after
     the chain. These rounds may pass on any block that arrives in the chain. So if the table has
@@ -286,8 +289,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     sent_on_later = chain.start > 0
 
     def owners_after(trip, table, step, offsets):
-        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`. `step`
-        and `offsets` are those of the first round of `chain`, the rounds of the loop."""
+        """Returns the offsets, from this device, of the owners of the blocks that arrive in
+        iteration `trip`. `_chain_messages` gives `table`, `step` and `offsets`."""
         # Backwards: the last iteration brings the blocks of the first round of `chain`.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
@@ -343,9 +346,9 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
     """Returns (table, step, offsets) for each table that sends in the first round of `chain`.
 
-    A chain is a range of rounds. The first round is enough: in each later round a table sends, by
-    the same step, the blocks that just arrived. So an offset o of one round becomes
-    `route.offset_after(o, step)` in the next round.
+    A chain is a range of rounds, and `step` is the receiver's offset. The first round determines
+    the other rounds: each of them has the same `step`, and sends the blocks that arrived in the
+    round before. An offset o of one round becomes `route.offset_after(o, step)` in the next round.
     """
     messages = []
     for table, route in enumerate(routes):

@@ -53,12 +53,12 @@ def algorithm(
 
     The functions of the algorithm work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on
     trees of any dtype and shape, with the same derivatives and the same replication types (varying
-    or invariant along the axis). The functions work along one axis or several. Whatever table
-    `maker(n)` returns, a device sends n - 1 blocks in a reduce-scatter, n - 1 in an all-gather, and
-    twice as many in an all-reduce. So for an input of S bytes on each device, it sends
-    (n - 1)/n S bytes in a reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an
-    all-reduce. An all-reduce pads an array that cannot be cut into n equal blocks. The transpose of
-    an all-reduce sends nothing.
+    or invariant along the axis). The functions work along one axis or several. In every table that
+    `Route` accepts, a device sends each block except its own exactly once. So a reduce-scatter or
+    an all-gather sends n - 1 blocks per device, and an all-reduce 2 (n - 1). For an input of S
+    bytes on each device, these are (n - 1)/n S bytes per device in a reduce-scatter, (n - 1) S in
+    an all-gather, and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that cannot be
+    cut into n equal blocks. The transpose of an all-reduce sends nothing.
 
     The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
     reduce-scatter also raises `ValueError` if a leaf lacks the dim `scatter_dimension`, or if this

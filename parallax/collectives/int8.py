@@ -7,11 +7,12 @@ small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 Notation: `A {U_X}` is a sum that is not taken yet, of which each device on axis X has one term.
 `A[I_X]` is split along dim I over these devices.
 
-A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
-the exponent of s. Let a be the largest magnitude in the block. Then s is the largest power of two
-that is at most a / 64, or the type's smallest normal number if that is greater. This is the format
-MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying by a power of two is exact.
-So the number Q(x) that arrives for x has only the error of the rounding, at most
+Let a be the largest magnitude in a block of `block_size` numbers. The scale s of the block is the
+largest power of two that is at most a / 64, but at least the type's smallest normal number. Each
+number x of the block is sent as the integer round(x / s), clipped to -127 .. 127, and s is sent as
+its exponent. This is the format MXINT8 of the OCP Microscaling Formats specification (2023).
+Multiplying by a power of two is exact. So the error of Q(x), the number that arrives for x, comes
+only from rounding and clipping:
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
@@ -152,14 +153,14 @@ def _nbytes(size, itemsize, block_size):
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
 
-    `quantized_all_reduce` works like `lax.psum`.
+    The result has the shapes and types of the result of `lax.psum`.
 
-    A leaf is flattened, padded to a multiple of n numbers and cut into n parts, and each part is
-    cut into blocks. The error of a number is at most (s + sum of a_i) / 127. Here a_i is the
-    largest magnitude in the number's block on device i, and s is the largest magnitude in the same
-    block of the sum. The sum of a_i is over all devices except the one that adds up the block,
-    whose own term is not rounded. The float additions, and the cast of the sum to 16 bits if `x`
-    has 16, add further rounding.
+    Over n devices, a leaf is flattened, padded to a multiple of n numbers and cut into n parts, and
+    each part is cut into blocks. The error of a number is at most (s + sum of a_i) / 127. Here a_i
+    is the largest magnitude in the number's block on device i, and s is the largest magnitude in
+    the same block of the sum. The sum of a_i is over all devices except the one that adds up the
+    block, whose own term is not rounded. The float additions, and the cast of the sum to 16 bits if
+    `x` has 16, add further rounding.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -190,7 +191,7 @@ def quantized_reduce_scatter(
 ) -> Tree:
     """Returns this device's part of an approximate sum over devices: `A[I] {U_X} -> A[I_X]`.
 
-    `quantized_reduce_scatter` works like `lax.psum_scatter`.
+    The result has the shapes and types of the result of `lax.psum_scatter`.
 
     The error of a number is at most (sum of a_i over the other devices) / 127. Here a_i is the
     largest magnitude in the number's block of `block_size` numbers on device i. This device's own
@@ -221,7 +222,7 @@ def quantized_all_gather(
     """Gathers the `x` of every device, sent as int8: `A[I_X] -> A[I]`. The result has the same bits
     on all devices.
 
-    `quantized_all_gather` works like `lax.all_gather`.
+    The result has the shapes and types of the result of `lax.all_gather`.
 
     The error of a number is at most a / 127, where a is the largest magnitude in the number's block
     of `block_size` numbers. A device's own part is rounded too. The transpose is
@@ -459,7 +460,7 @@ def _reduce(parts, axis_name, block_size):
     def values(message):
         """Returns the decoded numbers of `message`: the shape [n, bytes] becomes [n, size].
 
-        This device's own row is not decoded: it is the row of `parts`, the numbers before rounding.
+        The result's row for this device is that of `parts`, the numbers before rounding.
         """
         return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
 

@@ -16,8 +16,9 @@ of the rows, and F_X that it has 1/n of F.
 | `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more gather of the operand |
 | `matmul_reduce_scatter` | n - 1 | (n - 1) S | one gather of the cotangent gives both |
 
-The hops are never a loop: XLA overlaps a product with messages in straight-line code, but not
-across the end of a loop. A tensor axis has a few dozen devices at most, so there are few hops.
+The hops are written out, and never run as a loop: XLA overlaps a product with messages in
+straight-line code, but not with a message of another iteration of a loop. A tensor axis has a few
+dozen devices at most, so there are few hops.
 
 Source: Wang et al., Overlap communication with dependent computation via decomposition in large
 deep learning models (ASPLOS 2023).
@@ -90,9 +91,9 @@ def all_gather_matmul(
 
     In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole in memory. The
     result equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight,
-    axes=1)`, computed by one product per block. The transpose in `x` is `matmul_reduce_scatter`
-    with the transposed weight. Reverse-mode differentiation works to any order, also under `vmap`,
-    `scan` and `checkpoint`; forward-mode does not work.
+    axes=1)`, computed by one product per block. The gradient of `x` is `matmul_reduce_scatter` of
+    the cotangent and the transposed weight. Reverse-mode differentiation works to any order, also
+    under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
         x: one device's rows. The last dim of `x` is summed over in the product; the other dims are
@@ -137,9 +138,9 @@ def matmul_reduce_scatter(
     In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. The result equals
     `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
     scatter_dimension=..., tiled=True)`, up to the order of the additions. The whole product, before
-    the sum, never exists. The partial sums that are sent have the type of `x`. The transpose in `x`
-    is `all_gather_matmul` with the transposed weight. Reverse-mode differentiation works to any
-    order, also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
+    the sum, never exists. The partial sums that are sent have the type of `x`. The gradient of `x`
+    is `all_gather_matmul` of the cotangent and the transposed weight. Reverse-mode differentiation
+    works to any order, also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
         x: all rows of the batch, each with this device's share of the input features.
@@ -209,8 +210,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     def add(total, j, block):
         """Returns `total`, a partial sum of the weight's gradient, plus the term of device j.
 
-        This term is the outer product of `block` (device j's rows of `x`) and the cotangent of the
-        same rows of the product, summed over these rows.
+        `block` is device j's rows of `x`. The term is the transposed `block` times the cotangent of
+        the matmul's result in these rows.
         """
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch

@@ -71,11 +71,11 @@ def _messages(size, n, itemsize):
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the sum over devices, on every device: `A {U_X} -> A`. It suits small arrays.
 
-    n is the number of devices, and p the greatest power of two not above n. In hop k each device i
-    of the first p and its partner, device i XOR 2**k, send each other their partial sums, arrays
-    like `x`; there are log2 p hops. Both add the same two numbers, and a + b equals b + a to the
-    last bit, so all devices end with the same bits. Unless n = p, there are 2 more hops: in the
-    first hop, each device p + i sends its term to device i; in the last, it receives the result.
+    n is the number of devices, and p the greatest power of two not above n. The first p devices
+    exchange partial sums, arrays like `x`, in log2 p hops. In hop k the partner of device i is
+    device i XOR 2**k. Partners add the same two sums, and a + b equals b + a to the last bit, so
+    all devices end with the same bits. Unless n = p, there are 2 more hops. In the first hop, each
+    device p + i sends its term to device i; in the last hop, device i sends the result back.
     The transpose sends nothing: the cotangent of the sum is already the same on all devices. No
     table of messages (`Route`) describes this algorithm: in a table a device sends each block away,
     but here both partners keep their sum.

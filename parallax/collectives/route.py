@@ -176,7 +176,7 @@ Tables = Route | tuple[Route, ...]  # several run side by side, each with its sh
 
 
 def _point(place: Any) -> Point:
-    """Returns a step or an offset as a point; a plain number is a point of a box of one dim."""
+    """Returns a step or an offset as a tuple; a plain integer becomes a tuple of one number."""
     return (place,) if isinstance(place, int) else tuple(place)
 
 
@@ -210,8 +210,8 @@ def _hops(route: Route, back: bool) -> list[int]:
 def _check(route: Route) -> None:
     """Raises `ValueError` unless each device's term of a block reaches the block's owner once.
 
-    Each term arrives once if a device sends each block once, except its own block, and adds nothing
-    to a block that it has sent.
+    Two conditions ensure this. A device sends each block except its own exactly once. No block
+    arrives at an offset whose block was already sent.
     """
     if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(
@@ -248,8 +248,8 @@ def _check(route: Route) -> None:
 
 
 def _check_step(route: Route, step: Point, r: int) -> None:
-    """Raises `ValueError` if a step of round number `r` is outside the box of devices, or does not
-    have one number for each dim of the box."""
+    """Raises `ValueError` unless `step`, of round number `r`, has one number for each dim of the
+    box of devices, smaller in magnitude than the number of devices along that dim."""
     box = route.shape
     inside = all(-length < s < length for s, length in zip(step, box, strict=False))
     if len(step) != len(box) or not inside:

@@ -179,9 +179,9 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     `routes`.
 
     The block at offset o on device i belongs to device i + o. Where a route sends the block at
-    offset o, the joined table sends all blocks with offset o along this route's dims. Along the
-    dims of routes that ran earlier, the offset of these blocks is 0 already. Along the dims of
-    routes that run later, their offset may be any.
+    offset o, the joined table sends all blocks whose offset along this route's dims is o. Along the
+    dims of routes that ran earlier, the offset of these blocks is 0. Along the dims of routes that
+    run later, every offset occurs.
     """
     rounds = []
     for turn, k in enumerate(order):
@@ -205,11 +205,9 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns points of a joined box: `point` in box number `k`, combined with points of all other
-    boxes.
+    """Returns all tuples that join one point of each of several boxes, in the order of the boxes.
 
-    A point of the joined box is one tuple: a point of box 0, then a point of box 1, and so on. The
-    result has each combination in which the point of each box i other than `k` is one of
-    `spans[i]`. `spans[k]` is not used.
+    A box is the grid of devices of one route. The point of box number `k` is `point`. The point of
+    each other box i is one of `spans[i]`; `spans[k]` is not used.
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

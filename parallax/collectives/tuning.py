@@ -143,8 +143,8 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 
     `costs[i]` is the cost of the collective that took `measured[i]` seconds. A `Link` has four
     rates, none below 0: the seconds per hop (alpha), per byte (beta), per byte added (gamma) and
-    per call (start). A sum of the squares of the differences would give too much weight to a time
-    that a busy machine made longer, so their absolute values are summed. The sum is minimised by
+    per call (start). The absolute values of the differences are summed: a sum of their squares
+    would give too much weight to a time that a busy machine made longer. The sum is minimised by
     weighted least squares (Weiszfeld's iteration), which may make rates negative. So the
     minimisation is repeated for each subset of the rates, with the other rates set to 0, and the
     best fit without a negative rate is taken.
@@ -189,10 +189,10 @@ def _least_absolute(relative: np.ndarray) -> np.ndarray:
 
 
 class Choice(NamedTuple):
-    """The result of a race on one axis; `fastest` chooses an all-reduce for each size of an array.
+    """The measured times of several all-reduce functions on one axis, at several array sizes.
 
     Attributes:
-        sizes: the bytes per device at which the functions were raced, in rising order.
+        sizes: the bytes per device at which the functions were timed, in rising order.
         times: the seconds of each function at each of these sizes.
     """
 
@@ -362,9 +362,9 @@ def measure(
         return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
 
     def compiled(f):
-        """Returns the jitted program of `f` on each device's block [1, numbers].
+        """Returns a jitted function of an array [n, numbers]: device i applies `f` to row i.
 
-        The first call of the program compiles it.
+        The first call compiles the function.
         """
 
         def body(x):

@@ -61,8 +61,8 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 def axes_of_type(aval: Any) -> tuple[str, ...]:
     """Returns the mesh axes along which a value of this type may differ between devices, sorted.
 
-    `aval` is the abstract type of a value, by `jax.typeof`, or of a variable in a traced program.
-    Raises `TypeError` under a version of JAX whose types have no `mat`, which holds these axes.
+    `aval` is an abstract type: `jax.typeof(value)`, or the `aval` of a variable in a jaxpr. Raises
+    `TypeError` under a version of JAX whose types have no `mat`, which holds these axes.
     """
     try:
         return tuple(sorted(aval.mat.varying))
@@ -120,11 +120,11 @@ def reduction_state_of_type(aval: Any) -> dict[str, str]:
 
 
 def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
-    """Returns `x` with the types that `states` declares: nothing is computed or checked.
+    """Returns `x` with the replication types in `states`. Nothing is computed or checked.
 
     `states` maps an axis to "varying", "invarying" (invariant), "unreduced" or "reduced". Along
-    other axes the type stays. As with `replicated`, the declaration must be true, and there is no
-    derivative: use `cast_unchecked` inside `linear`.
+    other axes the type stays. The declaration must be true. `cast_unchecked` has no derivative:
+    call it in the `forward` and `backward` of `linear`, which JAX does not differentiate.
     """
     # All axes become varying first, so that one path serves all states: `lax.pcast` has a direct
     # way between few of the other states, such as from invariant to reduced.
@@ -190,12 +190,11 @@ def _check_bound(names: tuple[str, ...]) -> None:
 
 
 def check_typed() -> None:
-    """Raises `ValueError` inside a `shard_map` or `pmap` that does not record in JAX's types which
-    values vary over devices.
+    """Raises `ValueError` inside a `pmap` or a `jax.shard_map(check_vma=False)`, since these do not
+    record in JAX's types which values vary over devices.
 
-    Such a map is `jax.shard_map(check_vma=False)`, or a `pmap`, over an axis of several devices. An
-    axis index differs between devices by definition, so the type of an axis index shows whether the
-    map records varying axes.
+    An axis index differs between devices by definition, so the type of an axis index shows whether
+    the map records varying axes. Axes of one device are not checked: no value varies along them.
     """
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         # Traced apart, so that the caller's program gets no equation for the index.
@@ -229,8 +228,8 @@ def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, 
 
     Nothing checks that the value really is the same on all devices. A value is the same after a
     gather, which gives each device a copy of all blocks, and after a sum in which each block is
-    added up on one device and then copied to all devices. `replicated` has no derivative: use it
-    inside `linear`, which states the transpose.
+    added up on one device and then copied to all devices. `replicated` has no derivative: call it
+    in the `forward` and `backward` of `linear`, which JAX does not differentiate.
     """
     return replicated_p.bind(x, axes=axes(axis_name))
 

@@ -1,4 +1,4 @@
-"""The options that several commands share, and the model, layout and chip of these options."""
+"""The options that several commands share, and the model, layout and chip that they name."""
 
 import argparse
 import dataclasses

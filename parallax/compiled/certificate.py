@@ -41,8 +41,9 @@ class Entry(NamedTuple):
         count: the number of runs over all trips of loops.
         bytes: the bytes of the results, summed over all runs; for a permute, the bytes that a
             device receives.
-        hops: the length of the longest chain of collectives of this kind along these axes,
-            conditional or not. In a chain each collective waits for the collective before it.
+        hops: the length of the longest chain of collectives of this kind along these axes. In a
+            chain each collective waits for the collective before it. Entries that differ only in
+            `conditional` or `unbounded` have the same `hops`.
         conditional: whether the collectives are in a branch that may not be taken. The collectives
             of all branches are counted.
         unbounded: whether the collectives are in a loop of unknown length, counted as one trip.

@@ -73,8 +73,9 @@ class Instruction(NamedTuple):
         operands: the names of the instruction's operands, and of other instructions that it waits
             for.
         attributes: the text after the operands.
-        trips: the number of iterations (trips) of a loop, read from its condition. It is 0 if the
-            condition does not tell, if `attributes` state the number, and for other instructions.
+        trips: the number of iterations (trips) of a loop, read from its condition. It is 0 for a
+            loop of unknown length, for a loop whose `attributes` state the number, and for any
+            instruction that is no loop.
     """
 
     name: str
@@ -195,8 +196,8 @@ def collectives(f: Callable[..., Any], *arguments: Any) -> list[Op]:
 
 
 def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
-    """Returns the collectives of a compiled program or of its text. Each collective is repeated as
-    often as it runs.
+    """Returns the collectives of a compiled program or of its text. A collective that runs k times
+    is k times in the list.
 
     Raises:
         ValueError: a collective is in a loop of unknown length.

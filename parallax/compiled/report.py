@@ -53,8 +53,8 @@ def table(
 
 def held(memory: Mapping[str, int], limit: float) -> str:
     """Returns the bytes on one device as text, a line for each kind, and whether they fit into
-    `limit` bytes. `memory` is a result of `compiled.memory.of`: "peak" is the sum of all other
-    kinds."""
+    `limit` bytes. `memory` is a result of `compiled.memory.of`. Its entry "peak", the sum of its
+    other entries, is compared with `limit`."""
     lines = [f"  {name:<12} {size / 1e6:>12,.1f} MB" for name, size in memory.items()]
     fits = "fits" if memory["peak"] <= limit else "does not fit"
     return "\n".join(

@@ -143,9 +143,9 @@ class Costs:
         return 2.0 * math.prod(_shapes(line.result)[0]) * terms
 
     def traffic(self, line: hlo.Instruction) -> float:
-        """Returns the bytes that an instruction reads and writes. A slice or an update in place
-        reads and writes only a part of its array, the slice or the update, so the bytes of this
-        part count 2 times.
+        """Returns the bytes that an instruction reads and writes. A slice reads and writes the
+        bytes of its result, so these count 2 times. An update in place reads and writes the bytes
+        of the update, so these count 2 times.
         """
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
@@ -178,9 +178,9 @@ class Costs:
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
         """Returns the bytes that a fusion reads of one parameter, an array. `fused` has the
-        instructions in the fusion. If all instructions that use the parameter are slices, only the
-        slices are read. If all instructions that use the parameter update it in place, nothing of
-        the parameter is read."""
+        instructions in the fusion. If every instruction that has the parameter as an operand is a
+        slice, only the slices are read. If every one of these instructions writes into the
+        parameter in place, nothing of the parameter is read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(user.opcode in SLICES for user in users):
             return float(sum(nbytes(user.result) for user in users))

@@ -342,8 +342,8 @@ class _Replay:
         """Starts the messages of a collective, and returns the time at which all have arrived.
 
         The messages begin when all their links are free. They take the time of the busiest link,
-        and then the latency of their rounds. They take no time if the replay leaves out their axes
-        (`state.without`) or has infinitely fast links.
+        and then the latency of their rounds. They take no time if they go along the axes
+        `state.without`, or if `state.speed` is infinite.
         """
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:

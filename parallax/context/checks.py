@@ -56,13 +56,13 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 def check_places(
     attend: Callable[..., Any], arrays: tuple[Any, ...], options: dict[str, Any], tokens: int
 ) -> None:
-    """Raises `ValueError` if `attend` makes its mask or bias from its own count of the tokens, or
-    from a constant, and not from `positions`.
+    """Raises `ValueError` if `attend` makes its mask or bias from *counts*, or from a constant, and
+    not from `positions`. A count is an array with the values 0, 1, 2, ... that `attend` makes
+    itself.
 
     `attend` is traced. If a result of its program depends on `positions`, `attend` passes. If no
-    result does, `attend` is refused in two cases: its program compares two *counts*, or has a
-    constant mask or bias. A count is an array with the values 0, 1, 2, ... that the program makes
-    itself. Attention without a mask and without a bias passes.
+    result does, `attend` is refused in two cases: its program compares two counts, or has a
+    constant mask or bias. Attention without a mask and without a bias passes.
 
     Args:
         attend: the attention function.
@@ -134,7 +134,8 @@ def _compares_counts(
     counts = dict(counts)
 
     def read(atom):
-        """Returns the ids of the counts on which `atom`, an operand or a result, depends."""
+        """Returns the ids of the counts (arrays 0, 1, 2, ...) on which `atom` depends. `atom` is an
+        operand of an equation, or a result of the program."""
         return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
 
     for eqn in program.eqns:
@@ -174,8 +175,8 @@ def check_kernel(
 ) -> None:
     """Raises `ValueError` if a kernel's scores depend on distances between tokens.
 
-    A window and ALiBi make scores depend on distances. `attention` calls a kernel on one chunk of
-    the tokens without the chunk's place, so such scores would be wrong. The kernel is traced on one
+    A window and ALiBi make scores depend on distances. `attention` does not tell a kernel the
+    places of its chunks in the sequence, so such scores would be wrong. The kernel is traced on one
     head. The *tables* in its program, arrays [tokens, tokens] that do not depend on q, k and v, are
     evaluated. A table that is not constant on each side of its diagonal is taken to depend on
     distances. Tables made in a loop or inside a Pallas kernel are not found.
@@ -299,7 +300,7 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
     """Returns whether an equation sends data along some of the axes `names`, and along no other.
 
     A gather of weights (ZeRO-3) may go over the axes `names` and the data axis together. Such a
-    gather does not count, since it is no attention.
+    gather does not count, since it is not part of the attention.
     """
     # `_SENDS` are the beginnings of the names of all primitives that send.
     if not eqn.primitive.name.startswith(_SENDS):

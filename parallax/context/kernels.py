@@ -45,8 +45,8 @@ class Kernel(NamedTuple):
             infinity, and an `out` of zeros.
         backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that the keys `k` add to
             the gradients. `out` and `lse` are the results over all keys, and `ct` is the cotangent
-            of `out`. A query with an `lse` of infinity has weights of 0: `attention` passes such an
-            `lse` for a block that must not count.
+            of `out`. For a block that must not count, `attention` passes an `lse` of plus infinity,
+            with which all weights exp(score - lse) are 0.
     """
 
     forward: Callable[..., Any]
@@ -181,7 +181,7 @@ def _backward(  # noqa: PLR0913
     the log-sum-exps.
     """
     T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
-    # A query that saw no key has no gradient: with an infinite log-sum-exp, all weights are 0.
+    # A query that saw no key has no gradient: with an `lse` of +infinity, all weights are 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     # The softmax's derivative subtracts the mean of the weights' cotangents: the sum of out * ct.
     mean = jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1)

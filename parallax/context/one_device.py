@@ -47,8 +47,8 @@ def blockwise(
         kernel: the kernel that computes the output and the gradients, for example `tiled(1024)`.
 
     Raises:
-        ValueError: the numbers of heads or of tokens, or the shape of the segments, do not fit each
-            other, or the arrays have different types.
+        ValueError: the shapes, dtypes or varying axes of `q`, `k` and `v` do not fit each other;
+            the segments are not one integer for each token; or there are no queries or no keys.
     """
     check_heads("context.blockwise", q, k, v)
     if not (q.shape[1] and k.shape[1]):

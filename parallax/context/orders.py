@@ -96,11 +96,11 @@ class BlockPairs(NamedTuple):
 
 
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
-    """Returns the pairs of chunks whose scores each of n devices computes; see `BlockPairs`.
+    """Returns the pairs of different chunks whose scores each of n devices computes; see
+    `BlockPairs`. The attention computes the pairs of a chunk with itself without this table.
 
     After the keys have moved h times to the next device (hop h), device i has the keys of device
-    i - h. The pairs of a chunk with itself are computed too, but are not in the result. Without
-    `causal` every query sees every key.
+    i - h. Without `causal` every query sees every key.
 
     With n devices and T tokens in a sequence, a device computes 2n + 1 blocks of (T/2n)^2 scores in
     `zigzag` order. The mask hides half of the scores in two of these blocks, so the scores that are

@@ -10,9 +10,9 @@ computes, equally many for each device. The flag is 1 if the block is needed; it
 only fills up the table. The program has no conditional, so all devices send the same messages, and
 no device waits forever. Results are merged by their log-sum-exps (`lse`). The block of a chunk's
 queries and the same chunk's keys is not in the table: `_diagonal` computes these blocks, the only
-ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of each array. `_both` returns the
-segments of queries and of keys as a pair, or None. A `_Ring` has the axis, the table of pairs and
-the kernel, and its method `send` moves a tree one hop.
+ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of each array. `_both` returns
+(segments of queries, segments of keys), or None if there are no segments. A `_Ring` has the axis,
+the table of pairs and the kernel, and its method `send` moves a tree one hop.
 
 | | messages | bytes a device sends |
 |---|---|---|
@@ -83,8 +83,9 @@ def attention(
         kernel: the kernel that computes the blocks, for example `tiled(1024)`.
 
     Raises:
-        ValueError: the numbers of heads or of tokens, or the shape of the segments, do not fit each
-            other, or the arrays have different types.
+        ValueError: the shapes, dtypes or varying axes of `q`, `k` and `v` do not fit each other;
+            the tokens do not divide into the chunks of `order`; the segments are not one integer
+            for each token; or the scores of `kernel` depend on distances between tokens.
     """
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
@@ -291,7 +292,7 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
 
 
 def _both(q_segments, k_segments):
-    """Returns the segments of queries and of keys as a pair, or None if there are none."""
+    """Returns (segments of queries, segments of keys), or None if there are no segments."""
     return None if q_segments is None else (q_segments, k_segments)
 
 

@@ -97,8 +97,8 @@ def read(
 ) -> File:
     """Returns the tokens stored at `path`, as a `File`, which reads tokens when it is indexed.
 
-    A file that another program wrote has no record beside it. Its tokens are read as two bytes
-    each, or as four if `vocabulary` is above 65,536.
+    Each token is read as two bytes, or as four if `vocabulary` is above 65,536. If the file has a
+    record (the JSON file that `write` stores beside the tokens), the record is checked.
 
     Args:
         path: the path of the file.
@@ -148,8 +148,8 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
     below 64 if the vocabulary is at most 64 * 2^16 (some 4 million). So a file is refused if
 
     * every second number is 0, or
-    * every second number is below 64, and another number is 1,024 or more. Without the second
-      condition, a valid text whose numbers are all below 64 would be refused.
+    * every second number is below 64, and another number is 1,024 or more. (A text whose numbers
+      are all below 64 may be valid.)
 
     A file of fewer than 32 numbers, of an odd count of numbers, or of zeros only is never refused
     for these reasons.
@@ -300,8 +300,8 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
 
 @contextlib.contextmanager
 def _errors_name(path: Path, what: str) -> Iterator[None]:
-    """Replaces an `OSError` of the `with` block by one whose message names the file `path` and
-    says what was not written. `what` begins this sentence, as in "the tokens were"."""
+    """Replaces an `OSError` of the `with` block by an `OSError` with the message "{path}: {what}
+    not written: ...". An example of `what` is "the tokens were"."""
     try:
         yield
     except OSError as error:

@@ -90,8 +90,8 @@ def _busy(events: Sequence[Event], end: float) -> np.ndarray:
 
 
 def _picture(timeline: Timeline, rows: dict[str, list[Event]], path: canvas.Path) -> None:
-    """Draws each row as a grey line over the whole time, with a box for each event; times are in
-    milliseconds.
+    """Draws each row as a grey line over the whole time, with a box for each event. The time axis
+    of the picture is in milliseconds.
     """
     picture = canvas.figure(12.0, 0.5 * len(rows) + 1.3)
     axes = picture.add_subplot()

@@ -98,7 +98,8 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     the block's sum in the end. The value is the set of the terms that are summed in the block. A
     term is one device's part of the sum, and stands in the set as the distance from its device to
     the owner: 0 is the owner's own term, and on a ring, 2 is the term of the device two places
-    before the owner. A distance is a point of the grid of devices, given as its row-major index.
+    before the owner. A distance has one entry for each dim of the grid of devices, and is written
+    as one number: its index in row-major order.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.

@@ -141,8 +141,9 @@ def timeline(
 
 
 def width(spans: Sequence[Span]) -> float:
-    """Returns the width of a picture of `spans`, from 6 to 22 inches. If 22 inches are enough, the
-    shortest job is at least 0.24 inches wide, and has room for the number of its microbatch.
+    """Returns the width of a picture of `spans`, from 6 to 22 inches. The shortest job is at least
+    0.24 inches wide, so that the number of its microbatch fits, unless the picture would then be
+    wider than 22 inches.
     """
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)

@@ -230,8 +230,7 @@ class exchanged:
         many rows back. C is the result of `room`.
 
         A row has D numbers of `itemsize` bytes, and each row to the experts has an int32 id too. D
-        is `width`. With a capacity of 1, the (n - 1) C rows are, up to rounding, (n - 1)/n of the
-        device's k T choices. T is `tokens`, and k is the number of experts of a token.
+        is `width`.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -246,18 +245,19 @@ class ragged:
     If the load is even, a device receives k T rows: T is the number of tokens of a device, and k
     the number of experts of a token. A device has room for `capacity` times as many rows. With a
     capacity of `math.inf` the device has room for the largest possible number of rows. Rows from
-    device 0 come first, then rows from device 1, and so on; rows beyond the room are dropped. XLA's
-    CPU backend lacks this collective (jax #34755); TPUs and GPUs have it.
+    device 0 come first, then rows from device 1, and so on; rows beyond the room are dropped.
+    TPUs and GPUs have `lax.ragged_all_to_all`, but XLA's CPU backend lacks it (jax #34755).
 
     Args:
         capacity: the number of rows that a device can receive, divided by the number of rows that
             it receives if the load is even.
-        move: the collective for the rows; it takes the arguments of `lax.ragged_all_to_all`.
+        move: the collective for the rows, a function with the arguments of
+            `lax.ragged_all_to_all`.
 
     Raises:
         ValueError: the capacity is 0 or below. In a call: the experts are not split over any axis;
-            or their axis has an algorithm of its own, such as `ring("expert")`, although rows are
-            moved by `jax.lax` only.
+            or their axis has an algorithm of its own, such as `ring("expert")`, which `move` cannot
+            use.
     """
 
     capacity: float
@@ -289,9 +289,9 @@ class ragged:
             )
         if axis.algorithm != xla:
             raise ValueError(
-                f"experts.ragged moves data only by jax.lax, and the axis is {axis}. Pass the "
-                f"axis by its name, {axis.names!r}, or use exchanged, which works with any "
-                "algorithm."
+                f"experts.ragged needs an axis without an algorithm of its own; got {axis}. Pass "
+                f"the axis by its name, {axis.names!r}, or use experts.exchanged, which works with "
+                "any algorithm."
             )
         n, (tokens, k) = axis.size(), ids.shape
         # The mean is k T: each of n devices sends k T / n rows to this one. So `parts` is 1. At
@@ -332,12 +332,12 @@ class ragged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of k (n - 1)/n T D numbers each way, for n devices and k experts of a
-        token, if each device gets equally many rows.
+        """Returns the bytes that a device sends if the load is even and no row is dropped.
 
-        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` has the
-        bytes of an int32 id for each row, and the bytes of the counts of rows. To each of the n - 1
-        other devices, a device sends n int32 counts, one for each receiver of its rows.
+        The device sends k (n - 1)/n T rows to the experts, and as many rows back. T is `tokens`,
+        and a row has `width` numbers of `itemsize` bytes. The field `ids` has the bytes of an int32
+        id for each row, and the bytes of the counts of rows. To each of the n - 1 other devices, a
+        device sends n int32 counts, one for each receiver of its rows.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -347,7 +347,8 @@ class ragged:
 
 
 class _Exchange(NamedTuple):
-    """The messages of a device to the experts' devices and back, which differ in length.
+    """The messages that this device sends: rows to the experts' devices, and later results back to
+    the tokens' devices. The number of rows differs from message to message.
 
     The attributes with offsets and sizes have one entry for each device of the axis. They have the
     names of the arguments of `lax.ragged_all_to_all`, with `back_` in front for the way back.
@@ -360,7 +361,8 @@ class _Exchange(NamedTuple):
             sends.
         output_offsets: for each receiver, the index of this device's first row among the rows that
             the receiver gets.
-        back_send_sizes: the number of rows that go back to each device, as many as it sent.
+        back_send_sizes: for each device, the number of rows that this device received from that
+            device, and so sends back.
         back_input_offsets: the index of the first row from each device, among the rows that this
             device received.
         back_output_offsets: for each sender, the index of its first row to this device, among all

@@ -157,8 +157,8 @@ def _table(
 
         `ends[e]` is the number of blocks of the experts 0 to e, so the block's expert is the first
         e with `ends[e]` > j. `order` sorts the pairs by expert. `starts[e]` is the place of the
-        first pair of expert e among the sorted pairs. `place` are the places of the block's rows
-        among the sorted pairs; `within` has the numbers 0, ..., size - 1 of the rows in the block.
+        first pair of expert e among the sorted pairs. Row i of the block is for the pair at
+        `place[i]` among the sorted pairs, unless it is a filling row. `within[i]` is i.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.
@@ -175,7 +175,8 @@ def _table(
 
 
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
-    """Returns a function that runs all experts in a loop over blocks, with its backward pass.
+    """Returns a function that runs all experts in a loop over blocks. The function has a custom
+    derivative: its backward pass is a loop over blocks too.
 
     `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert, and
     the rows of one block, `size` of them.
@@ -266,8 +267,8 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Returns the rows of `x` at `index`. An index out of range, as the rows that fill up a block
-    have, gives zeros."""
+    """Returns the rows of `x` at `index`. An index out of range gives a row of zeros; filling rows
+    have such indices."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

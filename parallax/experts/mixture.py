@@ -89,10 +89,10 @@ def moe(
     the residual stream.
 
     The axis that splits the experts also splits the batch. It may be the data axis, another axis
-    that splits the data (name both in `grads.averaged`), or several axes. An expert receives the
-    tokens of all devices, so its gradient is a sum over all these tokens already. `grads.averaged`
-    and `zero.reduce_scattered` therefore only divide this gradient: they sum only over axes along
-    which a parameter is the same.
+    that splits the data (name both in `grads.averaged`), or several axes. An expert receives its
+    tokens from all devices of `axis`, so its gradient is already a sum over these devices. Along
+    `axis`, `grads.averaged` and `zero.reduce_scattered` therefore only divide this gradient: they
+    sum only over axes along which a parameter is the same.
 
     Args:
         x: this device's tokens.

@@ -29,9 +29,9 @@ class Routing(NamedTuple):
     Attributes:
         experts: the indices of each token's experts, the best expert first. If a token chooses an
             expert twice, the factor of the expert's result is the sum of the weights of both
-            choices. `exchanged` and `ragged` compute the room for choices as if the experts of a
-            token were all different. So if tokens choose an expert twice, some choices may be
-            dropped, even with a capacity of `math.inf`. They are counted as dropped.
+            choices. With a capacity of `math.inf`, the dispatches `exchanged` and `ragged` drop
+            no choices if the experts of each token are all different. If a token chooses an expert
+            twice, they may drop choices, and count these choices as dropped.
         weights: the factors of the results of these experts.
         logits: the router's logits.
         shares: for each token, the router's preference for each expert: 0 or more, with the sum 1.
@@ -104,11 +104,12 @@ class Statistics(NamedTuple):
     microbatches.
 
     Attributes:
-        balance: for each sequence, the number of experts times the sum over experts of
-            load * share. `share` is the mean of `Routing.shares` over the sequence's tokens. The
-            balance is 1 if all experts have the same load. As an auxiliary loss it moves the router
-            towards an even load. Sources: Fedus et al., arXiv 2101.03961, formula 4; for one
-            sequence at a time, DeepSeek-AI, arXiv 2412.19437, formula 17.
+        balance: the mean over sequences of E times the sum over the E experts of load * share. Here
+            an expert's `load` is its load in one sequence, and `share` is the mean of its
+            `Routing.shares` over the tokens of this sequence. The balance is 1 if all experts have
+            the same load. As an auxiliary loss it moves the router towards an even load. Sources:
+            Fedus et al., arXiv 2101.03961, formula 4; for one sequence at a time, DeepSeek-AI,
+            arXiv 2412.19437, formula 17.
         z: the mean over tokens of logsumexp(logits)^2. It is an auxiliary loss that keeps logits
             small (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is
@@ -171,8 +172,8 @@ def rebalanced(
     loads are added.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
-    batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of
-    `trainable`.
+    batch. Keep the bias out of `trainable`. Wang et al. (arXiv 2408.15664, algorithm 1) use a
+    `rate` of 0.001.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
     # 64 units of rounding: a bound on the rounding of the sums in `load`, and of their mean.

@@ -184,9 +184,8 @@ def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> lis
     """Returns those of the axes `names` along which a gradient varies and the loss does not: the
     loss may have been reduced over these axes.
 
-    If neither the gradients nor the loss vary along an axis, the gradients and the loss were
-    reduced over this axis. `_check_not_summed` accepts such gradients if the caller takes a mean,
-    and refuses them for a sum.
+    An axis along which no gradient varies is left out: `_check_not_summed` has already decided
+    whether to raise an error for this axis.
     """
     leaves = jax.tree.leaves(gradients)
     differs = {name for gradient in leaves for name in varying_axes(gradient)}
@@ -199,9 +198,9 @@ def _program_with_shares(
     grad: Grad, declared: PyTree, batch: PyTree, params: PyTree, shares: dict[str, set[str]]
 ) -> "_Program":
     """Returns the traced program of `grad`. `declared` are the parameters after they were declared
-    varying, and `params` are the same parameters before. Some parameters are shares; `shares` has
-    the paths of these parameters by axis. Raises `ValueError` if `grad` cannot be traced because
-    shapes do not match.
+    varying, and `params` are the same parameters before. `shares` has, by axis, the paths of the
+    parameters that this axis splits. Raises `ValueError` if `grad` cannot be traced because shapes
+    do not match.
     """
     try:
         return _Program(grad, declared, batch, params)

@@ -116,7 +116,7 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
     """
 
     def fragments(model):
-        """Returns the fragments of groups of layers, then the fragment of all other leaves."""
+        """Returns one fragment for each group of layers, then one fragment of all other leaves."""
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(where(model))}
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
@@ -140,11 +140,11 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
 
 
 def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
-    """Returns the fragment of the layers from `start` to before `stop`."""
+    """Returns the fragment of the layers `start` to `stop - 1`."""
 
     def get(model):
-        """Returns a tree like the model: its blocks with only the layers from `start` to before
-        `stop`, and None for all other leaves."""
+        """Returns a tree like the model: its blocks with only the layers `start` to `stop - 1`, and
+        None for all other leaves."""
         # `tree_at` replaces the leaves of the blocks in a tree in which all leaves are None. None
         # counts as a leaf only with this `is_leaf`.
         layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))

@@ -167,15 +167,15 @@ def _inner(state: Any) -> Any:
 
 
 class _Round(eqx.Module):
-    """A round of fragment `k`. It has two parts: `sent` exchanges the islands' changes, and
+    """A round of fragment `k`. The method `sent` exchanges the islands' changes, and the method
     `received` makes the outer optimizer's step with the result. `inner` is this island's training
     state, and `state` is the `State` of all islands.
 
     Attributes:
         part: the fragment.
-        k: the number of the fragment: its index in `optimizer`, `error` and `sent` of the state.
+        k: the index of the fragment in `state.optimizer`, `state.error` and `state.sent`.
         update: the outer optimizer's `update`.
-        axis: the axis of the islands, or `ErrorFeedback`.
+        axis: the axis of the islands, or `ErrorFeedback(axis)` for an exchange in int8.
         mixing: the factor of an island's own weights in a round; the factor of the new weights is
             `1 - mixing`.
         present: for each island, whether it takes part in this round; None if all islands do.
@@ -283,8 +283,8 @@ class _Round(eqx.Module):
         """Returns `(inner, state)` after a step of the outer optimizer with the mean change
         `sent.mean`.
 
-        Only the weights of fragment `k` of the model, `self.part`, change: `part.get` returns these
-        leaves of a tree, and `part.put` puts them back. `sent.some` says whether any island was
+        Only the weights of the fragment `self.part` change: `part.get` takes them out of a model,
+        and `part.put` puts the new ones into the model. `sent.some` says whether any island was
         present, and `sent.present` whether this island was. Each present island takes the new outer
         weights, mixed with its own weights if `mixing` is not 0. If no island was present, no
         weights change. `error` is the rounding error to store in `state`.
@@ -485,8 +485,8 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
     """Raises `ValueError` if a train step makes a value that varies along the islands' axis.
 
-    The types of the step's arguments do not vary along that axis: `_alone` has removed it from
-    them. So a value that varies shows that an operation of the step itself uses the axis.
+    The step's arguments do not vary along that axis, since `_alone` has removed the axis from their
+    types. So a value that varies shows that an operation of the step itself uses the axis.
     """
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):

@@ -332,25 +332,26 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     `shapes` are the shapes of a state for the new number of islands. All islands continue with the
     outer weights, the only weights that are the same for all islands. If there were n islands
     before, island i takes the state of the inner optimizer, and the leaves that are not trained,
-    from island i mod n. Exchanges under way and rounding errors are dropped.
+    from island i mod n. The rounding errors of int8 exchanges, and the results of exchanges that no
+    island has used yet, become zero.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
     sources = jnp.arange(islands) % before
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns the arrays of the new islands, from the arrays of the old islands. Each new
-        island gets the arrays of the old island that it continues. The first dim is that of the
-        islands."""
+        """Returns arrays for the new number of islands: island i gets the arrays that island
+        `sources[i]` had before. The first dim of the arrays is that of the islands."""
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
-        """Returns zeros in place of the old islands' arrays, with the new number of islands."""
+        """Returns zeros in place of the arrays of `tree`, for the new number of islands."""
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
-        """Returns `sent` with all arrays zero: no island took part in the exchange. `present` gets
-        one entry for each new island. Returns None if `sent` is None."""
+        """Returns the result of an exchange in which no island took part: `sent` with zeros in all
+        arrays. `present` gets the new number of islands as its size. Returns None if `sent` is
+        None."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)
@@ -361,9 +362,9 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         before the change of the number.
 
         Every island starts from the outer weights, `state.model`, which has None for leaves that
-        are not trained. An island takes these other leaves and the inner optimizer's state from an
-        old island (`sources`). Rounding errors and exchanges under way become zero, since they
-        belong to islands that may be gone.
+        are not trained. Island i takes these other leaves and the inner optimizer's state from the
+        old island `sources[i]`. Rounding errors and the unused results of exchanges become zero,
+        since they belong to islands that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)

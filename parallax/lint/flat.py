@@ -49,8 +49,8 @@ class Node(NamedTuple):
     """One operation.
 
     Attributes:
-        name: the name of the primitive, or `CHOSEN` for an operation that makes a result of a
-            conditional.
+        name: the name of the primitive. `CHOSEN` is the name of the operation that chooses one
+            result of a conditional from the results of the branches.
         eqn: the equation.
         inputs: the ids of the operands.
         outputs: the ids of the results.

@@ -55,8 +55,7 @@ class Loop:
         depth: the number of loops around the body, this one included.
         trips: the number of iterations; None if it is not known.
         sums: the sums over devices in the loop's body.
-        spoiled: a `LoopPart` for each sum, and for each old carry, that the body also uses for
-            another purpose than to add up a new carry.
+        spoiled: the sums and the old carries that the body does not only use to add up a new carry.
     """
 
     depth: int
@@ -82,9 +81,9 @@ class Loop:
         return value.parts | {("sum", len(self.sums) - 1)}
 
     def carried(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the carries, `values`, with the `parts` that hold at the
-        beginning of an iteration. Nothing has been added to carry i yet, so its `parts` have only
-        ("carry", i)."""
+        """Returns the facts `values` about the carries, with the `parts` that a carry has at the
+        beginning of an iteration. Nothing has been added to carry i yet, so ("carry", i) is its
+        only part."""
         return [value._replace(parts=frozenset({("carry", i)})) for i, value in enumerate(values)]
 
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:

@@ -91,7 +91,8 @@ def same_every_trip(
 
 
 def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, where: str) -> Finding:
-    """Returns the finding for a sum over devices that a loop only adds to a carry."""
+    """Returns the finding for a sum over devices in a loop. The loop uses the sum only to add it to
+    a carry, so one sum after the loop is enough."""
     return Finding(
         "sum-in-a-loop",
         where,
@@ -108,9 +109,8 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
 def update_mixes_a_shard(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction over one device's shard, if the result of the reduction
-    goes into the update of that shard. `operation` is the name of the reduction's primitive, such
-    as "reduce_sum"."""
+    """Returns the finding for a reduction over one device's shard whose result goes into the update
+    of that shard. `operation` is the name of the reduction's primitive, such as "reduce_sum"."""
     return Finding(
         "update-mixes-a-shard",
         where,

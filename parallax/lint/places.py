@@ -1,9 +1,10 @@
 """Tells how each dim of an array is split before and after an operation that sends nothing.
 
 A `Flat` program is a list of operations, its nodes. The program's values (arrays) have ids, and
-functions take and return these ids. The `Dims` of a value have, for each dim, the axes that split
-the dim, the outermost first: `((), ("data",))` for a matrix whose second dim is split. `sent` has
-the kind and the axes of a collective; `sent` is None if the node is no collective.
+the functions of this file take and return these ids. The `Dims` of a value have, for each dim, the
+axes that split the dim, the outermost first: `((), ("data",))` for a matrix whose second dim is
+split. `sent` has the kind and the axes of a collective; `sent` is None if the node is no
+collective.
 """
 
 from collections.abc import Sequence
@@ -54,15 +55,15 @@ def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -
 def _same_elements(
     node: Node, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
 ) -> Dims | None:
-    """Returns how one array of an operation is split, given how another is split. One of the two is
-    the operand and the other the result, in either direction. Returns None unless the operation
-    keeps all elements in order.
+    """Returns the `Dims` of an operation's result from the `Dims` of an operand, or the `Dims` of
+    the operand from the `Dims` of the result. Returns None unless the operation keeps all elements
+    in order.
 
     Args:
         node: the operation.
         dims: for each dim of the given array, the axes that split the dim.
-        before: the shape of the given array.
-        after: the shape of the other array.
+        before: the shape of the given array, an operand or a result.
+        after: the shape of the array whose `Dims` are returned.
     """
     if node.name in ELEMENTWISE:
         return dims if before == after else None

@@ -83,8 +83,8 @@ def program(
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
       their tokens in another order, such as `context.zigzag`. The mistake is found only if the
       arguments are arrays with values, and each target is the next input token.
-    * `fixed-number-of-heads`: an `eqx.nn.MultiheadAttention` among the arguments, whose
-      projections are split by their outputs, cuts a device's outputs into all heads of the model.
+    * `fixed-number-of-heads`: the projections of an `eqx.nn.MultiheadAttention` are split by their
+      outputs, but each device cuts its outputs into as many heads as the whole model has.
     * Three mistakes with a pipeline end the trace with an error, which is then the only finding.
       `parameter-by-closure`: a function uses a parameter by closure, not from its argument.
       `blocks-outside-the-stage`: the function before or after the stages reads the stages' blocks.

@@ -4,8 +4,8 @@ mistakes.
 A *fact* is one thing that the lint knows about a value (an array), such as "it differs along
 'data'". The facts about an operation's results are computed from the facts about its operands. A
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
-devices. `trip` is the depth of the innermost loop that changes the value. `parts` are the carries
-of the innermost loop, and the sums over devices in its body, on which the value depends linearly.
+devices. `trip` is the depth of the innermost loop that changes the value. The value is a linear
+function of its `parts`: carries of the innermost loop, and sums over devices in that loop's body.
 `shard` is the argument from which the value was made by elementwise operations, reshapes,
 transposes and all-gathers. `constant` says that the value was made only of numbers written into the
 program, and `narrow` is the 16-bit type that the value was cast from.
@@ -379,8 +379,8 @@ class Reading:
     # Collectives and conditionals
 
     def _collective(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts about each whole result of a collective, not those about its dims, and
-        notes mistakes with the collective.
+        """Returns the facts about the results of a collective, without the facts about their dims,
+        and notes mistakes with the collective.
 
         The mistakes are a collective that some devices may not reach, a sum of numbers that are
         equal on all devices, and a collective that sends the same numbers in every iteration of a
@@ -423,10 +423,9 @@ class Reading:
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
-        """Notes a conditional whose predicate differs between devices, if the types of some
-        operands or results do not vary along the axes along which the predicate differs. An axis
-        is ignored if the predicate's own type does not vary along it: then an earlier operation,
-        not the conditional, dropped the axis from the type.
+        """Notes a conditional whose predicate differs along an axis, if an operand or a result is
+        typed as the same on all devices of this axis. The axis is ignored if the predicate itself
+        is typed so: then an earlier operation, not the conditional, dropped the axis from the type.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.
@@ -458,12 +457,12 @@ def _ignore(*mistake: Any) -> None:
 
 
 def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
-    """Returns the axes that split the dims of each result of a loop's body (`program`).
+    """Returns the `Dims` of each result of a loop's body (`program`): for each dim, the axes that
+    split the dim.
 
-    The carries come first. A carry that the body returns is split like the carry that the body
-    takes. `shards` has the `shard` of each carry that the body takes, and `shard.dims` are the axes
-    that split the carry's dims. The split of a carry without a `shard` is not known (None), nor is
-    that of the stacked outputs.
+    The carries come first. A new carry is split like the old carry. `shards` has the fact `shard`
+    of each old carry, and `shard.dims` are the carry's `Dims`. If `shard` is None, the `Dims` are
+    not known, and the entry is None. The entries of the stacked outputs are None too.
     """
     dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]

@@ -187,11 +187,11 @@ class ShardMap:
         shard: Shard | None,
         note: Note,
     ) -> Shard | None:
-        """Returns the `shard` of a result, given the `shard` of an operand. A `Shard` names the
-        argument whose elements a value has, and the axes that split each dim of the value. The
-        result has elements of the same argument; the axes are those that split the result's dims.
-        Returns None for any operation but elementwise ones, reshapes, transposes and all-gathers,
-        or if the split of the result's dims is not known.
+        """Returns the `Shard` of a result, given the `Shard` of an operand (`shard`). A `Shard` has
+        the argument from which a value is made (`argument`), and the axes that split each dim of
+        the value (`dims`). The returned `Shard` has the operand's `argument`, and the result's
+        `dims`. Returns None for any operation but elementwise ones, reshapes, transposes and
+        all-gathers, or if the split of the result's dims is not known.
         """
         # Of the collectives, only an all-gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):

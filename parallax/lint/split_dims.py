@@ -1,24 +1,25 @@
 """Finds mistakes in a model's forward pass: operations that use a split dim as if it were whole,
 and operations that use a reduction over a split dim before a collective completes the reduction.
 
-A dim is split if the spec of a trained argument splits it. The result of a matrix product with a
-split weight has split dims too, such as hidden units and heads. A dim that the spec of a batch
-splits is split too, except the first dim, which holds the batch's rows. A reduction over a split
-dim gives each device its own term, and the next operation should be a collective over the axis that
-splits the dim. Two kinds of operations before this collective are mistakes. One kind combines the
-term with an array that has the split dim, as in a norm or a softmax. The other kind adds to the
-term a value that is the same on all devices, such as a bias. Only values of the forward pass that
-have a dim of the batch's rows are checked; gradients and updates, which have the dims of weights,
-are not.
+The rows of a batch are its first dim. A dim of an argument is split if the argument's spec splits
+the dim over an axis that does not split the rows. A matrix product passes on the split dims of its
+operands, such as hidden units and heads, except the dims that it sums over. A reduction over a
+split dim gives each device its own term, and the next operation should be a collective over the
+axis that splits the dim. Two kinds of operations before this collective are mistakes. One kind
+combines the term with an array that has the split dim, as in a norm or a softmax. The other kind
+adds to the term a value that is the same on all devices, such as a bias. An operation is checked
+only if an operand or a result has a dim of rows. Gradients and updates, which have the dims of
+weights, are not checked.
 
 A *fact* is one thing that the lint knows about a value (an array), such as "its first dim is split
 over 'tensor'". A rule for one kind of operation takes the facts about the operands (`inputs`) and
 returns the facts about the results. A `Dim` has the facts about one dim. `split` are the axes that
 split the dim. If a reshape cuts a split dim into an outer dim and inner dims, each inner dim gets
 the axes of the split dim as its `within`. `rows` says whether the dim runs over the rows of the
-batch. `drawn` says whether the dim's elements were drawn at random, and `counted` whether they were
-computed from their indices on the device. `parts` are the slices of split dims from which the dim's
-elements were computed. A *term* is a device's part of a reduction over a split dim. The `Term` of a
+batch. `drawn` says whether each index of the dim has random numbers of its own. `counted` says
+whether the elements were computed from an `iota` along the dim; the `iota` begins at 0 on each
+device. `parts` are the slices of split dims, such as `x[:k]`, from which the dim's elements were
+computed. A *term* is the result of a reduction over a split dim on one device. The `Term` of a
 value says whether the value is still a linear function of the term (`is_linear`), and whether the
 reduction is a maximum or minimum (`is_peak`). If a value that is the same on all devices was added
 to the term, `added` is the operation that did so. If a value was divided by the number of devices
@@ -60,8 +61,9 @@ def dims_after(
     """Returns a `Value` for each result of an operation, with the facts `dims`, `terms` and
     `shared`.
 
-    `note(mistake, node, *details)` is called for each mistake, if an operand or a result has a dim
-    of the batch's rows. `sizes` are the sizes of the mesh axes that have several devices, by name.
+    `note(mistake, node, *details)` is called for each mistake if a dim of an operand or of a result
+    runs over the rows of the batch; other operations may belong to gradients or updates. `sizes`
+    are the sizes of the mesh axes that have several devices, by name.
     """
     operation = _Operation(program, node, sizes)
     results = operation.results(inputs)
@@ -105,7 +107,7 @@ class _Operation:
         return results if isinstance(results, list) else [results]
 
     def _unknown(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns results about whose dims nothing is known, for an operation without a rule."""
+        """Returns a `Value` without facts for each result of an operation that has no rule."""
         return [_new_dims(shape) for shape in self.shapes]
 
     def _chosen(self, inputs: Sequence[Value]) -> Value:
@@ -116,7 +118,8 @@ class _Operation:
         return functools.reduce(either, inputs[1:])
 
     def _drawn(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about random numbers: all dims are `drawn`."""
+        """Returns the facts about new random numbers. Each element has a random number of its own,
+        so all dims are `drawn`."""
         return Value(dims=(Dim(drawn=True),) * len(self.shapes[0]))
 
     def _counted(self, inputs: Sequence[Value]) -> Value:
@@ -339,8 +342,8 @@ class _Operation:
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
         """Returns the `Term` of an elementwise operation's result, for a reduction over a dim that
         `axis` splits. The `Term` says how the result depends on this device's term of the
-        reduction. At least one operand has a `Term` for `axis`. Returns None if the result no
-        longer counts as computed from this term.
+        reduction. At least one operand has a `Term` for `axis`. Returns None if the lint stops
+        following the term, as after a sum with an operand that differs between devices.
 
         Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
@@ -392,8 +395,8 @@ class _Operation:
         factors = [number for number in numbers if number is not None]
 
         def is_factor(size):
-            """Returns whether one of the `factors` is `size`, the number of devices along an axis,
-            or 1 / `size`."""
+            """Returns whether `size` or 1 / `size` is one of the `factors`. `size` is the number of
+            devices along an axis."""
             return any(np.isclose(factor, (size, 1 / size)).any() for factor in factors)
 
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
@@ -539,8 +542,7 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
     """
 
     def split_dims(value):
-        """Returns the indices of a value's dims that are split over `axis`, and of the inner dims
-        into which a reshape cut such a dim (`within`)."""
+        """Returns the indices of the dims of `value` that have `axis` in `split` or `within`."""
         dims = enumerate(value.dims or ())
         return {i for i, dim in dims if axis in dim.split | dim.within}
 
@@ -548,7 +550,7 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:
-    """Returns the `Value` of an array of this shape about whose dims nothing is known."""
+    """Returns the `Value` of an array of this shape, without facts about its dims."""
     return Value(dims=(Dim(),) * len(shape))
 
 

@@ -77,7 +77,7 @@ def _differently_ordered(
 
 def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
     """Returns whether each target along `dim` is the token at the next place in `tokens`. The last
-    target is not compared, as its token is not in the batch."""
+    target is not compared, since `tokens` has no next place for this target."""
     later, targets = np.moveaxis(tokens, dim, 0)[1:], np.moveaxis(targets, dim, 0)[:-1]
     return bool((later == targets).all())
 

@@ -108,14 +108,14 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Reduction]]:
-    """Returns the values that hold elements of `result`, each with its dims, and the sums over
-    devices that add different shards.
+    """Returns a dict and a list. The dict has `result`, and the values from which elementwise
+    operations, transposes and sums over devices compute `result`. Each value comes with its `Dims`.
+    The list has those of the sums whose operand is split over an axis of the sum: such a sum adds
+    different shards.
 
-    The values are those from which elementwise operations, transposes and sums over devices compute
-    `result`. A sum in this computation adds different shards if an axis of the sum splits the
-    operand of the sum. The operand of such a sum, and the values from which the operand is
-    computed, are not among the returned values. Each returned sum is a `Reduction`: the operation,
-    the operand, and those axes of the sum that split the operand. `dims` are the dims of `result`.
+    Each sum in the list is a `Reduction`: the operation, the operand, and those axes of the sum
+    that split the operand. This operand, and the values from which it is computed, are not in the
+    dict. `dims` are the `Dims` of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:

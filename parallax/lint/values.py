@@ -57,9 +57,10 @@ class Dim(NamedTuple):
         within: if a reshape cut a split dim into an outer dim and this inner one, the axes of that
             split dim.
         rows: whether the dim runs over the rows (examples) of the batch.
-        drawn: whether random numbers were drawn for each element.
-        counted: whether the elements were computed from their indices on the device, 0, 1, 2, ...
-        parts: the slices of split dims that the elements were computed from.
+        drawn: whether each index of the dim has random numbers of its own.
+        counted: whether the elements were computed from an `iota` along the dim; the `iota`
+            begins at 0 on each device.
+        parts: the slices of split dims, such as `x[:k]`, from which the elements were computed.
     """
 
     split: frozenset[str] = NO_AXES
@@ -77,7 +78,7 @@ class Part(NamedTuple):
         source: the split dim, as three numbers: `id(program)`, the id of the value that has the
             dim, and the index of the dim in the value.
         aval: the type of that value.
-        start: the first element of the slice.
+        start: the index, along the split dim, of the first element of the slice.
     """
 
     source: tuple[int, int, int]
@@ -86,8 +87,8 @@ class Part(NamedTuple):
 
 
 class Term(NamedTuple):
-    """The fact that a value is computed from a *term*: the result, on one device, of a reduction of
-    a dim that is split over devices.
+    """The fact that a value is computed from a *term*. A term is the result that one device gets
+    when it reduces a dim that is split over devices.
 
     Attributes:
         node: the reduction whose result is the term.
@@ -121,9 +122,6 @@ class Shard(NamedTuple):
 
 class Value(NamedTuple):
     """The facts about one value.
-
-    The fields `differs` to `parts` are about the whole value, `dims` to `shared` about its dims,
-    and `shard` to `chosen` about what it was computed from.
 
     Attributes:
         differs: the mesh axes along which devices may hold different elements.
@@ -169,10 +167,9 @@ class Value(NamedTuple):
         """Returns facts about one array, joined from `self` and `value`, which are both about this
         array.
 
-        The facts about the array as a whole are those of `self`: `differs`, `trip`, `constant`,
-        `narrow`, `summed` and `parts`. The facts about its dims (`dims`, `terms`, `shared`) and
-        about its origin (`shard`, `fed`, `chosen`) are those of `value`. These two kinds of facts
-        are computed apart.
+        `differs`, `trip`, `constant`, `narrow`, `summed` and `parts` are those of `self`. `dims`,
+        `terms`, `shared`, `shard`, `fed` and `chosen` are those of `value`. These two groups of
+        facts are computed apart.
         """
         return value._replace(
             differs=self.differs,
@@ -291,11 +288,11 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 
 
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
-    """Returns the collective that an equation is, or None if the equation itself is no collective.
+    """Returns a `Sent` if the equation itself is a collective; otherwise returns None.
 
-    `ours` is the jaxpr of the equation if it is a collective of this library, whose primitive is
-    `LINEAR`. All kinds of such collectives are made of `ppermute`s, and the jaxpr does not name the
-    kind. The kind is found by comparing the size of the result with the size of the operand.
+    An equation with the primitive `LINEAR` is a collective of this library, and `ours` is its
+    jaxpr. For any other equation, `ours` is None. All kinds of these collectives are made of
+    `ppermute`s, so the kind is found by comparing the sizes of the operand and the result.
     """
     kind = _KINDS.get(eqn.primitive.name)
     # A collective among groups of an axis's devices is left out, as it does not go over the whole

@@ -21,8 +21,8 @@ def grouped(
     sharers: int | None = None,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
-    wider.
+    """Returns causal softmax(q k^T / sqrt(K)) v for heads of width K, in the type of `q`. The
+    softmax is computed in float32 or wider.
 
     Query head h attends to the keys and values of head h // (H / G), so H / G neighbouring heads of
     queries share one head of keys and values. With G = H this is the attention of Vaswani et al.,

@@ -91,8 +91,8 @@ class TrainStep(NamedTuple):
 
     Attributes:
         init: makes the state; each device makes only the shards that it keeps. `init(model)` starts
-            from the weights of a whole model, such as one from `gpt2.load`, in the host's memory or
-            on one device. Each process must have that model.
+            from the weights of `model`, a whole model such as `gpt2.load` returns. Each process
+            must have this model, in the host's memory or on one device.
         shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings. With them the step
             can be compiled, and its memory planned, before any array exists.
         train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`;
@@ -103,8 +103,9 @@ class TrainStep(NamedTuple):
         local: the step for one device's shards, `(state, batch, limit) -> (state, info)`, where
             `batch` is a `Batch`. This function is not yet mapped over the mesh or compiled. It is
             for wrappers other than `mesh.spmd`, such as `on_islands.train_step`.
-        keys: a function from the step's number, and optionally the number of sequences, to a random
-            key for each sequence of the global batch; it returns None without dropout.
+        keys: a function `(number, sequences=batch)` that returns random keys for `sequences`
+            sequences at the step `number`; it returns None without dropout. `on_islands` passes the
+            number of sequences of all islands together.
         batch: the number of sequences in the global batch.
         setup: the decoder, its layout and its `Compute`.
     """
@@ -195,8 +196,8 @@ def train_step(
     )
 
     def keys(number, sequences=batch):
-        """Returns a random key for each sequence of the global batch at step `number`, or None
-        without dropout. `on_islands` asks for the keys of the sequences of all islands."""
+        """Returns random keys for `sequences` sequences at step `number`, or None without dropout.
+        `on_islands` passes the number of sequences of all islands together."""
         if not family.uses_dropout(config):
             return None
         return sequence_keys(dropout_key, number, sequences)
@@ -293,9 +294,9 @@ def compiled(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *given):
-        """Returns the new arrays of the state, and the step's info. `arrays` is a state without its
-        static leaves; `step` gets these leaves as well. `weights`, [batch, T], are the weights of
-        the targets. `given` are the options that the caller passes; the other options are None.
+        """Returns the new arrays of the state, and the step's info. `arrays` has the arrays of the
+        state, and `static` the state's other leaves. `weights`, [batch, T], are the weights of the
+        targets. `given` are the options that the caller passes; the other options are None.
         """
         all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
@@ -432,8 +433,8 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
     c-th chunk of every stage, in the order of the stages.
 
     `schedule` is the schedule of `Compute`, which may place the chunks in another order than that
-    of the layers. If `schedule` is None, the schedule that `layout` names runs; it needs the chunks
-    in the order of the layers.
+    of the layers. None: the layout's own schedule, which keeps the chunks in the order of the
+    layers.
     """
 
     def split(blocks):
@@ -487,7 +488,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        """Returns a model with its blocks changed by `change`, and any other `leaf` unchanged."""
+        """Returns `leaf` with its blocks changed by `change` if it is a model, else unchanged."""
         if not is_model(leaf):
             return leaf
         return eqx.tree_at(family.where, leaf, change(family.where(leaf)))

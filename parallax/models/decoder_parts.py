@@ -1,10 +1,10 @@
-"""The loss, the logits and the pipeline functions of a decoder, made from the functions of its
-family (`DecoderParts`).
+"""Makes the loss, the logits and the pipeline functions of a decoder.
 
-The families here differ in their blocks and in how they encode positions. The embedding, the head
-and the loss are the same for all families, and are in this module. The vocabulary is split over
-stages and tensor devices: each of P stages holds 1/P of the rows of the embedding and of the head,
-and computes 1/P of the head, so no stage is slower than the others.
+The families here differ in their blocks and in how they encode positions. A `DecoderParts` has the
+functions for these two parts of one family. The embedding, the head and the loss are the same for
+all families, and are in this module. The vocabulary is split over stages and tensor devices: each
+of P stages holds 1/P of the rows of the embedding and of the head, and computes 1/P of the head, so
+no stage is slower than the others.
 
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
@@ -413,8 +413,9 @@ def vocabulary_rows(
 def _with_segments(
     comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None
 ) -> tensor.Comms:
-    """Returns `comms` with a `wrap_attention` that also passes `segments`, the number of each
-    token's document, to the attention; or `comms` unchanged without segments.
+    """Returns `comms` with a `wrap_attention` that also passes `segments` to the attention. If
+    `segments` is None, returns `comms` unchanged. `segments` has the number of each token's
+    document.
     """
     if segments is None:
         return comms

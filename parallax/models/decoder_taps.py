@@ -5,11 +5,12 @@ compared.
 
 In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
 If a device has only some elements of a dim, the tap's `places` are the positions of these elements
-in the dim of the undivided array. `comms`, a `tensor.Comms`, knows how tokens are split: from an
-array with all tokens, `local_tokens` cuts out those that this device has between two layers, and
-`context_tokens` those that it has inside a layer. `GATHERED` are the axes over which ZeRO-3 gathers
-weights: the specs of the weights' taps are without these axes. The specs of the gradients' taps
-have them, since ZeRO-3 splits a gradient like its weight.
+in the dim of the undivided array. `comms`, a `tensor.Comms`, knows how tokens are split. From an
+array with all tokens, `comms.local_tokens` returns the tokens that this device has between two
+layers, and `comms.context_tokens` returns the tokens that this device has inside a layer.
+`GATHERED` are the axes over which ZeRO-3 gathers weights: the specs of the weights' taps are
+without these axes. The specs of the gradients' taps have these axes, since ZeRO-3 splits a gradient
+like its weight.
 """
 
 from collections.abc import Callable

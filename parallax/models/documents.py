@@ -81,7 +81,7 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
         arrays, static = eqx.partition(arguments, is_array)
 
         def array_results(*arrays):
-            """Returns the arrays of the stage's result."""
+            """Returns the arrays in the result of `stage`, called with `arrays` and `static`."""
             return eqx.filter(stage(*eqx.combine(arrays, static)), is_array)
 
         # A tree like the arguments, with True for each array that the traced program reads.

@@ -62,9 +62,9 @@ class Family:
     """A kind of decoder: the functions that `models.recipe` calls.
 
     Args:
-        model: the class of the whole model; `model(config, key=key, dtype=dtype)` makes a model. A
-            model's leaves may also be values other than arrays, which are static. The arrays of its
-            blocks have a first dim of layers.
+        model: the class of the whole model; `model(config, key=key, dtype=dtype)` makes a model.
+            Leaves of the model that are not arrays are static. The arrays of its blocks have a
+            first dim of layers.
         stages: a function `(config, stage_axis, axis, *, comms, attend, remat, unroll)` that
             returns the functions `(embed, stage, head)` of `pipeline.value_and_grad`. Without a
             pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks communicate by
@@ -74,10 +74,10 @@ class Family:
             layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
             `axis`, an axis of `size` devices. `stage` is the axis of the stages; None without a
-            pipeline. With an axis `stage`, the rule is for a model whose L layers are cut into v
-            chunks per stage, with blocks of [v, L / v, ...]; the rule splits dim 1 over the stages.
-            For a configuration with experts the function also takes `expert=`, the axis that splits
-            the experts.
+            pipeline. With an axis `stage`, the blocks are [v, L / v, ...], for v chunks of layers
+            on each stage. Index c of dim 0 has the c-th chunks of all stages, and the rule splits
+            dim 1 over the stages. For a configuration with experts the function also takes
+            `expert=`, the axis that splits the experts.
         logits: a function `(model, tokens)` that runs the whole model on one device and returns the
             logits after each token. This function is used to sample text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values

@@ -245,10 +245,10 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 
 def functions_of(setup: Setup) -> Functions:
-    """Returns the family's functions `(embed, stage, head)` for a layout. The functions
-    communicate, and recompute in the backward pass, as the layout says. Under ZeRO-3, the stage
-    gathers the weights of its blocks, and `grad_of` gathers the weights outside the blocks.
-    `bisect` can record the weights that the three functions use.
+    """Returns the functions `(embed, stage, head)` of `setup.family`, a family of models. The
+    functions communicate, and recompute in the backward pass, as `setup.layout` says. Under ZeRO-3,
+    the stage gathers the weights of its blocks, and `grad_of` gathers the weights outside the
+    blocks. `bisect` can record the weights that the three functions use.
     """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)

@@ -242,17 +242,17 @@ def sampled(
     Let N be the number of parameters. While the text fits the writer's window, keys and values are
     kept in a cache, and a token costs a pass of one token: 2 N flops and the flops of attention.
     Once the text is longer than the window, or if `writer.cached` is None, a token costs a pass
-    over the whole window: 2 N flops for each token of the window. A full window moves by one place
-    for each new token: it loses its oldest token, and the position of every other token changes.
-    Keys and values depend on positions and on earlier tokens, so the cached ones cannot be used
-    again.
+    over the whole window: 2 N flops for each token of the window. For each new token, a full window
+    drops its oldest token, so the positions of all its other tokens change. Keys and values depend
+    on positions and on earlier tokens, so the cached ones cannot be used again.
 
     If a logit is nan, for example after an id outside the vocabulary, the token is -1, and so are
-    all tokens after it. No tokenizer decodes -1.
+    all tokens after it. Under `jax.jit`, the value of a traced argument is unknown: a wrong prompt,
+    `temperature` or `top_p` gives tokens of -1 in place of an error. No tokenizer decodes -1.
 
     Args:
-        writer: the model, such as `Writer(functools.partial(family.logits, model), window,
-            family.cached(model))`.
+        writer: the functions and the window of the model, such as
+            `Writer(functools.partial(family.logits, model), window, family.cached(model))`.
         prompt: the tokens to continue; they may be longer than the window.
         tokens: the number of tokens to draw; static.
         temperature: the number by which logits are divided. With 0, each token is the one with the
@@ -264,12 +264,11 @@ def sampled(
         key: the random key. Each token uses its own key, a row of `jax.random.split(key, tokens)`.
 
     Raises:
-        ValueError: the prompt is empty, or is not whole numbers in one dim; `tokens`,
-            `writer.window` or `top_k` is not a whole number; `tokens` is below 0; `writer.window`
-            or `top_k` is below 1; `temperature` or `top_p` is not one real number; a token of the
-            prompt is outside the vocabulary; `temperature` is negative or not finite; or `top_p` is
-            outside [0, 1]. The value of an argument that `jax.jit` traces is unknown: a wrong
-            token, `temperature` or `top_p` then gives tokens of -1 in place of an error.
+        ValueError: the prompt is empty, or is not a one-dimensional array of integers. A token of
+            the prompt is outside the vocabulary. `tokens`, `writer.window` or `top_k` is not an
+            integer, or is too small (below 0 for `tokens`, below 1 for the others). `temperature`
+            is not one real number, is negative or is not finite. `top_p` is not one real number in
+            [0, 1].
     """
     logits, cached_model, name = writer.logits, writer.cached, writer.name
     tokens, window = argument_checks.whole_numbers(name, tokens=tokens, window=writer.window)
@@ -297,8 +296,8 @@ def sampled(
 
 def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
     """Returns a function `(logits [V], key, unknown)` that draws a token from the `filtered`
-    logits. The token is -1 if one of these logits is nan, or if `unknown` is true, which means that
-    an earlier token was -1.
+    logits. The token is -1 if one of these logits is nan, or if `unknown` is true. A true `unknown`
+    means that an earlier token, of the prompt or drawn, is -1.
 
     Errors about `temperature`, `top_k` or `top_p` begin with `name`. `_token_of` itself raises
     them, before any token is drawn.
@@ -333,8 +332,7 @@ def _with_cache(
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each random key in `keys`, computed with a cache
     of the attention's keys and values. `model` has two functions: `begin` runs the model on the
-    prompt, and `go_on` on one more token. `token_of(logits, key, unknown)` draws a token; the token
-    is -1 if `unknown`, which says that an earlier token was -1.
+    prompt, and `go_on` on one more token. `token_of` is the function that `_token_of` returns.
     """
     # The last token needs no place in the cache, since no token attends to it: this is the - 1.
     # `begin` returns the logits after the prompt, [1, V], and the cache.
@@ -363,8 +361,7 @@ def _without_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each random key, each computed from the whole
-    window. `token_of(logits, key, unknown)` draws a token; the token is -1 if `unknown`, which says
-    that an earlier token was -1.
+    window. `token_of` is the function that `_token_of` returns.
 
     This function is for a model without a cache of keys and values, and for the tokens that are
     drawn after the window is full: from then on the window moves by one place for each token, so

@@ -3,10 +3,9 @@ updated alone, or the whole leaf is updated and then cut into shards.
 
 `checked` makes this check once for each set of shapes. It traces the update on leaves whose split
 dims have an unknown size, and follows the traced program (`parallax.optimizers.programs`). It
-refuses the optimizer if the update or the new state of a leaf is not computed element by element
-from this leaf. It also refuses a program that depends on the size, such as a learning rate scaled
-by the size of a dim. The allowed operations are listed, since a list of forbidden operations could
-miss some.
+refuses the optimizer if an update or an array of the new state is not computed element by element.
+It also refuses a program that depends on the size, such as a learning rate scaled by the size of a
+dim. The allowed operations are listed, since a list of forbidden operations could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
 the optimizer's state, is the number of the leaf that it belongs to. The number of the step, for
@@ -66,8 +65,9 @@ def checked(
 
     Args:
         update: the update of an optimizer.
-        specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
-            does not name, the check assumes that this axis may split any dim of the leaf.
+        specs: the specs of the parameters, by path. A parameter's type has the axes that split the
+            parameter, and its spec has the dim that each axis splits. If the spec does not name an
+            axis of the type, the check assumes that this axis may split any dim.
         at: the name of the caller, for messages.
         gathered: axes along which the caller has gathered the leaves. The leaves count as whole
             along these axes, although their types still vary along them.
@@ -197,8 +197,8 @@ class _Update:
         return _Leaf(tuple(path), gradient, weight, split=split, whole=whole, is_open=is_open)
 
     def check(self) -> None:
-        """Raises `UnfitOptimizer` unless the update of each leaf is computed element by element
-        from this leaf. The update is traced on symbolic sizes. If no leaf is split, nothing is
+        """Raises `UnfitOptimizer` unless each update, and each array of the new state, is computed
+        element by element. The update is traced on symbolic sizes. If no leaf is split, nothing is
         traced. Raises `TypeError` if, in ZeRO-1, the updates do not have the parameters' shapes."""
         if not any(leaf.split for leaf in self.leaves):
             return
@@ -262,9 +262,10 @@ class _Update:
         return self.resized(shape)
 
     def resized(self, shape: Callable[[Any, tuple[int, ...]], tuple[Any, ...]]) -> Any:
-        """Returns `self.arguments` with the shape `shape(x, shape of the whole leaf)` for each
-        gradient, moment and parameter `x`. An array whose shape changes is replaced by its type
-        (`jax.typeof`) with the new shape: tracing needs no numbers."""
+        """Returns `self.arguments` with new shapes: each gradient, moment and parameter `x` gets
+        the shape `shape(x, whole)`, where `whole` is the shape of its whole leaf. An array whose
+        shape changes is replaced by its type (`jax.typeof`) with the new shape: tracing needs no
+        numbers."""
 
         def leaf(x, whole):
             new_shape = shape(x, whole)
@@ -300,10 +301,10 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the `Value` of an array of the optimizer's state with this owner. If elementwise
-        use of the array would be wrong on shards, `mixes` of this `Value` gives the reason, and
-        `judge` refuses each result that uses the array. `self.axes(x)` has the axes that split
-        `x`."""
+        """Returns the `Value` of `x`, an array of the optimizer's state. `owner` is the number of
+        the leaf that `x` belongs to, or None. If elementwise use of the array would be wrong on
+        shards, `mixes` of this `Value` gives the reason, and `judge` refuses each result that uses
+        the array. `self.axes(x)` has the axes that split `x`."""
         # A single number that no axis splits, such as a step count, may be combined with all
         # elements, so `leaves` of its `Value` is empty.
         if np.size(x) <= 1 and not self.axes(x):
@@ -406,7 +407,7 @@ class _Update:
                     f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for "
                     f"{leaf.name}, but each device updates only a shard of this leaf, of shape "
                     f"{np.shape(leaf.gradient)}. If the state was made for whole parameters, split "
-                    "it: call step.init with optimizer_rule=rules.fsdp(axis, size=n), or "
+                    "it: pass to step.init an optimizer_rule, either rules.fsdp(axis, size=n) or "
                     "ZeRO.optimizer_rule. Or make the state for shards: call the optimizer's init "
                     "inside mesh.spmd. If by design the state has other shapes than the leaves, "
                     f"use optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."

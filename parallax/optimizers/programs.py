@@ -2,19 +2,18 @@
 whether the array is computed element by element.
 
 The program is traced on leaves whose split dims have an unknown size, a JAX symbolic dimension. So
-a fact about the program is true for shards and for whole leaves. A result is *right on shards* if
+a fact about the program is true for shards and for whole leaves. A result is *correct on shards* if
 each device computes, from its shards, its own part of the result for whole leaves. An array that
 *mixes* is computed from several elements at a time, as a sum is, and would be wrong on shards.
 
 Leaves are parameters, named by numbers from 0 on. Two more numbers are used in the same way.
 `WHOLE` stands for any array that no axis splits. `RIGHT` stands for a result that a wrapper of an
-optimizer has marked: the mark says that the result is right on shards, even if the computation of
-the result mixes elements. Each array of the program has a `Value`: the numbers of the leaves that
-the array is computed from (`leaves`), and why the array mixes (`mixes`, "" if it does not). `met`
-joins several `Value`s into one, and `run` follows a program inside an equation, such as a branch. A
-wrapper marks a result by a call of `linear(x, forward=..., backward=..., name=...)`, from
-`parallax.collectives.types`: the call is one equation of the program, and the argument `name` is
-the mark.
+optimizer has marked as correct on shards. The computation of such a result may mix elements. Each
+array of the program has a `Value`: the numbers of the leaves that the array is computed from
+(`leaves`), and why the array mixes (`mixes`, "" if it does not). `met` joins several `Value`s into
+one, and `run` follows a program inside an equation, such as a branch. A wrapper marks a result by a
+call of `linear(x, forward=..., backward=..., name=...)`, from `parallax.collectives.types`: the
+call is one equation of the program, and the argument `name` is the mark.
 """
 
 import dataclasses
@@ -41,8 +40,8 @@ RIGHT_ON_SHARDS, RIGHT_IF_GIVEN = "right on shards", "right on shards if its ope
 
 
 def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[..., Any]:
-    """Returns an optimizer's `update`, with a mark on its results that says that they are correct
-    when each device updates only its shards. So `checked` does not examine them.
+    """Returns an optimizer's `update` with a mark on each result. The mark says that the result is
+    correct when each device updates only its shards, so `checked` does not examine the result.
 
     Args:
         update: `(gradients, state, parameters, **extra) -> (updates, state)`; the parameters are
@@ -52,10 +51,11 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
     """
 
     def wrapped(gradients, state, params=None, **extra):
-        """Returns the updates and the new state, with marks that say that they are right on shards.
-        If a dim of a gradient or a parameter has an unknown size, `update` is not called, since
-        collectives need known sizes. In that case the parameters (the gradients, if `params` is
-        None) stand for the updates, and the old state for the new state: their types are equal."""
+        """Returns the updates and the new state; each of their arrays is marked as correct on
+        shards (`_marked`). If a dim of a gradient or a parameter has an unknown size, `update` is
+        not called, since collectives need known sizes. In that case the parameters (the gradients,
+        if `params` is None) stand for the updates, and the old state for the new state: their types
+        are equal."""
         if at and params is None:
             raise ValueError(
                 f"{at}: update needs the parameters, whose shapes show which gradients are shares "
@@ -63,7 +63,7 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
             )
         weights = None if params is None else matching_parameters(gradients, params)
         # `checked` traces this function on unknown sizes. Only the types and the marks of the
-        # results matter there. An update has the type of its parameter, and it is right if its
+        # results matter there. An update has the type of its parameter, and is correct if its
         # gradient is (`_marked_like`). The state has its old type. Its mark needs no condition,
         # since a wrong gradient is reported at its update.
         if has_unknown_sizes((gradients, weights)):
@@ -75,8 +75,8 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
 
 
 def _marked(x: Any) -> Any:
-    """Returns the array `x`, marked as a result that is right on shards. An `x` that is no array is
-    returned unchanged."""
+    """Returns the array `x`, marked as a result that is correct on shards. An `x` that is no array
+    is returned unchanged."""
     if not isinstance(x, jax.Array):
         return x
     # The mark is the name of an equation, since only equations are kept in a traced program.
@@ -86,7 +86,7 @@ def _marked(x: Any) -> Any:
 def _marked_like(x: Any, like: Any) -> Any:
     """Returns `like` marked as a result that is computed from `x`. If `x` was computed from several
     elements at a time, `x` is wrong on shards already, and so is this result. Otherwise this result
-    is right on shards."""
+    is correct on shards."""
     return linear(x, forward=lambda x: like, backward=lambda ct: ct, name=RIGHT_IF_GIVEN)
 
 
@@ -104,8 +104,9 @@ class Value(NamedTuple):
     Attributes:
         leaves: the numbers of the leaves from which the array is computed. `WHOLE` is among them if
             the array is computed from an array that no axis splits, and `RIGHT` if it is computed
-            from a result that a wrapper marked as right on shards. If `leaves` is empty, the array
-            is one number, or has equal numbers, and is the same on all devices.
+            from a result that a wrapper of an optimizer has marked as correct on shards. If
+            `leaves` is empty, the array is one number, or has equal numbers, and is the same on all
+            devices.
         mixes: why the array is not computed element by element; "" if it is.
     """
 
@@ -177,8 +178,8 @@ class _Elements(jaxprs.Following):
         a program inside. `aval` is the type of the result."""
         name, value, mark = eqn.primitive.name, self.met(operands), eqn.params.get("name")
         # A mark adds `RIGHT`, which elementwise operations keep up to the results of the program.
-        # A result with the mark `RIGHT_IF_GIVEN` (`_marked_like`) is right if the operands that it
-        # is given are, so it keeps the reason why they mix.
+        # A result with the mark `RIGHT_IF_GIVEN` (`_marked_like`) is correct if its operands are,
+        # so the result keeps the reason why they mix.
         if mark in (RIGHT_ON_SHARDS, RIGHT_IF_GIVEN):
             return Value(value.leaves | {RIGHT}, value.mixes if mark == RIGHT_IF_GIVEN else "")
         # An elementwise operation mixes only if it combines a split array with one that is not
@@ -190,9 +191,9 @@ class _Elements(jaxprs.Following):
         # in place.
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
-        # Any other operation is right only if all its operands are whole, and nothing in it depends
-        # on the shard, such as its size. The result is then whole too, `same_everywhere`. `_mixes`
-        # returns a text: why the operation is wrong, or "".
+        # Any other operation is correct only if all its operands are whole, and nothing in it
+        # depends on the shard, such as its size. The result is then whole too, `same_everywhere`.
+        # `_mixes` returns a text: why the operation is wrong, or "".
         mixes = value.mixes or self._mixes(eqn, value)
         return Value(value.leaves, mixes) if mixes else same_everywhere(aval)
 

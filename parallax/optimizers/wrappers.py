@@ -9,11 +9,11 @@ update it, and return to each device its own *share* of the update:
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
-The first dims of a leaf may run over stacked layers: [L, I, J] has one such *dim of layers*. `lead`
-is the number of a leaf's dims of layers. In `by_matrix`, the last of them, dim `lead - 1`, is
-divided among the owners. `whole` divides no dim, and takes 0 as `lead` of every leaf. The table has
-the bytes that each link carries for a leaf of S bytes, with n devices of `axis`. Both wrappers send
-shares of gradients and parameters; only `by_matrix` also sends the update:
+The first `lead` dims of a leaf run over stacked layers, and are its *dims of layers*: for [L, I,
+J], `lead` is 1. In `by_matrix`, the last dim of layers, dim `lead - 1`, is divided among the
+owners. `whole` divides no dim, and takes 0 as `lead` of every leaf. The table has the bytes that
+each link carries for a leaf of S bytes, with n devices of `axis`. Both wrappers send shares of
+gradients and parameters; only `by_matrix` also sends the update:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
@@ -53,7 +53,7 @@ from parallax.optimizers.programs import (
 from parallax.rules import GatheredOptState
 from parallax.shards import Split
 
-# A function `(path, ndim)` that returns `lead`, the number of a leaf's dims of layers.
+# A function `(path, ndim)` that returns `lead`: the first `lead` dims of the leaf run over layers.
 Leads = Callable[[str, int], int]
 
 # The primitives that draw random numbers. Most functions of `jax.random` draw by `random_bits`.
@@ -76,7 +76,8 @@ def whole(
     Args:
         optimizer: any optimizer.
         axis: all axes over which parameters or their gradients are split.
-        specs: the specs of the shares, a tree like the parameters.
+        specs: the specs by which parameters, or only their gradients, are split over devices; a
+            tree like the parameters.
 
     Raises:
         ValueError: the leaves are split over other axes too, and the optimizer does not act element
@@ -110,25 +111,25 @@ def by_matrix(
         optimizer: an optimizer that updates each leaf by itself. To use a second optimizer for some
             leaves, combine it with the result of `by_matrix`, by `optax.partition`.
         axis: all axes over which parameters or their gradients are split.
-        specs: the specs of the shares, a tree like the parameters.
-        layers: a map from a glob of paths to a number: how many first dims of the leaves at these
-            paths run over layers. The first glob that matches counts. By default a leaf of
-            three dims is [L, I, J], and a leaf of fewer dims has no dim of layers. Stacked vectors,
-            [L, I], and any leaf of more than three dims need a number, as in
-            `layers={"blocks.**": 1}`.
+        specs: the specs by which parameters, or only their gradients, are split over devices; a
+            tree like the parameters.
+        layers: a map from a glob of paths to a number n. The first n dims of the leaves at these
+            paths run over layers. The first glob that matches counts. By default n is 1 for a leaf
+            of three dims, [L, I, J], and 0 for a leaf of fewer dims. Stacked vectors, [L, I], and
+            any leaf of more than three dims need a number, as in `layers={"blocks.**": 1}`.
 
     Raises:
-        ValueError: a leaf has more than three dims, and `layers` has no number for it; the layers
-            that a device has cannot be divided evenly among the devices that update them; of a
-            leaf's dims of layers, any but the last is split over `axis`; the optimizer draws random
-            numbers; the optimizer combines several leaves, as clipping by the global norm does; or
-            another error of `whole`.
+        ValueError: a leaf has more than three dims, and `layers` has no number for it. The layers
+            on a device cannot be divided evenly among the devices that update them. A dim of layers
+            before a leaf's last dim of layers is split over `axis`. The optimizer draws random
+            numbers, or combines several leaves, as clipping by the global norm does. The errors of
+            `whole` are raised too.
     """
 
     def leading(path, ndim):
-        """Returns the number of dims of layers of the leaf at `path`, which has `ndim` dims; 0 if
-        the leaf is not stacked. The number comes from `layers`, the argument of `by_matrix`. If no
-        glob in `layers` matches `path`, it is the number of dims before the last two."""
+        """Returns `lead` for the leaf at `path`: the first `lead` of its `ndim` dims run over
+        layers. `lead` is the number for `path` in `layers`, the argument of `by_matrix`. If no glob
+        in `layers` matches `path`, `lead` is 1 for three dims, and 0 for fewer dims."""
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]
@@ -167,11 +168,11 @@ class _Way(NamedTuple):
 
     Attributes:
         name: the dotted path of the leaf.
-        lead: the number of the leaf's dims of layers, which are its first dims.
-        splits: the dims of the leaf that `axis` splits into shares, each with the axes that split
-            the dim.
-        inner: a list with one `Split`, which divides dim `lead - 1` over those axes of `axis` that
-            split no dim of the leaf. The list is empty if there are no such axes.
+        lead: the number of dims of layers: the first `lead` dims of the leaf run over layers.
+        splits: the dims of the leaf that are split over the wrapper's `axis`, each with the axes
+            that split the dim.
+        inner: a list with one `Split` of dim `lead - 1`, over those axes of the wrapper's `axis`
+            that split no dim of the leaf. The list is empty if there are no such axes.
     """
 
     name: str
@@ -187,12 +188,12 @@ def _on_owners(
     updates are moved back.
 
     `specs` is a tree with the spec of each leaf, which says how the leaf is split into the devices'
-    shares. `leads(path, ndim)` returns the number of dims of layers of a leaf; `path` is the leaf's
-    dotted path, and `ndim` the number of all its dims. With `by_layer`, each layer is updated by
-    one device, and an optimizer that combines leaves is refused.
+    shares. `leads(path, ndim)` returns `lead`: the first `lead` dims of a leaf run over layers.
+    `path` is the leaf's dotted path, and `ndim` the number of all its dims. With `by_layer`, each
+    layer is updated by one device, and an optimizer that combines leaves is refused.
     """
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
-    # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
+    # Marked as correct: `owners.update` itself checks the optimizer on the leaves that it sees.
     checked_update = right_on_shards(owners.update, at="optimizers")
     return optax.GradientTransformationExtraArgs(owners.init, checked_update)
 
@@ -205,7 +206,8 @@ class _Owners(NamedTuple):
             device owns, and no layer is split. It sees the whole of any other leaf.
         axis: the axes over which the leaves are gathered.
         specs: the specs by which the leaves are split into the devices' shares, by path.
-        leads: the function `(path, ndim)` that returns the number of a leaf's dims of layers.
+        leads: the function `(path, ndim)` that returns `lead`: the first `lead` dims of a leaf run
+            over layers.
         by_layer: whether each layer is updated by one device, as in `by_matrix`.
     """
 
@@ -239,14 +241,15 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the optimizer's states, one for each group of leaves (`groups`). Inside a map
-        over `axis` they are for the layers of this device; outside such a map, for all layers."""
+        """Returns the optimizer's states, one for each group of leaves with equal dims of layers
+        (`groups`). Inside a `shard_map` over `axis`, each state is for the layers that this device
+        owns. Outside a `shard_map`, each state is for all layers."""
         params = eqx.filter(params, trees.is_inexact)
-        # The axes of the maps around this code must include the optimizer's axes. Outside a map,
-        # `rules.optimizer_specs` checks them.
+        # The axes of the `shard_map`s around this code must include the optimizer's axes. Outside a
+        # `shard_map`, `rules.optimizer_specs` checks the axes.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
             rules.check_axes(axes_of(self.axis), manual_axes)
-        # Only inside a map over the axis are the parameters shares, which go to their owners.
+        # Inside a `shard_map` over the axis, the parameters are shares, and move to their owners.
         if shards.runs_over(self.axis):
             ways = jax.tree.map_with_path(self.way, params)
             # `_to_owner(x, weight, way)`: here the array `x` to move is the parameter itself.
@@ -362,7 +365,8 @@ def _only(tree: PyTree, paths: list[Any]) -> PyTree:
 
 
 def _shapes_of_one_layer(tree: PyTree, lead: int) -> PyTree:
-    """Returns the shapes of one layer of each array, which has `lead` dims of layers."""
+    """Returns the shapes of the arrays of `tree` without their first `lead` dims. These dims run
+    over layers, so each result is the shape of one layer."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
 
 
@@ -424,7 +428,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
         # The other leaves that the result depends on. `leaves` may also have two marks that are no
         # numbers of leaves: WHOLE (of an array that is the same on all devices) and RIGHT (of a
-        # result that a wrapper has marked as right).
+        # result that a wrapper has marked as correct).
         others = sorted(value.leaves - {owner, WHOLE, RIGHT})
         if others:  # the message names at most two
             names = " and ".join(

@@ -65,8 +65,7 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
     """
 
     def leaf(buffer, x):
-        """Returns `buffer` [slots, ...] with `x` [...] written at the index `slot`, an argument of
-        `put`."""
+        """Returns `buffer`, [slots, ...], with `x`, [...], in place of `buffer[slot]`."""
         if x is None:  # a cotangent that does not exist
             return buffer
         # An array that is the same for each microbatch has no slots (see `slots_for`).
@@ -83,8 +82,7 @@ def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
     [slots, ...]."""
 
     def leaf(buffer, like):
-        """Returns the array at the index `slot`, an argument of `taken`, of `buffer` [slots, ...].
-        `like` has as many dims as this array."""
+        """Returns `buffer[slot]`, an array with as many dims as `like`."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
@@ -103,8 +101,8 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """
 
     def slots(kind):
-        """Returns the buffer of `count` slots for an array of the type `kind`; the buffer varies
-        along the axes of the type."""
+        """Returns a buffer of `count` slots for arrays of the type `kind`. The buffer varies along
+        the same mesh axes as `kind`."""
         # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a
         # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)
@@ -135,6 +133,6 @@ def stacked_zeros(tree: PyTree, *sizes: int) -> PyTree:
 
 
 def wide_zeros(like: Any) -> Array:
-    """Returns zeros of the shape of `like`, in the dtype in which arrays of its dtype are summed:
-    at least float32."""
+    """Returns zeros of the shape of `like`, to which arrays such as `like` can be added. Their
+    dtype is that of `like`, or float32 if `like` has fewer than 32 bits."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))

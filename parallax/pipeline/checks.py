@@ -66,10 +66,10 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Refuses with a `ValueError` a schedule that has more or fewer stages than the axis has
-    devices, blocks whose first dim is not the schedule's number of chunks, and blocks without a
-    layer. Raises a `Misused`, a `ValueError` whose fields `lint.program` reads, if the blocks are
-    the same on all stages. `blocks` are the blocks on this device."""
+    """Raises a `ValueError` unless the schedule has one stage for each device of the axis, the
+    first dim of each array of the blocks is the schedule's number of chunks, and each stage has a
+    layer. If all stages have the same blocks, the error is a `Misused`, a `ValueError` whose fields
+    `lint.program` reads. `blocks` are the blocks on this device."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -120,8 +120,8 @@ def check_batch(batch: PyTree) -> None:
 
 
 def activation(x: PyTree) -> None:
-    """Refuses with a `ValueError` an output `x` of `embed` that has a random key, or that has no
-    array of floating-point numbers."""
+    """Raises a `ValueError` if `x`, the output of `embed`, has a random key, or has no array of
+    floating-point numbers."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -140,15 +140,16 @@ def activation(x: PyTree) -> None:
 
 
 def same_form(returned: PyTree, taken: PyTree) -> None:
-    """Refuses with a `ValueError` a stage whose output, `returned`, has another structure than its
-    input, `taken`, or has arrays of other shapes or dtypes."""
+    """Raises a `ValueError` unless `returned`, a stage's output, has the structure, the shapes and
+    the dtypes of `taken`, the stage's input."""
     # The loop over the ticks has one carry, whose shapes cannot change, so all stages exchange
     # arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
         raise ValueError(
             "pipeline: a stage must return a tree of the same structure as its input, "
             f"{forms(taken)}, since its output is the next stage's input; it returned "
-            f"{forms(returned)}. Values beside x go into pipeline.Output(x, loss=..., aux=...)."
+            f"{forms(returned)}. To return a loss or auxiliary values as well, return "
+            "pipeline.Output(output, loss=..., aux=...)."
         )
     for (path, leaf), given in zip(
         jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True

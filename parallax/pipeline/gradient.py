@@ -244,21 +244,20 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     `sums` has the values that this stage computed: those of the head in `sums.of_head`, [M, ...]
     each, and those of its own chunks in `sums.of_stages`, [M, v, ...] each. Every stage runs the
     head. Unless the stages compute the head together, only the last stage's values of the head are
-    used. On a CPU the all-reduces run only after `after` is computed.
+    used. On a CPU, the all-reduces of this function wait until the arrays of `after` are computed.
     """
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
-        """Returns on all stages one auxiliary value of the head, [M, ...], as the last stage has
-        it."""
+        """Returns on all stages the last stage's `values`, an array [M, ...] of the head."""
         # If the stages computed the head together (`shared_out`), all of them have its value.
         if jobs.shared_out(values):
             return values
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns on all stages one auxiliary value of all chunks, [M, vP, ...], in the order of
-        the model. `values`, [M, v, ...], is this auxiliary value for this stage's chunks only."""
+        """Returns on all stages an array [M, vP, ...] with the `values` of all stages, for their
+        chunks in the order of the model. `values`, [M, v, ...], is for the chunks of this stage."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

@@ -12,12 +12,12 @@ The head's program is read equation by equation. The `Terms` of a value say whet
 depends on the `x` of an early stage (`early`). A value that depends on no argument of the program
 is called a number (`is_number`). `indexed` says whether a value depends on the stage's index.
 `by_index` is the function from a stage's index to the number on that stage, or None if the number
-is unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
-stages stand one after the other.
+is not computed. If a value was gathered from all stages, `gathered` is the dim in which the `x` of
+all stages stand one after the other.
 
-From `FollowingAlong`: `run` reads a program, `met` joins the `Terms` of all operands, and `is_sent`
-says whether an equation communicates over the axis. `stages` are the indices of all stages but the
-last.
+`_Sums` inherits from `jaxprs.FollowingAlong`: `run` computes the `Terms` of a program's results,
+`met` joins the `Terms` of all operands, and `is_sent` says whether an equation communicates over
+the axis. `_Sums.stages` are the indices of the early stages.
 """
 
 import functools
@@ -41,12 +41,12 @@ class Terms(NamedTuple):
     """How a value in the head's program depends on a stage's `x` and on the stage's index.
 
     Attributes:
-        early: whether the value depends on the `x` of a stage before the last.
+        early: whether the value depends on the `x` of an early stage, any stage but the last.
         is_number: whether the value depends on no argument of the head's program, so that it can be
             computed here.
         indexed: whether the value depends on the stage's index.
-        by_index: if `is_number`, the function from a stage's index to the value on that stage; None
-            if this value is unknown.
+        by_index: the function from a stage's index to the value on that stage. None if `is_number`
+            is False, or if the value is not computed, for example since it is larger than `SMALL`.
         gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
             stand one after the other; None for other values.
     """
@@ -82,14 +82,14 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 class _Sums(jaxprs.FollowingAlong):
     """Looks in a program for sums over the devices of an axis. `added` says whether a sum has a
-    term that a stage before the last computed from its `x`."""
+    term computed from the `x` of an early stage, any stage but the last."""
 
     unknown = Terms()
 
     def __init__(self, axis: str):
         super().__init__(axis)
         self.added = False
-        # The stages before the last one.
+        # The early stages.
         self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
@@ -103,7 +103,7 @@ class _Sums(jaxprs.FollowingAlong):
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
         the operands. Sets `self.added` to True if the equation sums, over the stages, values
-        computed from the `x` of stages before the last."""
+        computed from the `x` of early stages."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
@@ -138,15 +138,16 @@ class _Sums(jaxprs.FollowingAlong):
         type of the result. Sets `self.added` to True if the equation reduces or contracts the
         gathered dim, in which the `x` of all stages stand one after the other.
 
-        The gathered dim is followed through operations that keep the shape, reductions of other
-        dims and transposes. It is not followed if an operand of a product (`mul`) or of a choice
-        (`select_n`) depends on no argument: this operand may be a mask that leaves early stages
-        out. It is not followed through any other operation either, such as a slice, which may take
-        only the last stage's `x`. In both cases later sums over the dim are accepted.
+        The gathered dim is followed through transposes, through reductions of other dims, and
+        through operations that keep the shape. It is not followed if an operand of a product
+        (`mul`) or of a choice (`select_n`) depends on no argument: this operand may be a mask that
+        leaves early stages out. It is not followed through any other operation either, such as a
+        slice, which may take only the last stage's `x`. In both cases the check reports no later
+        sum over the dim.
         """
         name = eqn.primitive.name
         # The index of the first gathered operand, and its gathered dim. A second gathered operand
-        # is not followed: a sum over its dim is accepted.
+        # is not followed: no sum over its dim is reported.
         place, dim = next(
             (i, operand.gathered)
             for i, operand in enumerate(operands)
@@ -171,15 +172,14 @@ class _Sums(jaxprs.FollowingAlong):
 
     def met(self, operands: Sequence[Terms]) -> Terms:
         """Returns the `Terms` of a value that depends on all `operands`. If all operands depend on
-        no argument (`is_number`), the value depends on no argument either. Its `by_index` is None,
-        since the operation is not known here."""
+        no argument (`is_number`), the value depends on no argument either. `by_index` of the result
+        is None, since the operation is not known here."""
         is_number = all(operand.is_number for operand in operands)
         return super().met(operands)._replace(is_number=is_number)
 
     def branches(self, eqn: JaxprEqn, operands: list[Terms]) -> list[Terms]:
         """Returns the `Terms` of a conditional's results. If the stage's index chooses the branch,
-        `_branch` joins each result's `Terms` over the branches that early stages run. If a result
-        is a number in every branch, `_branch` computes the result for each stage instead."""
+        `_branch` gives the `Terms` of each result."""
         which, *others = operands
         if not (which.is_number and which.indexed):
             return super().branches(eqn, operands)
@@ -187,8 +187,10 @@ class _Sums(jaxprs.FollowingAlong):
         return [self._branch(which, cases) for cases in zip(*every_branch, strict=True)]
 
     def _branch(self, which: Terms, cases: Sequence[Terms]) -> Terms:
-        """Returns the `Terms` of one result of a conditional. `which` has the `Terms` of the
-        branch's number, and `cases` the `Terms` of this result in each branch."""
+        """Returns the `Terms` of one result of a conditional: those of the branches that early
+        stages run, joined. If the result depends on no argument in any branch (`is_number`), its
+        `by_index` computes the result for each stage. `which` has the `Terms` of the branch's
+        number, and `cases` the `Terms` of the result in each branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
         known = [value.by_index for value in (which, *cases) if value.by_index]
@@ -229,8 +231,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns, for a value that depends on no argument (`is_number`), its value on each stage
-        before the last, or an empty list if the value is unknown."""
+        """Returns, for a value that depends on no argument (`is_number`), its value on each early
+        stage, or an empty list if the value is unknown."""
         if value.by_index is None:
             return []
         try:
@@ -241,16 +243,16 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _is_zero(self, factor: Terms) -> bool:
         """Returns whether a factor depends on the stage's index and on no argument (`is_number`),
-        and is zero on all stages before the last. A factor whose values are unknown counts as zero
-        there."""
+        and is zero on all early stages. A factor whose values are unknown counts as zero on
+        them."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the `Terms` of `select_n(which, *cases)`, joined over the cases that any stage
-        before the last selects. `which` has the `Terms` of the index of each element's case, which
-        depends on no argument (`is_number`). If the indices are unknown, no case is joined, so the
-        choice is accepted."""
+        """Returns the `Terms` of `select_n(which, *cases)`: those of the cases that early stages
+        select, joined. `which` has the `Terms` of the array with the index of each element's case.
+        This array depends on no argument (`is_number`). If its values are unknown, no case is
+        joined, so the check reports no sum of the selected values."""
         # `_before_the_last` has the array `which` of each of these stages; none if it is unknown.
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)

@@ -4,19 +4,19 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B m
 (the input's cotangent) and W (the gradients of the weights).
 
 A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. The job
-returns the array to send, and the new carry, which has the arrays that the job saved, in slots, and
-the sums with the job's terms added. The executors, `lockstep` and `per_stage`, decide when a job
-runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight"
-(W).
+returns the array to send and the new carry. In the new carry, the slots have the arrays that the
+job saved, and the sums include the job's terms. The executors, `lockstep` and `per_stage`, decide
+when a job runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I)
+or "weight" (W).
 
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
 on an idle stage. In the same way `row.saved` and `row.deferred` give slots, places in a buffer
 where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
-The embedding, its backward pass and the head each run on all stages for one microbatch: its number
-is `row.jobs["embed"]`, `row.jobs["embed_backward"]` or `row.jobs["head"]`. A `Task` is this stage's
-job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and `valid`. In `lockstep`
-an idle stage computes too, and `task.valid` masks its results. In `per_stage` an idle stage runs
-nothing, so `task.valid` is always the Python constant `True`.
+The embedding, its backward pass and the head run on all stages; `row.jobs["embed"]`,
+`row.jobs["embed_backward"]` and `row.jobs["head"]` are the numbers of their microbatches. A `Task`
+is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and `valid`.
+In `lockstep` an idle stage computes too, and `task.valid` masks its results. In `per_stage` an idle
+stage runs nothing, so `task.valid` is always the Python constant `True`.
 
 `Jobs` is a subclass of `Programs` (in programs.py), and reads these attributes of `Programs`:
 
@@ -24,13 +24,14 @@ nothing, so `task.valid` is always the Python constant `True`.
 * `params`: the parameters; `params.blocks` are split over the stages, and `params.ends` are not.
 * `axis` and `index`: the axis of the stages, and the number of this stage.
 * `x`: an activation of zeros.
-* `saved` and `deferred`: the types of the arrays that F and I write into slots.
+* `saved`: the types of the arrays that F writes into slots.
+* `deferred`: the types of the arrays that I writes into slots.
 * `terms`: zeros with the shapes of the stage's own term of the loss and of its auxiliary values.
 * `seed`: the cotangent of the stage's own term of the loss.
 
-The methods of `Programs` that give the arguments of a job are `task`, `known` (the arrays with
-respect to which a stage is differentiated, and its other arguments), `rows` (the rows of a
-microbatch) and `head_inputs` (the head's arguments after the parameters and the activation).
+Four methods of `Programs` give the arguments of a job. `task` gives the `Task`, and `rows` the rows
+of a microbatch. `known` gives all arguments of a stage except the activation. `head_inputs` gives
+all arguments of the head except the parameters and the activation.
 """
 
 import copy
@@ -142,9 +143,10 @@ class Jobs(Programs):
         return Carry(arrived, saved, deferred, sums)
 
     def after(self, carry: PyTree) -> "Jobs":
-        """Returns these jobs with parameters that, on a CPU, wait until `carry` is computed. So no
-        collective of a job runs before the previous tick has ended: on a CPU, two collectives that
-        run at once may meet in one rendezvous, which aborts the process (see `collectives.cpu`)."""
+        """Returns these jobs with their parameters tied to `carry`: on a CPU, code that uses the
+        parameters waits until `carry` is computed. So no collective of a job runs before the
+        previous tick has ended: on a CPU, two collectives that run at once may meet in one
+        rendezvous, which aborts the process (see `collectives.cpu`)."""
         jobs = copy.copy(self)
         # Only a collective that depends on nothing but the parameters could run too early;
         # `moves_early` says whether one of the user's functions has such a collective.

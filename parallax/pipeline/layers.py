@@ -123,8 +123,8 @@ def run_layers(
 
     `blocks` are the blocks of one chunk, with the padding. Each chunk runs as many layers as the
     longest chunk, since all stages run one program; if a chunk has fewer layers, the results of the
-    padding are dropped. So a pipeline takes the time of the padded number of layers: for the table
-    [[3, 3, 2, 2]], of 12 layers instead of 10.
+    padding are dropped. So a pipeline with the table [[3, 3, 2, 2]] takes the time of 12 layers,
+    not of 10.
     """
     table = checked(table)
     # This place's number of layers, and the index of its first layer. `position` is traced, so it
@@ -214,15 +214,15 @@ def from_placement(blocks: Tree, placement: Placement) -> Tree:
 def _reordered(
     where: str, blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]
 ) -> Tree:
-    """Returns `blocks`, [chunks, layers / chunks, ...], with the layers reordered in groups, one
-    group for each chunk of each stage: group k of the result is group `order[k]` of `blocks`.
+    """Returns `blocks`, [chunks, layers / chunks, ...], with the chunks in another order. A group
+    is the layers of one chunk of one stage; group k of the result is group `order[k]` of `blocks`.
     Raises `ValueError` for arrays of other shapes. The message begins with `where`, the name of the
     function that the user called."""
     v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns the array `w`, [chunks, layers / chunks, ...], reordered. A group is the layers
-        of one chunk of one stage; group k of the result is group `order[k]` of `w`."""
+        """Returns the array `w`, [chunks, layers / chunks, ...], with its groups in the new
+        order."""
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
@@ -309,9 +309,9 @@ def stored(
         """Returns a function that takes a state and applies `change` to each array of the blocks.
 
         An optimizer's array belongs to the blocks if its path ends with the path of an array of the
-        blocks, and the first `dims` dims of both have the same sizes. `dims` is 2 on the way to the
-        disk, from blocks of [chunks, layers / chunks, ...], and 1 on the way back, from blocks of
-        [layers, ...].
+        blocks, and the first `dims` dims of both have the same sizes. `dims` is 2 for a state in
+        memory, whose blocks are [v, P n, ...], and 1 for a state read from disk, whose blocks are
+        [L, ...].
         """
 
         def converted(state):
@@ -326,8 +326,8 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns `change(x)` if the leaf `x` of the state belongs to the blocks, as an
-                array of the model or of the optimizer. Returns `x` otherwise."""
+                """Returns `change(x)` if `x`, a leaf of the state, is an array of the blocks or an
+                optimizer's array for them. Returns `x` otherwise."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

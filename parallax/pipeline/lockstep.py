@@ -13,12 +13,13 @@ series of successive ticks in which the same lanes run; each stretch is one `lax
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
 none. Job 3 is the job for microbatch 3 if a stage has one chunk. The embedding, its backward pass
-and the head each run on all stages for one microbatch: its number is `row.jobs["embed"]`,
-`row.jobs["embed_backward"]` or `row.jobs["head"]`. In the other fields of a row, each number is the
-index of a slot, a place in a buffer where an array waits for a later tick. `table` and `ticks` have
-the rows of many ticks. `carry` has the values that a tick leaves for the next tick: `carry.arrived`
-has the messages of this stage, and `carry.sums` the sums of losses and gradients. `jobs` runs the
-user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
+and the head run on all stages; `row.jobs["embed"]`, `row.jobs["embed_backward"]` and
+`row.jobs["head"]` are the numbers of their microbatches. In the other fields of a row, each number
+is the index of a slot, a place in a buffer where an array waits for a later tick. `table` and
+`ticks` have the rows of many ticks. `carry` has the values that a tick leaves for the next tick:
+`carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses and gradients.
+`jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new
+carry.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
@@ -80,7 +81,7 @@ def run(jobs: Jobs) -> Sums:
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
-    # The send of the activation and the next embedding come last, and no lane of the tick waits for
+    # The send of the activation and the next embedding come last, and no job of the tick waits for
     # them: XLA can overlap their messages with the backward lanes.
     return _run(jobs, [*lanes, ("forward", send_activation), ("forward", embed_next)])
 
@@ -117,8 +118,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends `y`, the output of this tick's forward job, to the next stage, where it arrives as `x`.
-    Then sets `y` to None: the carry has `y` only within a tick. No lane of this tick waits for the
-    message."""
+    Then sets `y` to None: the carry has `y` only within a tick. The jobs of this tick (F, head, B
+    and W) do not wait for the message."""
     # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
     # run the collectives of a loop in one order. It does not wait for the gradients that
     # embed_backward and the weight lane compute after this cotangent.
@@ -130,8 +131,8 @@ def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the embedding for the next tick that has a forward job. No other work of this tick waits
     for the embedding's messages."""
     # `row.jobs["embed"]` is the microbatch of the next tick with F: `_run` moved these numbers. On
-    # a CPU the embedding's messages wait for the activation's. `jobs.after` makes the parameters
-    # wait too, since a collective of the embedding may depend on the parameters alone.
+    # a CPU the embedding's messages wait for the activation's. With `jobs.after`, code that uses
+    # the parameters waits too: a collective of the embedding may depend on the parameters alone.
     microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
     return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
 
@@ -228,15 +229,14 @@ def _stretches(
     stretch of `pattern` is a pair: the names of the lanes (kinds of job) that run, and the number
     of ticks in which they run. `lanes` has pairs of a lane's name and the lane's function. `ticks`
     has the schedule's rows for all ticks of the pattern. If `is_first` is true, the pattern begins
-    with the program's first tick. No loop runs before that tick, so on a CPU its collectives wait
-    only for the first embedding."""
+    with the program's first tick. No loop runs before that tick, so the tick waits for no loop."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
         if length == 1 and not (is_first and first == 0):
             # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the
-            # previous loop, or devices could run them in different orders. `jobs.after(carry)` are
-            # the jobs, with parameters that wait for the carry.
+            # previous loop, or devices could run them in different orders. In `jobs.after(carry)`,
+            # code that uses the parameters waits for the carry.
             of_stretch, jobs_now = sequence_after(of_stretch, carry), jobs.after(carry)
         running = [functools.partial(lane, jobs_now) for name, lane in lanes if name in names]
         # If only the loss is needed, no lane runs in the backward ticks.

@@ -1,23 +1,24 @@
 """The executor in which each stage runs only its own job in a tick, or no job. The program is one
 loop over the ticks, without a conditional.
 
-A job is a loop of one iteration, or of no iteration on a stage that does not have this job in the
-tick. The jobs are F (the forward pass of a chunk of layers for one microbatch), I (the cotangent of
-its input x) and W (the gradients of its weights). The embedding, its backward pass and the head may
-communicate over the stages: if one of them runs in a tick, all devices run it. A tick has several
-parts, in this order: embed; forward (F), backward (I) or weight (W), whichever job the stage has;
-exchange; head; embed_backward. The exchange sends messages in every tick. A message waits in a
-slot, a numbered place in a buffer, until the job that needs it runs.
+Each job is the body of a loop. The loop has one iteration on a stage that has the job in this tick,
+and none on other stages. The jobs are F (the forward pass of a chunk of layers for one microbatch),
+I (the cotangent of the chunk's input x) and W (the gradients of the chunk's weights). The
+embedding, its backward pass and the head may communicate over the stages: if one of them runs in a
+tick, all devices run it. A tick has several parts, in this order: embed; forward (F), backward (I)
+or weight (W), whichever job the stage has; exchange; head; embed_backward. The exchange sends
+messages in every tick. A message waits in a slot, a numbered place in a buffer, until the job that
+needs it runs.
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
-none. Job 3 is the job for microbatch 3 if a stage has one chunk. The embedding, its backward pass
-and the head each run on all stages for one microbatch: its number is `row.jobs["embed"]`,
-`row.jobs["embed_backward"]` or `row.jobs["head"]`. In the other fields of a row, each number is the
-index of a slot. `table` has the rows of all ticks.
-`carry` has the values that a part leaves for the next part: `carry.arrived` has the messages of
-this stage, and `carry.sums` the sums of losses and gradients. `jobs` runs the user's functions:
-`jobs.forward(carry, row, ...)` returns F's output and the new carry. `jobs.index` is the number of
-this stage, and `jobs.first` says whether it is stage 0.
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. `row.jobs["embed"]`,
+`row.jobs["embed_backward"]` and `row.jobs["head"]` are the numbers of the microbatches for which
+the embedding, its backward pass and the head run. In the other fields of a row, each number is the
+index of a slot. `table` has the rows of all ticks. `carry` has the values that a part leaves for
+the next part: `carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses
+and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output
+and the new carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is
+stage 0.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
@@ -55,8 +56,8 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        slots: the messages that arrived and wait for their jobs, each an activation or a cotangent:
-            [slots, ...] for each leaf of an activation.
+        slots: the messages that arrived and wait for their jobs: an array [slots, ...] for each
+            leaf of a message. A message is an activation or a cotangent.
         entered: the output of the embedding in this tick; None between ticks.
         sent: the message that this stage sends in this tick; None between ticks.
     """
@@ -140,8 +141,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Sends this tick's array once for each distance (a number of stages) that occurs in the
-    schedule, to the stage so far ahead, and writes the arrays that arrive into slots.
+    """Sends this stage's message of the tick, and writes the messages that arrived into slots. The
+    stage sends once for each distance d in the schedule, to the stage that is d stages after it.
 
     All devices take part in each send, a `ppermute`, so a stage also gets messages that it does not
     need. Such messages go into a slot that is never read.
@@ -181,8 +182,8 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the backward pass of the embedding, and adds the gradients to the sums. In this tick
     stage 0 has computed the cotangent of the embedding's output, the input of the model's first
-    chunk. On stage 0 this tick's message, `carry.arrived.sent`, is this cotangent. The other stages
-    use a cotangent of 0."""
+    chunk. Stage 0 reads this cotangent from `carry.arrived.sent`. The other stages use a cotangent
+    of 0."""
     # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs embed_backward in a
     # loop, and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message
     # depend on such a number, its second argument, and so on the loop. Otherwise XLA would compute
@@ -221,7 +222,7 @@ def _traced_alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -
 
 def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
     """Returns the carry after a part if the part runs in this tick, else the carry as it was. The
-    part is a loop of one iteration or of none.
+    part is the body of a loop with one iteration or none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
     carry in place. The loop has a name from `counted_scope`, such as "head.3_of_8": in the compiled

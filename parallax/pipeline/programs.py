@@ -112,11 +112,12 @@ class Trained(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The arguments of a stage besides `Trained` and x. They are known in the stage's forward and
-    backward tick, so they need not be stored between the two ticks.
+    """The arguments of a stage besides `Trained` and x, the activation. They are known in the
+    stage's forward and backward tick, so they need not be stored between the two ticks.
 
     Attributes:
-        params: all parameters outside the blocks, and only this chunk of the blocks.
+        params: all parameters outside the blocks, and the one chunk of the blocks that the stage
+            runs.
         rows: the microbatch's part of the batch.
         position: the chunk's place in the model.
         number: the microbatch's number, for values that the stage records (taps); -1 on an idle

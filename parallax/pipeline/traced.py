@@ -153,9 +153,9 @@ def _earlier_forms(leaf: Any) -> Iterator[Any]:
 
 
 def _source(value: Any, sources: dict[int, str]) -> int | None:
-    """If a traced value is a parameter in `sources`, or was computed from one, returns the id of
-    that parameter. Returns None if no such parameter is found; JAX may have forgotten some of the
-    operands."""
+    """Returns the id of a parameter in `sources` that is the traced value itself, or from which the
+    value was computed. Returns None if the search finds no such parameter. The search may miss one,
+    since JAX does not record the operands of every value."""
     # A search backwards: the operands, their operands, and so on.
     seen, waiting = set(), [value]
     while waiting:

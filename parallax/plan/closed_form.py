@@ -166,7 +166,8 @@ class Plan:
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`.
-        algorithms: for each axis along which `jax.lax` moves the data, the fastest algorithm.
+        algorithms: for each axis along which `jax.lax` moves the data, the algorithm that the plan
+            assumes for `jax.lax`: the fastest on the simulated network.
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
@@ -443,7 +444,8 @@ def model_flops(config: Config, batch: int) -> Number:
 
 
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
-    """Returns the floating-point operations of one device in a step of `batch` sequences in all.
+    """Returns the floating-point operations that one device runs in a step. The global batch has
+    `batch` sequences.
 
     The operations of a pipeline's job, such as a stage's forward pass of one microbatch, are added
     for each tick (step of the schedule) in which the device runs the job. If all stages run the
@@ -454,8 +456,8 @@ def device_flops(config: Config, layout: Layout, batch: int) -> Number:
 
 
 def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
-    """Returns the floating-point operations of one device in all calls of its stage and of the head
-    that `size` counts."""
+    """Returns the floating-point operations of one device, summed over the calls that `size`
+    counts: the calls of the device's stage, and those of the head."""
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     # The share of (query, key) pairs that is computed. In zigzag order a device has the queries of
@@ -498,8 +500,8 @@ def _passes(
     size: Sizes,
     kernel: bool,
 ) -> Number:
-    """Returns the bytes that a device reads and writes between matmuls, in all calls of its stage
-    that `size` counts.
+    """Returns the bytes that a device reads and writes between matmuls, summed over the calls of
+    its stage that `size` counts.
 
     A pipeline also copies the arrays that a layer keeps to a buffer (slots), and copies them back
     from there. These bytes count too. If `kernel` is true, attention writes no scores to memory.

@@ -31,8 +31,8 @@ class Backend(NamedTuple):
             body of a backward loop may have several layers (two with ZeRO-3). XLA slices the arrays
             for all of these layers together, and makes the copies for every layer of the body but
             the first.
-        near: how many bytes of an innermost loop's body stay in on-chip memory (VMEM), and so take
-            no space in the device's main memory.
+        near: how many bytes of temporaries, at most, an innermost loop of the program keeps in
+            on-chip memory (VMEM). These bytes take no space in the device's main memory.
         early: whether a loop's stacked results have memory already while earlier loops run.
     """
 

@@ -32,15 +32,16 @@ def terms(
         config: the model's sizes.
         layout: the layout of one island.
         islands: the number of islands.
-        axis: the axis of the islands, with an algorithm or without one, or an `ErrorFeedback` of
-            that axis, as `islands.local` takes it. The default is a ring along `island`.
+        axis: the axis of the islands, with an algorithm or without one, or an `ErrorFeedback` (int8
+            collectives along that axis), as in `islands.local`. The default is a ring along
+            `island`.
         itemsize: bytes of a parameter.
     """
 
     def found() -> Iterator[Term]:
         """Yields a `Term` (a kind of collective) for each array of the model. The changes of
-        parameters are sent in float32 (4 bytes) or wider. If `axis` is an `ErrorFeedback`, the
-        changes are sent in int8, as `quantized` sends them."""
+        parameters are numbers of 4 bytes (float32) or more. An `ErrorFeedback` sends them as int8,
+        so it is counted like `quantized`."""
         wide = max(itemsize, 4)
         along = (
             quantized("island")

@@ -1,20 +1,21 @@
 """Reads a traced program once. Counts the program's arithmetic, its messages and the bytes that it
 moves, and lists its operations, from which `liveness` computes the peak of memory.
 
-A `Value` is one array. It is either *held* in a `Buffer`, or *fused*: then each operation that
-reads it computes it again. `reads` are the buffers from which a value is computed, with the bytes
-that are read of each. A value is held as soon as a matmul, a message or a loop needs it as an
-array. An expensive value that several operations read is held as soon as it is computed. The `root`
-of a value is the value with the same numbers before reshapes. `near` are the buffers that the value
-reads element by element; the value may be written over one of these buffers. `is_zeros` marks an
-array of zeros: some compilers keep all arrays of zeros of the same size and dtype in one buffer.
+A `Value` is one array. The array is either *held* in a `Buffer`, or *fused*: then each operation
+that reads the array computes it again. `reads` maps each buffer from which a value is computed to
+the number of bytes that are read from this buffer. A value is held as soon as a matmul, a message
+or a loop needs it as an array. An expensive value that several operations read is held as soon as
+it is computed. The result of a reshape has the `root` of its operand; any other value is its own
+`root`. `near` are the buffers that the value reads element by element; the value may be written
+over one of these buffers. `is_zeros` marks an array of zeros: some compilers keep all arrays of
+zeros of the same size and dtype in one buffer.
 
 A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
 for equations take the operands, whether each result is needed (`used`), and how many operations
-read it (`readers`). `self.times` is how often the equation that is being read runs: the iterations
-of all loops around it, multiplied. Inside a function of JAX or a collective of this library,
-`self.at` is the equation in the caller's code that calls this function, and the equations inside
-get that equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and
+read each result (`readers`). `self.times` is how often the equation that is being read runs: the
+iterations of all loops around it, multiplied. Inside a function of JAX or a collective of this
+library, `self.at` is the equation in the caller's code that calls this function, and the equations
+inside get that equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and
 results of a jaxpr are needed. `hold` gives a value a buffer. `habits` says which copies the
 platform's compiler makes. `linear_p` is the primitive of this library's collectives.
 """
@@ -70,16 +71,17 @@ class Reading:
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
         """Adds an operation to the innermost frame (the program, the branch or the loop's body that
-        is being read), and adds the bytes that the operation reads and writes to the counts."""
+        is being read). `read` and `written` are the bytes that one run of the operation reads and
+        writes; the method adds the bytes of all its runs to the counts."""
         self.frames[-1].operations.append(operation)
         self.read += self.times * read
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Gives the root of a value (the value before reshapes) a buffer, unless the root has one,
-        and returns the buffer. A value of at most 64 bytes that is made only of literals is taken
-        as a constant inside the operation that reads it; for such a value the method returns None.
-        A larger one, such as an array of zeros, must be written to memory."""
+        """Gives the root of a value (the value before all reshapes) a buffer, unless the root has
+        one, and returns the buffer. A value of at most 64 bytes that is made only of literals is
+        taken as a constant inside the operation that reads it; for such a value the method returns
+        None. A larger value, such as an array of zeros, must be written to memory."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -126,9 +128,9 @@ class Reading:
         """Returns the k-th result of an equation, held in a new `Buffer`. The equation reads the
         values `reads`.
 
-        The new buffer may later get the memory of one of the values `over`, if no later operation
-        reads this value (`liveness.peak` decides). If `part` is given, the operation reads and
-        writes only `part` bytes, as in an update of a slice.
+        The new buffer may be written over the buffer of one of the values `over`, if no later
+        operation reads that value (`liveness.peak` decides). If `part` is given, the operation
+        reads and writes only `part` bytes, as in an update of a slice.
         """
         aval = jaxprs.types(eqn.outvars)[k]
         buffer = Buffer(nbytes(aval), self.at or eqn)
@@ -178,7 +180,7 @@ class Reading:
             jaxpr: the program to read.
             arguments: the values of its operands.
             used: whether each result is needed.
-            readers: how many operations outside read each result.
+            readers: for each result, how many operations outside the jaxpr read it.
         """
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= {var: self._constant(var) for var in jaxpr.constvars}
@@ -673,8 +675,9 @@ class Reading:
         loop whose body has several layers. The result has a pair for each slice that the body
         needs: the bytes of all copies of the slice together, and a buffer that stands for one copy.
 
-        There are `habits.slices` copies of each slice for every layer of the loop's body after the
-        first. A scan without `reverse=True` is taken as a forward loop, which has no such copies.
+        The backend makes `habits.slices` copies of a slice for each layer of the loop's body,
+        except for the first layer. A scan without `reverse=True` is taken as a forward loop, which
+        has no such copies.
 
         Args:
             eqn: the loop.
@@ -692,10 +695,10 @@ class Reading:
 
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
-        """Returns the arrays that XLA computes early in an unrolled backward loop, whose body has
-        several layers. XLA computes them for all these layers before it runs the first layer's
-        backward pass: they depend on no carry, only on the loop's constants and on slices of its
-        stacked arrays. They are gathered weights and values that are computed again.
+        """Returns the gathered weights and the recomputed values that XLA computes early in an
+        unrolled backward loop, whose body has several layers. XLA computes these arrays for all
+        layers of the body before it runs the first layer's backward pass. The arrays depend on no
+        carry, only on the loop's constants and on slices of its stacked arrays.
 
         The result has a pair for each array: the array's bytes, summed over all layers of the body
         but the first, and its buffer. The first layer is left out, since `liveness.peak` has

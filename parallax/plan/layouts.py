@@ -7,7 +7,6 @@ and the memory of a device.
 For each layout, `plan` computes the time of a step by formulas (closed forms), with the fastest
 algorithm along each of the layout's axes. The layouts are ranked by this time. Then the steps of
 the layouts are traced, the fastest layout first, and the traced memory tells whether a layout fits.
-`config.sizes` is a dict of a model's sizes, with keys such as "heads".
 """
 
 import itertools
@@ -61,10 +60,10 @@ def search(
     differ only in ZeRO's stage and in remat, only the fastest that fits is listed. Between matmuls,
     a tensor axis also splits the tokens (sequence parallelism), if the number of tokens is a
     multiple of the number of devices along the tensor axis. With this split the messages have as
-    many bytes as without it, and a device keeps fewer bytes. A pipeline splits the batch into
-    microbatches of `choices.sequences` sequences each. With a schedule that defers the weights'
-    gradients, nothing is recomputed. ZeRO splits over all replicas, or within groups of replicas
-    (HSDP).
+    many bytes as without it, and a device keeps fewer bytes. The sequences of a replica are split
+    into microbatches; each number in `choices.sequences` is tried as the size of a microbatch. With
+    a schedule that defers the weights' gradients, nothing is recomputed. ZeRO splits over all
+    replicas, or within groups of replicas (HSDP).
 
     Args:
         config: the model's sizes.
@@ -80,8 +79,8 @@ def search(
 
     Raises:
         ValueError: no layout has exactly `devices` devices, or none of these layouts fits (then the
-            message names the layout that needs the least memory). The error is also raised if
-            `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if the
+            message names the layout with the smallest estimated memory). The error is also raised
+            if `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if the
             model is neither a GPT-2 nor a Llama without experts.
     """
     known(config)  # refuses a model without closed forms
@@ -133,9 +132,10 @@ def search(
         nearest = min(candidates, key=bytes_of.__getitem__)
         needed = planned_of(nearest).memory.peak
         raise ValueError(
-            f"search: no layout of {devices} devices fits: they have "
-            f"{quantity(hardware.memory, 'B')} each, and {nearest}, which keeps the fewest bytes, "
-            f"needs {quantity(needed, 'B')}. Use more devices, or a smaller batch."
+            f"search: no layout of {devices} devices fits: each device has "
+            f"{quantity(hardware.memory, 'B')}, and {nearest}, the layout with the smallest "
+            f"estimated memory, needs {quantity(needed, 'B')} on each device. Use more devices, "
+            "or a smaller batch."
         )
     return list(fitting.values())
 
@@ -212,8 +212,8 @@ def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
     the `batch` sequences. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
-        # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward over
-        # tensor only.
+        # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward (of
+        # width "hidden") over tensor only.
         if (
             remainder
             or config.rows % (tensor * stage)

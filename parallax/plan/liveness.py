@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 
 class Held(NamedTuple):
-    """A buffer that is in memory at the moment of the peak.
+    """All buffers in memory at the moment of the peak that one operation on one source line makes.
 
     Attributes:
-        bytes: the buffer's size on a device.
-        what: the operation that makes the buffer, or the kind of buffer.
-        line: the line of the caller's source.
+        bytes: the sum of the buffers' sizes on a device.
+        what: the operation that makes the buffers, or the kind of the buffers.
+        line: the source line of the operation, as `source_lines.source` gives it.
     """
 
     bytes: int

@@ -142,7 +142,7 @@ class Torus(NamedTuple):
     first.
 
     Attributes:
-        shape: the number of chips along each dim; the chip's index varies fastest in the last dim.
+        shape: the number of chips along each dim. The chips are numbered in row-major order.
         link: the link between neighbours, in one direction.
         rings: whether each dim closes in a ring; () if all do.
         chips: for each device, the index of its chip; () if device k is on chip k // cores.

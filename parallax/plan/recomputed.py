@@ -45,9 +45,9 @@ class Recomputed(NamedTuple):
         stage of `layers` layers; 0 if it runs none again.
 
         The last matmul of each layer does not run again. Its result is only added to the residual
-        stream, so no gradient of the layer needs it. If the whole stage runs again, only the last
-        matmul of the stage does not run again: the next layer needs the result of every other
-        layer. `last` is the share of a layer's weights that the last matmul has.
+        stream, so no gradient of the layer needs the result. If the whole stage runs again, each
+        layer needs the result of the layer before it, so only the last matmul of the stage does not
+        run again. `last` is the share of a layer's weights that the last matmul has.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 

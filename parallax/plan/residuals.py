@@ -59,9 +59,8 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
-    """Returns the sizes of the arrays of a microbatch on a device, and the bytes of one number. The
-    arrays are an activation (whole, and split over the tensor devices), attention's scores, the
-    residual stream, and what is kept of the input of a column-parallel layer."""
+    """Returns how many numbers the arrays of a microbatch have on a device, and the bytes of one
+    number. The class `Sizes` names the arrays."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     tile = min(TILE, T) ** 2  # ring attention makes the scores of one tile at a time
     scores = tile if layout.context > 1 else T * T

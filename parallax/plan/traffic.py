@@ -8,15 +8,14 @@ the model, and its *share* is the part of it that ZeRO leaves on a device. A *la
 pipeline's jobs: forward, backward or weights.
 
 In `_Step`, `size` says how often a step calls each part of the model (`Sizes`), and `again` has the
-operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays.
-`size.leaves` has another meaning: a microbatch leaves the pipeline by the embedding's backward
-pass, and `size.leaves` counts the calls of this pass. `stream` is the bytes of the residual stream
-on a device, and `parts` the number of devices among which its tokens are split. A *group* of axes
-is a run of neighbouring axes with one algorithm: one call sends along all of them. `compute` is the
-bytes of a number in the dtype in which the model computes, and `itemsize` the bytes of a parameter.
-`wide` is the bytes of a number in a sum of gradients, norms or losses. `shards` are the axes over
-which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients are scattered after each
-microbatch. `halving` is the recursive-halving algorithm.
+operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
+but `size.leaves` is the number of calls of the embedding's backward pass. `stream` is the bytes of
+the residual stream on a device, and `parts` the number of devices among which its tokens are split.
+A *group* of axes is a run of neighbouring axes with one algorithm: one call sends along all of
+them. `compute` is the bytes of a number in the dtype in which the model computes, and `itemsize`
+the bytes of a parameter. `wide` is the bytes of a number in a sum of gradients, norms or losses.
+`shards` are the axes over which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients
+are scattered after each microbatch. `halving` is the recursive-halving algorithm.
 
 In a ring's all-reduce of S bytes over n devices, each device sends 2 (n - 1)/n S bytes. In a
 reduce-scatter from S bytes, or an all-gather to S bytes, each device sends (n - 1)/n S bytes.
@@ -84,7 +83,8 @@ class Term(NamedTuple):
     def cost(self) -> Cost:
         """The cost of one call. The bytes of a collective of `jax.lax` are counted as one message
         of the size of its result. XLA's algorithm is not known, so the time of the collective is
-        that of `collectives.halving`. A `lax.pmax`, which is small, takes the time of one hop."""
+        that of `collectives.halving`. A `lax.pmax`, whose array is small in this step, is counted
+        as one message in one hop: this is an approximation."""
         if self.collective is lax.pmax:
             # hops, bytes over the busiest link, bytes sent, messages, bytes reduced, and the
             # longest chain of messages that wait for each other
@@ -115,7 +115,7 @@ class Sizes(NamedTuple):
         backward: calls of a stage backward.
         heads: calls of the head.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
+        leaves: calls of the embedding's backward pass.
         hops: messages between stages (activations to the next stage, cotangents to the stage
             before).
         last: how many ticks at the step's end run the same kinds of job as the very last tick.
@@ -182,8 +182,8 @@ def terms(
         short: bytes of a number if the model computes in `bfloat16` or `float16`; 4 for CPUs, where
             XLA widens such numbers to 4 bytes.
         itemsize: bytes of a parameter, and of a number if the model computes in full precision.
-        size: the sizes of a microbatch, and the numbers of calls to count. The default is
-            `sizes(config, layout, batch)`, all calls of a step.
+        size: the sizes of a microbatch, and the numbers of calls to count. The default,
+            `sizes(config, layout, batch)`, counts all calls of a step.
     """
     step = _Step(config, layout, size or sizes(config, layout, batch), axes, short, itemsize)
     parts = (
@@ -211,10 +211,10 @@ class _Step:
     """The collectives of one step, as `Term`s. Each method yields those of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Takes the arguments of `terms`. Sets `self.axes`, which has each axis by name with its
-        collective algorithm, and the sizes that the module's docstring defines, such as `stream`
-        and `wide`. Gradients, norms and losses are summed and sent in float32, or in the
-        parameters' dtype if it is wider. So `wide` is 4 bytes, or `itemsize` if that is more."""
+        """Takes the arguments of `terms`. Sets the attributes that the module's docstring defines,
+        such as `stream`, and `self.axes`: a dict from an axis's name to the axis with its
+        algorithm. Gradients, norms and losses are summed and sent in float32, or in the parameters'
+        dtype if this dtype is wider. So `wide` is the larger of 4 bytes and `itemsize`."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names

@@ -39,8 +39,8 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
         and isinstance(returned[1], tuple)
     ):
         raise ValueError(
-            f"plan needs {FORM}; {name} returned {type(returned).__name__}. Return the step and a "
-            "tuple of its arguments."
+            f"plan needs {FORM}; {name} returned {type(returned).__name__}. Return a pair: the "
+            "step, and a tuple of its arguments or their shapes."
         )
     return returned
 

@@ -132,7 +132,8 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """Returns a text for each array, by path: the spec, the rule, and what each `fsdp` changed.
+    """Returns a text for each array, by path: the spec, the rule that gave the spec, and what each
+    `fsdp` around that rule changed.
 
     Raises:
         ValueError: there is an error in the rules, such as a rule that matches no leaf (see
@@ -149,8 +150,8 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
 
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
-    """Returns for each array of `tree`, in order, its spec and the rules that gave it (its
-    `Placement`), and the errors of the rules.
+    """Returns two lists: the placements of the arrays of `tree`, in order, and the errors of the
+    rules. An array to which no rule gives a spec has no placement.
 
     The errors are: paths that occur twice, rules that return something other than a spec or None,
     rules that give no leaf a spec, `keep` patterns that match no leaf, and leaves without a spec.
@@ -335,16 +336,16 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
-    """Returns the words for a pattern that matches no leaf, with the path whose spelling is closest
-    to the pattern."""
+    """Returns the end of an error's text, for a pattern that matches no leaf, such as "matches none
+    of the 12 leaves (the nearest is wte)": "wte" is then the path closest to the pattern."""
     return (
         f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
     )
 
 
 def _nearest(text: str, choices: list[str]) -> str:
-    """Returns words that name the one of `choices` whose spelling is closest to `text`, or "" if
-    `choices` is empty."""
+    """Returns a part of an error's text, such as " (the nearest is wte)", which names the element
+    of `choices` whose spelling is closest to `text`. Returns "" if `choices` is empty."""
     return "".join(
         f" (the nearest is {choice})"
         for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0)

@@ -39,7 +39,8 @@ class GatheredOptState(eqx.Module):
 
 
 def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
-    """Raises `ValueError` if the mesh lacks one of the axes given to `parallax.optimizers`."""
+    """Raises `ValueError` if the mesh lacks one of the axes `names`, which the user has passed to
+    `optimizers.whole` or `optimizers.by_matrix`."""
     strange = [name for name in names if name not in mesh_axes]
     if strange:
         raise ValueError(
@@ -104,8 +105,8 @@ def optimizer_specs(
 
     def specs_of_group(group, members, lead, names):
         """Returns the specs of one group's state. `members` are the paths of the group's leaves.
-        The first `lead` dims of these leaves stack layers. The matrices of the leaves are not split
-        over the axes `names`."""
+        The first `lead` dims of these leaves stack layers. In the returned specs, the axes `names`
+        split only these dims, even if they split other dims of a leaf."""
 
         # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):

@@ -103,8 +103,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns `refusal` with an advised spec in its field `fits`. A "does-not-divide" error
-        gets no such spec if an axis that seems to split layers splits the leaf."""
+        """Returns `refusal` with an advised spec in its field `fits`. If an axis in `stacked`
+        splits the leaf, a "does-not-divide" error is returned without an advised spec."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))

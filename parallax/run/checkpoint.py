@@ -103,7 +103,8 @@ class Checkpoints:
             one second and then each time twice as long; 8 tries take two minutes. The run goes on
             meanwhile. With 2 tries or more, each process keeps a copy of its shards of the arrays
             in the host's memory until the save is finished.
-        say: prints a line on the first process, or on a process with an error.
+        say: a function that prints a line. The first process calls it. Any other process calls it
+            only for its own error in a save.
 
     Raises:
         ValueError: a number in `keep`, or `tries`, is below 1, or `lose_at_most` is below 2; or a
@@ -162,7 +163,7 @@ class Checkpoints:
         except OSError as error:
             raise OSError(
                 f"{self.folder}: cannot make this folder for checkpoints: {error.strerror}. "
-                "Choose another one."
+                "Choose another folder."
             ) from error
 
     def __enter__(self):
@@ -491,7 +492,8 @@ class Checkpoints:
 
 def _as_read_back(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of JSON values, as they are read back from a record: for example, tuples
-    become lists. Raises `ValueError` for other values. `what` is the name of the argument."""
+    become lists. Raises `ValueError` if one of the `values` is no JSON value. `what` is the name of
+    `values` in the message: "settings" or "note"."""
     for name, value in values.items():
         try:
             json.dumps(value)

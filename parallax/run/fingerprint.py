@@ -108,14 +108,14 @@ def differing(tree: PyTree) -> list[Differs]:
     The sharding of an array says which blocks should be equal: along each mesh axis that the spec
     does not name, all devices should hold the same block. All processes must call the function. All
     get the same list. If copies differ, the bits that most devices hold are taken to be right. The
-    list begins with the copy whose bits the fewest devices hold. With tensor parallelism, later
-    steps carry a wrong value of an array that all tensor devices hold, such as the weight of a
-    norm, to many arrays on many devices. The fault then most likely began at the first copy in the
-    list.
+    list begins with the copy whose bits the fewest devices hold. With tensor parallelism, each
+    tensor device holds a copy of some arrays, such as the weight of a norm. A wrong value in one of
+    these copies spreads to many arrays on many devices in later steps. The fault then most likely
+    began at the first copy in the list.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
-    difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
-    and other leaves are not compared.
+    difference that a later step rounds away is no longer in memory, and is not found. Only JAX
+    arrays are compared.
 
     Raises:
         ValueError: there are no arrays; an array is not on a mesh, or is on another mesh than the
@@ -319,7 +319,8 @@ def _placed(tree: PyTree) -> _Placed:
     ]
     if not arrays:
         raise ValueError(
-            "fingerprint needs a tree with JAX arrays, such as a step.State; got one without."
+            "fingerprint needs a tree with JAX arrays, such as a step.State; got a tree without "
+            "JAX arrays."
         )
     paths, leaves = [path for path, _ in arrays], [leaf for _, leaf in arrays]
     specs, meshes = zip(*(_spec_and_mesh(path, leaf) for path, leaf in arrays), strict=True)
@@ -432,7 +433,7 @@ def _strays(
     strays = [place for place, words in words_of.items() if most == second or words != usual]
 
     def alike(place):
-        """Returns how many devices of the group have the same checksum as the device at `place`."""
+        """Returns how many devices in `words_of` have the checksum of the device at `place`."""
         return counts[words_of[place]]
 
     return [

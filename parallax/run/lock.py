@@ -45,8 +45,8 @@ class Held(OSError):
 
 
 class Lock:
-    """The lock on `folder`, which `take` returns. If a `with` statement uses the object, the lock
-    is released at the end of the block.
+    """The lock on a folder; `take` returns it. A `with` statement releases the lock at the end of
+    its block.
 
     Args:
         folder: the folder.
@@ -129,9 +129,9 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
         _remove(created)
         reason = error.strerror
         if error.errno == errno.ELOOP:  # the lock's file is a link: it may lead to a user's file
-            reason = f"{FILE} there is a link, and a lock is a file"
+            reason = f"the lock's file {FILE} is a link, not a regular file"
         raise OSError(
-            f"{folder}: needed a folder to write to; {reason}. Choose another one."
+            f"{folder}: needed a folder to write to; {reason}. Choose another folder."
         ) from error
 
 

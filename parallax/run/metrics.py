@@ -40,8 +40,8 @@ class Skipped:
 
     Args:
         budget: the number of steps that may be skipped in a run.
-        steps: the steps that were skipped so far, oldest first; a resumed run passes the list that
-            it stored in the checkpoint, in the note (the JSON values of the training loop).
+        steps: the numbers of the skipped steps, oldest first. A resumed run passes the list from
+            the checkpoint's note (JSON values that the training loop saves with the state).
     """
 
     budget: int

@@ -206,8 +206,8 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
     The first choice is a process that has finished its work (`leave`). The second is a process that
     wrote no entry between the two readings, `before` and `after`. The third is a process in a phase
-    that does not wait for others. This process, whose rank is `rank`, is never chosen. Each reading
-    is a dict from a process's key to the process's entry.
+    that does not wait for others. The process of rank `rank`, which calls this function, is never
+    chosen. Each reading is a dict from a process's key to the process's entry.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():

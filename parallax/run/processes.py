@@ -303,7 +303,8 @@ class StopRequest:
         several: whether the job has several processes.
 
     Attributes:
-        by: the name of the signal; SIGTERM if this process has heard no other signal.
+        by: the name of the first signal that `hear` has handled in this process. Before that, it is
+            "SIGTERM".
     """
 
     def __init__(self, several: bool):

@@ -81,9 +81,9 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
     """Returns whether `folder` is a checkpoint, finished or not, of `step` of the run with these
     settings.
 
-    If a record in the folder can be read, it must have this step and these settings. If not, the
-    folder counts as this run's only if it is empty, since nothing is lost if it is removed. A link
-    never counts.
+    If a record in the folder can be read, it must have this step and these settings. If no record
+    can be read, the folder must be empty, except for records that were only partly written: nothing
+    is lost if such a folder is removed. A `folder` that is a link is refused.
     """
     if folder.is_symlink():
         return False
@@ -213,7 +213,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
     """Raises `manifest.Damaged` if a file that the manifest lists is missing in the folder or has
-    another size. Raises this error too if the folder's arrays have a file that is not listed, or if
+    another size. Raises this error too if a file of an array is not listed in the manifest, or if
     the manifest's record differs from the record in `contents.json`. `record` and `files` are from
     the manifest. Hashes are not checked.
     """
@@ -235,7 +235,7 @@ def newest(path: Path) -> int:
 
 
 def is_step(value: Any) -> bool:
-    """Returns whether a JSON value is the number of a step."""
+    """Returns whether a JSON value can be the number of a step: an int from 0 to `STEPS` - 1."""
     return type(value) is int and 0 <= value < STEPS
 
 

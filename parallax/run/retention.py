@@ -196,11 +196,11 @@ def remove(path: Path) -> None:
 
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
-    """Returns the folders that stay because of a measured loss. One of them is the folder of the
-    newest checkpoint whose loss was measured. The search begins with the steps `newest` (newest
-    first), and goes on with the steps `others`. The function also returns the folders of
-    checkpoints of another format that are newer than that checkpoint, since a loss may have been
-    measured for these too. Damaged checkpoints are left out.
+    """Returns the folders that stay because of a measured loss. One is the folder of the newest
+    checkpoint whose manifest has a measured loss. The search goes through the steps `newest`
+    (newest first), then through `others`, and ends at this checkpoint. A manifest of another format
+    cannot be read, and may have a measured loss. So the folders with such a manifest that the
+    search meets are returned too. Damaged checkpoints are left out.
 
     Raises `OSError` if a manifest cannot be read now. This function runs in the last part of a
     save; after the error `writer.Writer` repeats that part.

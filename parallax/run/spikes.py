@@ -82,8 +82,8 @@ class Spikes:
         self._at = [step for step in self._at if step > number - WINDOW] + [number]
         if len(self._at) >= self.budget:
             raise Spiked(
-                f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, "
-                f"{self.factor:g} times its running median; there were "
+                f"step {number}: the loss is {loss:.4g}, above the limit {self.limit:.4g} "
+                f"({self.factor:g} times the running median of the losses). There were "
                 f"spikes at {len(self._at)} of the last {WINDOW} steps "
                 f"(the last ones: {', '.join(map(str, self._at[-5:]))}).",
                 step=number,

@@ -76,9 +76,9 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses: the stored
-    arrays may have other shapes than those of `like`, whose shardings then do not fit. `like` holds
-    arrays or shapes; nothing is computed.
+    """Returns `to_disk(like)` with a `jax.ShapeDtypeStruct` in place of each array. The compiler
+    chooses the shardings: the arrays of `to_disk(like)` may have other shapes than those of `like`,
+    so the shardings of `like` may not fit. `like` holds arrays or shapes; nothing is computed.
     """
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)

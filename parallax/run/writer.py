@@ -1,6 +1,6 @@
 """Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then the
-checkpoint is *sealed*: all files are hashed, and the manifest is written. At the end old
-checkpoints are removed.
+checkpoint is *sealed*: all files are hashed, and the manifest is written. After each save, the
+caller's function `sealed` removes old checkpoints.
 
 If the storage fails for a while, the save is tried again, after longer and longer pauses. All
 processes go through the same `Stages`, and agree on how each stage ended. `Stages.first(work)` is a
@@ -39,7 +39,7 @@ class Writer:
             this step is written; it moves aside a checkpoint of the same step that is unfinished or
             cannot be restored.
         sealed: called on the first process, in the writer's thread, with the number of a step whose
-            checkpoint is finished.
+            checkpoint is finished; it removes old checkpoints.
         tries: the number of times that a save is tried.
         say: prints a line about an error of this process.
 
@@ -245,9 +245,9 @@ class Writer:
         )
 
         def meet(key: str, timeout_ms: int) -> None:
-            """Replaces a barrier of Orbax by `Stages.end`. This method waits for all processes too,
-            and raises an error on all of them if one has failed. `key` and `timeout_ms` are not
-            used: `Stages` has keys and time limits of its own.
+            """Waits for all processes, by `Stages.end`. Orbax calls `meet` in place of its own
+            barrier. If a process has failed, `Stages.end` raises an error on every process. `key`
+            and `timeout_ms` are not used: `Stages` has keys and time limits of its own.
             """
             self._stages.end()
 

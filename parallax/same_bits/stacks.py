@@ -1,7 +1,7 @@
 """The values of all cells (logical devices) of a device, and the collectives over all cells.
 
-A `Stack` is a value of the program with its numbers for all cells of the device. The methods of
-`Cells` that are named after a collective compute it: each takes the axes of the collective, the
+A `Stack` is an array with one variable's values in all cells of the device. The methods of `Cells`
+that are named after a collective compute this collective. Each takes the collective's axes, the
 parameters of its equation and a stack, and returns a stack.
 """
 
@@ -22,10 +22,10 @@ from parallax.trees import entry_axes
 
 
 class Stack(eqx.Module):
-    """A value of the program, for all cells (logical devices) of this device.
+    """The values of one variable of the program in all cells (logical devices) of this device.
 
     Attributes:
-        array: the numbers. The first dims index the cells of this device along each of `axes`. The
+        array: the values. The first dims index the cells of this device along each of `axes`. The
             other dims are those of the value in one cell.
         axes: the axes along which the value may differ from cell to cell, in the order of the
             argument `cells` of `spmd`. Along all other axes the cells share the value.

@@ -70,8 +70,9 @@ class Walk:
 
     Attributes:
         cells: the cells of this device.
-        opened: the programs of this library's collectives, by the `id` of the equation.
-        done: the results of the calls of `once` so far, by their key and operands.
+        opened: the program inside each equation that is a collective of this library, by the `id`
+            of the equation.
+        done: the results that `once` has computed, by their key and operands.
     """
 
     cells: Cells
@@ -79,8 +80,9 @@ class Walk:
     done: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def in_loop(self) -> "Walk":
-        """Returns a walk for the body of a loop or of a branch. It has a `done` of its own, so that
-        no result from inside the body is used outside of it."""
+        """Returns a walk for the body of a loop or of a branch. The new walk has its own `done`,
+        the dict in which `once` keeps results: a result of the body cannot be used outside of the
+        body."""
         return dataclasses.replace(self, done={})
 
     def once(self, f: Callable[..., Any], *operands: Any, key: Any) -> Any:
@@ -89,8 +91,7 @@ class Walk:
 
         So a program has no two equal instructions. XLA would merge equal instructions: for several
         devices before it simplifies the program, and for one device afterwards. The two orders can
-        give different results. For example, XLA replaces `x / 0.1` by a product, and this may be
-        another product on one device than on several.
+        give programs that round differently.
         """
         same = [x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in operands]
         entry = (key, *same, *map(jax.typeof, operands))
@@ -124,13 +125,14 @@ class Walk:
     def _segment(
         self, left: Sequence[StepOfCell], values
     ) -> tuple[list[StepOfCell], list[StepOfCell]]:
-        """Returns the steps of the next segment, and the other steps of `left`.
+        """Returns the steps of the next segment, and the other steps of `left`, in which no step
+        has run yet. A segment is compiled apart from the rest of the program.
 
-        A segment is compiled apart from the rest of the program. It has the first step of `left`,
-        and each later one that is not `alone` and needs no result of a step of `left` outside the
-        segment. The operands of all steps of a segment differ from cell (logical device) to cell
-        along the same axes. This choice depends only on the program and on the number of cells
-        along each axis, so the kernels of a segment are the same on every mesh.
+        The segment has the first step of `left`, and each later step that meets three conditions.
+        The step does not communicate (`alone` is false). All its operands have been computed, or
+        are results of steps of the segment. The axes along which its operands vary over the cells
+        (logical devices) are those of the first step. This choice depends only on the program and
+        on the number of cells along each axis, so a segment's kernels are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()
@@ -182,8 +184,8 @@ class Walk:
         sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
         def along_others(slices):
-            """Returns the results of this device's cells (logical devices) at one index along the
-            axis `axes[0]`. `slices` has the operands at this index."""
+            """Returns the results of the function `cell` for the cells (logical devices) of this
+            device that have one index along `axes[0]`. `slices` has the operands at this index."""
             inside = list(stacks)
             for k, x in slices.items():
                 inside[k] = Stack(x, stacks[k].axes[1:])

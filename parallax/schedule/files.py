@@ -107,7 +107,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
         line = f"line {tick + 2}"
         if len(row) != len(columns) or row[0].strip() != str(tick):
             raise ValueError(
-                f"{line}: needs tick {tick} and {len(columns)} cells, got {_short(row)}."
+                f"{line}: needs {len(columns)} cells, and the first cell must be the tick, {tick}; "
+                f"got {_short(row)}."
             )
         # In lockstep a cell may have several jobs.
         for stage, cell in enumerate(row[1:]):

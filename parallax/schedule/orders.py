@@ -119,8 +119,9 @@ def greedy(
         if left == left_before:
             # Every ready job is an F, on a stage that may hold no further residuals.
             raise ValueError(
-                "No stage can run another job: stages may hold the residuals of too few forward "
-                f"jobs, {max_chunks} (one number for each stage). Use larger numbers."
+                f"No stage can run another job: max_chunks={max_chunks} is too small. Each number "
+                "is the largest number of forward jobs whose residuals one stage may hold. Use "
+                "larger numbers."
             )
     return from_orders(orders, places)
 

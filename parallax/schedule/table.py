@@ -329,10 +329,10 @@ class Schedule:
         waits for the end of a tick. This is the case if each stage is a separate program that
         exchanges messages.
 
-        Each stage runs its jobs in the order in which the tables have them. A stage starts a job
-        once the stage is free and the job's input has arrived: `hop` after another stage made the
-        input, or at once if this stage made it. The costs are those of `makespan`. With `hop=0` no
-        job is later than in `lockstep`.
+        Each stage runs its jobs in the order in which the tables have them. A job starts once its
+        stage is free and its input is there. The output of a job is on its own stage at once, and
+        on other stages after the time `hop`. The costs are those of `makespan`, and `hop` is a time
+        in the same unit. With `hop=0` no job is later than in `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes  # the stage and the chunk of each place

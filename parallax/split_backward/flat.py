@@ -3,9 +3,9 @@
 Loops and conditionals are not inlined: their equations still contain programs. The body of each
 `lax.scan` is flat too.
 
-A call is an equation that runs a program of its own, such as `jit`; a jaxpr is a list of equations.
-Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
-loop; an atom is a variable or a literal. `values` maps each variable to its value.
+A call is an equation that only runs one program, once, such as `jit`. A jaxpr is a list of
+equations. Words of this file: a place is the index of an equation in a jaxpr; a trip is one
+iteration of a loop; an atom is a variable or a literal. `values` maps each variable to its value.
 
 Three functions come from `parallax.jaxprs`. `opened(program)` is the jaxpr of `program`; `program`
 may be a closed jaxpr or a plain one. `closed(params)` are the programs among an equation's

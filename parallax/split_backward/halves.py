@@ -1,29 +1,30 @@
-"""A backward pass in two halves: I computes the cotangents of the inputs, and then W the gradients
-of the weights.
+"""A backward pass in two halves: the first half computes the cotangents of the inputs, and the
+second half computes the gradients of the weights.
 
-The backward pass of `y = tanh(x @ w)` is an example. The first half, I, takes `ct`, the cotangent
-of y, and computes `c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. The second half, W,
-computes `x.T @ c`, the gradient of w. W does not have `ct`, so I hands c over to W.
+The backward pass of `y = tanh(x @ w)` is an example. The first half takes `ct`, the cotangent of y,
+and computes `c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. The second half computes
+`x.T @ c`, the gradient of w. The second half does not take `ct`, so it takes c from the first half.
 
-A value that only the second half, W, needs is computed in W if it is a matmul, or depends on a
-matmul that is computed in W. It is also computed in W if the operands that the first half, I, must
-hand over for it have fewer bytes than the value. All other values, such as the sums over tokens
-that are the gradient of a bias, are computed in I. If both halves need the result of a cheap
-operation (`CHEAP`) that uses no value from I, both compute it; no matmul is computed twice. A scan
-becomes two scans: the first scan stacks, over its iterations, the values that the second scan
-reads.
+A value that only the second half needs is computed there if it is a matmul, or depends on a matmul
+that is computed there. It is also computed there if the operands that the first half must hand over
+for it have fewer bytes than the value. All other values, such as the sums over tokens that are the
+gradient of a bias, are computed in the first half. If both halves need the result of a cheap
+operation (`CHEAP`) that uses no value from the first half, both compute it; no matmul is computed
+twice. A scan becomes two scans: the first scan stacks, over its iterations, the values that the
+second scan reads.
 
-Words of this file: "first" or half 0 is I (the cotangents of the inputs), "second" or half 1 is W
-(the gradients of the weights). `handed` arrays go from I to W. `made` variables exist only in I;
-those that W reads come to W as `handed` arrays. `late` variables exist only in W. A `Step` is an
-equation of a half, and a `Cut` has the steps of both halves, `first` and `second`. A `CutLoop` is a
-scan in two halves; its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are
-indices of operands, while a variable named `place` is the index of an equation in a jaxpr. `values`
-maps each variable to its value. The operands of a scan are its constants, the initial values of
-its carries (`Loop.inits` returns their indices), and the arrays that the scan slices. A barrier is
-an `optimization_barrier`, whose result i is operand i.
+Words of this file: the first half is half 0, or the job `I` of a schedule; the second half is half
+1, or `W`. `handed` arrays go from the first half to the second. `made` variables exist only in the
+first half; those that the second half reads come to it as `handed` arrays. `late` variables exist
+only in the second half. A `Step` is an equation of a half, and a `Cut` has the steps of both
+halves, `first` and `second`. A `CutLoop` is a scan in two halves; its `trip` is the `Cut` of a
+trip, that is, of one iteration. `Step.places` are indices of operands, while a variable named
+`place` is the index of an equation in a jaxpr. `values` maps each variable to its value. The
+operands of a scan are its constants, the initial values of its carries (`Loop.inits` returns their
+indices), and the arrays that the scan slices. A barrier is an `optimization_barrier`, whose result
+i is operand i.
 
-Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
+Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for the split. The method
 here, dead-code elimination on any traced program, is our own.
 """
 
@@ -71,25 +72,26 @@ CHEAP |= {
 def split(
     backward: ClosedJaxpr, *, cotangents: int, inputs: int
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Returns the two halves of a backward pass, I and W. Other stages of a pipeline wait only for
-    I, so W may run later.
+    """Returns the two halves of a backward pass. Other stages of a pipeline wait only for the
+    first half, so the second half may run later.
 
     Args:
         backward: the backward pass, as a jaxpr. It takes the cotangents of the forward pass's
-            outputs, and then the arrays that both I and W may read. It returns the cotangents of
+            outputs, and then the arrays that both halves may read. It returns the cotangents of
             the forward pass's inputs, and then the gradients of the weights.
         cotangents: the number of cotangents that `backward` takes.
         inputs: the number of cotangents that `backward` returns.
 
     Returns:
-        `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
-        the arrays that it hands to W. W takes the arguments of `backward` without the cotangents,
-        followed by the arrays from I, and returns the gradients of the weights.
+        A pair of jaxprs. The first half takes the arguments of `backward`, and returns the
+        cotangents of the inputs and then the arrays for the second half. The second half takes the
+        arguments of `backward` without the cotangents, followed by the arrays from the first half,
+        and returns the gradients of the weights.
     """
     program = flat(backward)
     arguments = program.jaxpr.invars
     results = range(len(program.jaxpr.outvars))
-    # The cotangents are arguments of I only.
+    # The cotangents are arguments of the first half only.
     halves = _cut(program, results[:inputs], results[inputs:], made=set(arguments[:cotangents]))
 
     def first(*values):
@@ -105,7 +107,8 @@ def split(
         """Runs the second half of the backward pass, and returns the gradients of the weights.
         `values` has the arrays that both halves may read, and then the arrays from the first
         half."""
-        # `cotangents` counts the first arguments, which only I takes; W takes the `shared` others.
+        # The first arguments, `cotangents` in number, belong to the first half only; the second
+        # half takes the others, `shared` in number.
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
         return halves.run_second(known, values[shared:], results[inputs:])
@@ -116,7 +119,7 @@ def split(
 
 
 class Step(NamedTuple):
-    """An equation that one half of a backward pass, I or W, runs.
+    """An equation that one half of a backward pass runs.
 
     Attributes:
         eqn: the equation.
@@ -161,7 +164,7 @@ class Cut(NamedTuple):
         first: the steps of the first half.
         second: the steps of the second half.
         handed: those variables in `made` that the second half reads. The first half returns the
-            values of these variables, followed by the arrays that scans of the first half stack.
+            values of these variables, followed by the arrays that its scans stack.
         made: the variables that only the first half computes or takes as arguments.
         reads: the arguments that the first half reads, and the arguments that the second half
             reads, as a pair of sets.
@@ -220,7 +223,7 @@ class Cut(NamedTuple):
         return self._results(outputs, values)
 
     def _results(self, outputs: Collection[int], values: Values) -> list[Any]:
-        """Returns the values of the program's results at these indices."""
+        """Returns the values of the program's results at the indices `outputs`."""
         return read([self.program.jaxpr.outvars[i] for i in outputs], values)
 
 
@@ -331,15 +334,15 @@ def _cut(
     made: set[Any],
     late: Collection[Any] = (),
 ) -> Cut:
-    """Returns the program in two halves: the first makes the results `first`, the second the
-    results `second`. Each half gets only the equations that it needs.
+    """Returns the program in two halves: the first half computes the results `first`, and the
+    second half computes the results `second`. Each half has only the equations that it needs.
 
     Args:
         program: the whole program.
         first: the indices of results that the first half returns.
         second: the indices of results that the second half returns.
-        made: the arguments that only the first half is given.
-        late: the arguments that only the second half is given; no result of `first` needs them.
+        made: the arguments that exist only in the first half.
+        late: the arguments that exist only in the second half; no result in `first` needs them.
     """
     jaxpr = program.jaxpr
     # `live` returns the needed equations, as a dict from the place of each to the indices of its
@@ -395,7 +398,7 @@ def _cut(
 
 
 def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
-    """Returns the variables of a jaxpr's results at these indices."""
+    """Returns the variables of a jaxpr's results at the indices `places`."""
     return set(variables_of([jaxpr.outvars[i] for i in places]))
 
 
@@ -442,9 +445,8 @@ def _cut_loop(
 ) -> CutLoop:
     """Returns the scan `loop`, whose equation is `eqn`, as two scans: the first half computes the
     results `first`, and the second half the rest of `results`. `first` and `results` are sets of
-    indices. `late` are the variables whose values only the second half has, so the first half
-    cannot read them. No argument lists the variables that only the first half has: the first half
-    hands over those values that the second half reads.
+    indices. `late` are the variables whose values exist only in the second half, so the first
+    half cannot read them.
 
     A stacked result moves to the first half if the first half computes its values anyway.
     """
@@ -457,8 +459,8 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Returns the variables by which the body's jaxpr takes the carries at the indices
-        `results`. The indices of the scan's stacked results are ignored."""
+        """Returns the arguments of the body's jaxpr that are carries, for those of the scan's
+        results that are carries. `results` are indices of the scan's results."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:

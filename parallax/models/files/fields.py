@@ -22,7 +22,8 @@ from parallax.models.files.json_file import read_json, short
 
 @dataclass(frozen=True)
 class Number:
-    """A number of the model, and the fields that state it.
+    """A number in the model's configuration, such as a size or a dropout rate, and the fields of
+    `config.json` that state the number.
 
     Args:
         names: the fields that state the number. They must agree, and `save` writes all of them.
@@ -72,8 +73,8 @@ class Number:
 
 @dataclass(frozen=True)
 class Part:
-    """A value of the model that several fields state together, such as the scaling of rotary
-    positions.
+    """A value in the model's configuration that several fields of `config.json` state together,
+    such as the scaling of rotary positions.
 
     Args:
         names: the fields that the value is read from.
@@ -148,8 +149,8 @@ class Fields:
         derived: a function from the model's numbers, a dict with the names in `numbers`, to a table
             like `only`. `save` writes these fields as for a new model, not as in a loaded file.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
-        new: a function from the same dict to further fields of a new model's file, beside those of
-            `numbers` and `only`.
+        new: a function from the model's numbers, the dict that `derived` takes, to further fields
+            of a new model's file, beside those of `numbers` and `only`.
     """
 
     model_type: str
@@ -196,8 +197,8 @@ class Fields:
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
         """Returns `error`, which a configuration raised, as an error that names `file`. If the text
-        of `error` names a number, such as `width`, the new error also names the fields of `file`
-        that state this number.
+        of `error` names an argument of the configuration, such as `width`, the new error also names
+        the fields of `file` that state this argument.
         """
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
@@ -247,10 +248,9 @@ class Fields:
                 )
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
-        """Refuses fields that are neither in a table nor in `others`, the names of fields whose
-        values are checked already. Also refuses a free field (a field in `free` or `FREE`) if its
-        value has a wrong type. The fields `WRITTEN_ANEW`, such as `torch_dtype`, may have any
-        value: `save` or transformers sets them in a new file.
+        """Refuses unknown fields: those that are not in `numbers`, `free`, `FREE`, `WRITTEN_ANEW`
+        or `others`. `others` has the names of the fields whose values are checked already. Also
+        refuses a field in `free` or `FREE` if its value has a wrong type.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():

@@ -66,7 +66,7 @@ class Format:
         return self.module or self.fields.model_type
 
     def numbers(self, config: Any) -> dict[str, Any]:
-        """Returns those arguments of the configuration `config` that a `config.json` states."""
+        """Returns the arguments of `config` that the table `fields.numbers` lists, by name."""
         return {name: getattr(config, name) for name in self.fields.numbers}
 
     def shapes(self, config: Any, dtype: Any) -> Any:
@@ -166,7 +166,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     except (OSError, safetensors.SafetensorError) as error:
         raise OSError(
             f"{name} could not write {folder}: {error}. The files that were there are unchanged. "
-            "Free some of the disk, or choose another folder."
+            "Free some space on the disk, or choose another folder."
         ) from error
     return _note(folder, tokenizer)
 
@@ -279,7 +279,7 @@ def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
         raise ValueError(f"{format_.name}.load needs a dtype among {TYPE_NAMES}; got {got}.")
     if checked == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"{format_.name}.load: dtype=float64 needs jax.config.update('jax_enable_x64', True), "
-            "which is off now. Or use float32."
+            f"{format_.name}.load: dtype=float64 needs the option jax_enable_x64, which is off. "
+            "Call jax.config.update('jax_enable_x64', True), or use float32."
         )
     return checked

@@ -158,8 +158,8 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
     if not index.is_file():
         present = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
         raise FileNotFoundError(
-            f"a model needs {WEIGHTS} or {INDEX} in {folder}; it holds {present}. Other formats "
-            "can be converted with transformers: "
+            f"a model needs {WEIGHTS} or {INDEX} in {folder}; the folder holds {present}. Other "
+            "formats can be converted with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)."
         )
     files = [folder / name for name in sorted(set(weight_map(index).values()))]
@@ -319,12 +319,14 @@ def _check_names(
     asked: str,
     asks: str,
 ) -> None:
-    """Refuses tensors of an adapter, missing tensors, and tensors that the model does not have.
+    """Raises `ValueError` if the files hold tensors of an adapter, lack a tensor of the model, or
+    hold a tensor that the model does not have.
 
     `needed` is a dict from the name of each tensor of the model to the tensor's leaf. `copies` is a
     dict from each name under which a file may hold a copy of a tensor (`Leaf.copies`) to the
     tensor's leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for it: GPT-2 of
-    ...") describe the model in errors. `some` adds the verb "is" to the names of tensors.
+    ...") describe the model in errors. The function `some` returns names with a verb, such as
+    "wte.weight is".
     """
     files = _files_of(stored)
     if adapters := [

@@ -28,7 +28,7 @@ from parallax.models.gpt2.model import Config, attention
 
 # The gradient of the position embeddings is summed over at most so many sequences at once.
 SUMMED_AT_ONCE = 16
-_gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; its backward pass keeps only its input
+_gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; only its input is kept for backward
 
 
 def block(
@@ -148,12 +148,12 @@ def _attention_with_dropout(
 
 
 def _at(keys, layer, site: int):
-    """Returns each sequence's key for the dropout at one `site` of a layer. Site 0 is in no layer;
-    for it, `layer` is L, the number of layers.
+    """Returns each sequence's key for the dropout at `site`, the number of a place of dropout, in
+    `layer`. Site 0 is in no layer; for site 0, `layer` is L, the number of layers.
     """
 
     def key_at(key):
-        """Returns the random key of one sequence for this site and layer."""
+        """Returns the key for the dropout at `site` in `layer`, from one sequence's `key`."""
         return jax.random.fold_in(jax.random.fold_in(key, layer), site)
 
     return jax.vmap(key_at)(keys)

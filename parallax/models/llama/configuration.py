@@ -122,8 +122,8 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 def _new(architecture: str) -> Any:
     """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. The
-    returned function takes the model's numbers and does not use them: the fields of a new
-    `config.json` that it returns are the same for all sizes.
+    returned function ignores its argument, the sizes of the model, and returns the same fields of a
+    new `config.json` for all sizes.
 
     The fields of the special tokens are null: if they were left out, transformers would use its
     default tokens.

@@ -36,7 +36,7 @@ Turns = tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]
 
 @remat.of_arguments
 def _gated(gate, up):
-    """Returns silu(gate) * up. The backward pass keeps only `gate` and `up`."""
+    """Returns silu(gate) * up. Only `gate` and `up` are kept for the backward pass."""
     return jax.nn.silu(gate) * up
 
 
@@ -240,8 +240,9 @@ def rotated(
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
-    """Returns the outputs of a column-parallel layer, from activations that all devices have. They
-    are [B, T, H, K] for queries, [B, T, G, K] for keys or values, and [B, T, F] for hidden units.
+    """Returns the outputs of a column-parallel layer: [B, T, H, K] for queries, [B, T, G, K] for
+    keys or values, and [B, T, F] for hidden units. All devices of the tensor axis have the same
+    `y`.
     """
     y = jnp.tensordot(y, layer.weight, axes=1)
     # A plain `+` fails if JAX is set to refuse arrays with different numbers of dims.

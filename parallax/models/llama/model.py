@@ -299,8 +299,8 @@ def split_groups(groups: int, devices: int) -> bool:
 
     Raises:
         ValueError: `devices` does not divide `groups`, and `groups` does not divide `devices`. A
-            group is the heads of queries that share one head of keys. Some device would have heads
-            of several groups, and only a part of one of these groups.
+            group is the heads of queries that share one head of keys. Some device would then have
+            heads of several groups, but not all heads of each of these groups.
     """
     if groups % devices and devices % groups:
         fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)

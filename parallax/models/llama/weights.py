@@ -76,9 +76,9 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     Raises:
         ImportError: the extra `hub` is not installed.
         OSError: the folder could not be written; its old files are unchanged.
-        ValueError: `path` or a leaf of the model cannot be saved (`gpt2.save` lists the reasons);
-            the model has more than one of these: biases, norms of queries and keys, experts; or the
-            model has a shared expert, which none of the four kinds of model has.
+        ValueError: the model cannot be saved in `path` (`gpt2.save` lists the reasons); the model
+            has more than one of these: biases, norms of queries and keys, experts; or the model has
+            a shared expert, which none of the four kinds of model has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
