@@ -266,6 +266,12 @@ LAYERS = (
         "test_lint_spread.py::test_the_mistake_is_found_on_its_line",
     ),
     Mutant(
+        "_group",
+        " if size > 1 or dim.split]",
+        "]",
+        "test_lint_spread.py::test_the_mistake_is_found_on_its_line -k size_1",
+    ),
+    Mutant(
         "Reading.flat",
         "node.scope._replace(predicates=())",
         "Scope()",

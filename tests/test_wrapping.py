@@ -1153,7 +1153,7 @@ FORGOTTEN = {
             lambda s: zero.sharded(optax.adamw(1e-3), "data", s),
         ),
         "optimizer's state has an array of shape .16, 8. for down, but each device updates only a "
-        "shard of this leaf, of shape .2, 8.*optimizer_rule=",
+        "shard of this leaf, of shape .2, 8.*pass to step.init an optimizer_rule",
     ),
 }
 

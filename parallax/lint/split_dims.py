@@ -561,7 +561,7 @@ def _regrouped(
     facts about the dims before the reshape are `dims`.
 
     If the reshape cuts a split dim into several dims, the outermost of them is split, and the
-    others are `within` it.
+    others are `within` it. The outermost may have size 1: a device may have one of several groups.
     """
     if 0 in before:  # an array without elements: products of its sizes do not tell dims apart
         return (Dim(),) * len(after)
@@ -581,23 +581,26 @@ def _regrouped(
                 i += 1
             else:
                 j += 1
-        regrouped += _group(dims[first:i], j - len(regrouped))
+        regrouped += _group(dims[first:i], before[first:i], j - len(regrouped))
     return tuple(regrouped)
 
 
-def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
+def _group(dims: Sequence[Dim], sizes: Sequence[int], count: int) -> list[Dim]:
     """Returns the facts about the `count` new dims that a reshape puts in place of old dims. `dims`
-    has the facts about the old dims. The sizes of the new and of the old dims have the same
-    product.
+    has the facts about the old dims, and `sizes` their sizes. The sizes of the new dims have the
+    same product.
     """
     if len(dims) == count == 1:  # a dim that stays as it is
         return [dims[0]]
-    first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
+    rows, drawn = any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
+    # An old dim of size 1 that is not split does not change where the elements of the others are.
+    longer = [dim for dim, size in zip(dims, sizes, strict=True) if size > 1 or dim.split]
+    first, *others = longer or dims
     # Blocks and slices of the first old dim are blocks and slices of the outer new dim too.
     outer = Dim(first.split, first.within, parts=first.parts)
     # If another old dim is split, a device's elements are no block of the outer new dim, so this
     # dim does not count as split.
-    if any(dim.split for dim in dims[1:]):
+    if any(dim.split for dim in others):
         outer = Dim()
     # If any old dim is `counted`, the outer new dim is `counted`, and the inner new dims are not:
     # counts along an inner new dim begin at 0 for each index of the outer new dim, so these counts

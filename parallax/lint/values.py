@@ -227,10 +227,9 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 def either(first: Value, second: Value) -> Value:
     """Returns the facts about a value that is one of two, such as the result of a conditional.
 
-    Facts that lead to a finding, such as a `shard`, must hold for both. Facts that excuse a
-    finding, such as `differs`, need to hold for only one. If one of the two is made only of numbers
-    written into the program, nothing is known about its dims, and the result has the other's facts
-    about dims.
+    An axis is in `differs` or `chosen` of the result if it is there for one of the two. All other
+    facts must hold for both. If one of the two is made only of numbers written into the program,
+    nothing is known about its dims, and the result has the other's facts about dims.
     """
     together = joined(
         [first, second],
