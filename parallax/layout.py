@@ -338,6 +338,9 @@ class Layout:
                 f"Layout.from_json needs an object; got {values!r}. Use one such as "
                 f"{Layout().to_json()}"
             )
+        # `_known_name` replaces an unknown name by the field of closest spelling, and adds a
+        # sentence about it to `misread`. `_read` raises an error that begins with the first such
+        # sentence and proposes the corrected fields. `{}`: there are no sizes to fit.
         misread: list[str] = []
         fields = {_known_name(name, misread): value for name, value in values.items()}
         return cls._read(fields, {}, validate.JSON, misread)

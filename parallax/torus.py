@@ -74,18 +74,21 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
     in_order = [slices[k] for k in sorted(slices)]
+    # For each axis, the number of slices that it extends over, and its size inside a slice. If the
+    # axes cannot be split between the slices, `inner` has more devices than a slice, so `are_equal`
+    # is false.
     outer = _leading(len(slices), sizes)
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
-    # `inner` is the shape of one slice: each must have that many devices.
     are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
     # Devices of unequal slices, and devices that are no TPUs, are not placed by coordinates. They
     # stay slice by slice, in the order given.
     if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
+    # `_in_a_slice` keeps the order given if the coordinates do not form a complete box.
     arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
     stacked = np.stack(arrays).reshape(*outer, *inner)
-    # An axis's size is its outer factor, over slices, times its inner factor, inside a slice. The
-    # dims of the two become neighbours, and the reshape joins them.
+    # For two axes, the dims (outer 0, outer 1, inner 0, inner 1) become (outer 0, inner 0, outer 1,
+    # inner 1). Then the reshape joins the two dims of each axis.
     order = [k + part for k in range(len(sizes)) for part in (0, len(sizes))]
     return stacked.transpose(order).reshape(tuple(sizes))
 
@@ -172,7 +175,7 @@ def coordinates(
     The last coordinate is the core on the chip; the others are the chip's place on the torus.
 
     Args:
-        box: the chips along each dim of the torus.
+        box: the chips along each dim of the whole torus.
         rings: whether each dim closes in a ring.
         cores: the number of devices on a chip; a message between two of them crosses no link.
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
@@ -185,8 +188,9 @@ def coordinates(
     ]
     for cut in _cuts((*box, cores), sizes):
         layings = [_lines(pieces) for pieces in cut]  # for each dim, all its layings
-        # For each axis, an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes
-        # its best path, but all axes share the layings of the dims.
+        # For each axis, the mean cost of a hop for each path of the axis's ring and each choice of
+        # one laying per dim: an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis
+        # takes its best path, but all axes share the layings.
         costs = [_costs(axis, cut, layings, metrics) for axis in range(len(sizes))]
         # If two cuts have equal sums, this weight makes the sum with shorter hops along later axes
         # smaller. `min(0)` is the cost by the best path of the axis.

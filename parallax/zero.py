@@ -74,8 +74,8 @@ def reduce_scattered(
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
     `grads.averaged`. The gradients of leaves that stay whole are all-reduced, and so is the loss. A
-    gradient that `reduce_scatter` has already scattered inside `grad` is divided by n, but not
-    scattered again.
+    gradient that `zero.reduce_scatter` has already scattered inside `grad`, which is then a
+    function of a pipeline, is divided by n, but not scattered again.
 
     Args:
         grad: a gradient function.
@@ -114,14 +114,16 @@ def reduce_scattered(
             """Returns this device's share of one gradient, in float32 or wider. Without splits,
             the gradient is not summed here: `value_and_sums` sums it later (`names_left`)."""
             # A gradient that does not have the parameter's shape was already scattered inside
-            # `grad`, once in each microbatch (ZeRO-2). `reduce_scatter` sums in float32 or wider;
-            # the cast after it is for gradients that are not scattered here.
+            # `grad`: a pipeline whose argument `scatter` is `zero.reduce_scatter` scatters once in
+            # each microbatch (ZeRO-2). `shards.reduce_scatter` sums in float32 or wider; the cast
+            # after it is for gradients that are not scattered here.
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
             return gradient.astype(accumulation_dtype(gradient.dtype))
 
         def names_left(gradient, names, splits):
-            """Returns the axes over which `scattered` took no sum of this gradient."""
+            """Returns the axes over which this gradient must still be summed: those along which
+            it was scattered neither by `scattered` nor inside `grad`."""
             done = shards.names_of(splits)
             return tuple(name for name in names if name not in done)
 

@@ -62,8 +62,9 @@ class Difference(NamedTuple):
         return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
-        """Returns the difference as text: the right and the wrong number, the diagnosis, and the
-        code between the last equal values and the value that differs."""
+        """Returns the difference as text: `off`, a fraction of the largest magnitude in the value;
+        the right and the wrong number; the diagnosis; the last equal values (`after`); and the code
+        between these values and the value that differs."""
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
             f"{self.key} differs first: {self.off:.2g} of its largest number, "

@@ -41,7 +41,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 # The blocks of a message are joined into one array if each has at most this many bytes. Joining
 # copies them; for a larger block the copy would take longer than a permute of its own.
 JOINED = 2**16
-# Chains are written out up to this number of hops. The compile time of a loop does not grow.
+# Chains are written out up to this number of rounds. The compile time of a loop does not grow.
 UNROLLED = 8
 
 
@@ -62,7 +62,7 @@ def scatter(
             the share that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
+        unrolled: a chain of more rounds than this becomes a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
     # For each table, the partial sums that have arrived, by offset. If an offset is missing, no sum
@@ -80,7 +80,7 @@ def scatter(
 
     for chain in _chains(routes):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
-            # It updates `sums`, as the rounds below do.
+            # `_scatter_in_a_loop` updates `sums`, as the rounds below do.
             _scatter_in_a_loop(routes, chain, term, take, sums, axis_name, dim)
             continue
         for number in chain:
@@ -115,7 +115,7 @@ def gather(
         result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
+        unrolled: a chain of more rounds than this becomes a loop; `UNROLLED` by default.
     """
     me = axis_index(axis_name)
     # `copies[table][offset]` is this device's copy of the block whose owner is at `offset`.
@@ -130,6 +130,7 @@ def gather(
     # A gather runs the table backwards: the last round of the scatter comes first.
     for chain in reversed(list(_chains(routes))):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
+            # `_gather_in_a_loop` adds to `copies` the blocks that a later round may pass on.
             result = _gather_in_a_loop(routes, chain, copies, write, result, axis_name, dim)
             continue
         for number in reversed(chain):

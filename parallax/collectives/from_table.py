@@ -78,11 +78,12 @@ def algorithm(
 
 
 def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algorithm:
-    """Returns an algorithm as `algorithm` does, but calls `maker` with the size of each axis.
-
-    For two axes of 2 and 4 devices it calls `maker(2, 4)`.
+    """Returns the algorithm that has the tables of `maker`, as `algorithm` does, but calls `maker`
+    with the size of each axis: for two axes of 2 and 4 devices, `maker(2, 4)`.
     """
     name = name or maker.__name__
+    # The algorithm keeps `maker` itself as its attribute `table`. The tables give no all-to-all, so
+    # the algorithm has that of `lax`.
     return _from_tables(maker, lambda sizes: maker(*sizes), name, lax.all_to_all)
 
 

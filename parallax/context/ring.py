@@ -253,17 +253,17 @@ def _backward(ring: _Ring, residuals, ct):
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:
-        # The gradients follow their keys by one hop. The first hop has no gradients to send, and
-        # the last has no keys to send, so these two are not in the loop. With n = 2 both are one
-        # hop. `next_keys` are the keys of hop 2, and after the loop those of the last hop; they are
-        # not used if n is 2.
+        # The gradients follow their keys by one hop. Hop 1 has no gradients to send, and hop n - 1
+        # has no keys to send, so only the hops between them are in the loop. With n = 2 there is
+        # only hop 1, and `next_keys` are not used.
         next_keys = ring.send(arrived) if n > 2 else arrived
         dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
-        next_keys, dq, sums = ring.hops(2, n - 1, hop, (next_keys, dq, sums))
+        next_keys, dq, sums = ring.hops(2, n - 1, hop, (next_keys, dq, sums))  # 2, ..., n - 2
         if n > 2:
             dq, sums = visit(dq, ring.send(sums), next_keys, ring.pairs(n - 1))
         # The last of n - 1 sends brings the gradients home to the device of their keys.
         local_sums = jax.tree.map(jnp.add, local_sums, ring.send(sums))
+    # q, k and v have the same dtype.
     return *(_whole(x).astype(k.dtype) for x in (dq, *local_sums)), None
 
 

@@ -78,6 +78,7 @@ def store(
     check(tokens, vocabulary, where=f"tokens for {path}")
     content = np.ascontiguousarray(tokens, item).data
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    # The message of an `OSError` becomes "{path}: the tokens were not written: ...".
     with _errors_name(path, "the tokens were"):
         # The folder is synced later, when the record or manifest is written into it.
         try:

@@ -346,9 +346,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     # later group also waits for the sums before it. So all devices send in one order.
     before = tree
     # All leaves with the same axes are one group and one all-reduce, so that the algorithm can join
-    # them. All processes must trace the same program, so the groups need the same order in all
-    # processes: groups with the most axes come first, and then the order of the leaves counts. (A
-    # set instead of `dict.fromkeys` could have another order in each process.)
+    # them. All processes must trace the same program, so the groups need one order in all of them:
+    # that of their first leaves, which `dict.fromkeys` keeps. (A set could have another order in
+    # each process.) Groups with more axes come first, but any fixed order would do.
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]

@@ -425,8 +425,8 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         """Returns the island's state and info after `train`. All arrays except the number of the
         step are typed as varying along `names` again.
 
-        `train` is traced to a jaxpr with arrays as arguments and results. Leaves that are no arrays
-        are taken out before the trace, and put back afterwards. If `limit` is not None, `train`
+        `train` is traced to a jaxpr, whose arguments and results are arrays. So leaves that are no
+        arrays are kept apart, in `static` and `static_results`. If `limit` is not None, `train`
         gets it as a third argument: the loss above which a step changes nothing.
         """
         _check_split(batch, names)  # refuses islands that would train on the same data
@@ -447,12 +447,13 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(arrays)
         _check_alone(closed.jaxpr, names)
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
-        # The jaxpr returns arrays only. The trace of `traced` has appended the other leaves of the
-        # results to `static_results`.
+        # `leaves` are the arrays of the results. `make_jaxpr` has called `traced`, which has
+        # appended the other leaves to `static_results`.
         results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         inner, info = eqx.combine(results, static_results[-1])
         # The number of the step decides whether a round is due. All devices must decide alike, so
-        # its type must not vary: it is put back after the cast of all other arrays.
+        # its type must not vary. The cast makes all arrays varying; then `number`, which was taken
+        # before the cast, replaces the cast number.
         number: Int[Array, ""] = inner.step
         inner, info = _map_arrays(lambda x: varying(x, names), (inner, info))
         return eqx.tree_at(_step_of, inner, number), info

@@ -78,11 +78,13 @@ class Reading:
         A later call with the same `jaxpr` and `node` returns the same list. This saves time, since
         a loop's body is read several times.
         """
-        # One jaxpr may stand in several operations, each with a scope of its own. The program keeps
-        # the jaxprs, and `_flats` keeps the operations, so no `id` is used for two of them.
+        # One jaxpr may stand in several operations. Each has a scope of its own: the calls,
+        # conditionals and loops around it. The program keeps the jaxprs, and `_flats` keeps the
+        # operations, so no `id` is used for two of them.
         key = id(jaxpr), id(node)
         if key not in self._flats:
-            # Predicates are ids of values in the outer program, and mean nothing in this one.
+            # The ids of the values that decide whether `node` runs mean nothing in this jaxpr,
+            # whose values get ids of their own.
             scope = node.scope._replace(predicates=()) if node else Scope()
             self._flats[key] = Flat(jaxpr, self.ours, scope)
         return self._flats[key]

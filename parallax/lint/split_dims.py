@@ -237,11 +237,13 @@ class _Operation:
         that split it in every operand.
         """
         value, place = self._side_by_side(inputs), self.params["dimension"]
+        # Numbers written into the program (`dims` is None) do not count: they may pad each
+        # device's part of the dim.
         known = [value.dims for value in inputs if value.dims is not None]
-        # `_side_by_side` gives the axes that split the dim in any of the operands. If one operand
-        # is whole along an axis, the joined dim is neither split along this axis nor whole. Of the
-        # other facts only `rows` holds for the joined dim; `_side_by_side` has compared the
-        # `parts`.
+        # `_side_by_side` gives the axes that split the dim in any of the operands, and notes a
+        # mistake if operands are different slices of a split dim. If one operand is whole along an
+        # axis, the joined dim is neither split along this axis nor whole. Of the other facts only
+        # `rows` holds for the joined dim.
         split = frozenset.intersection(*(dims[place].split for dims in known))
         dims = list(value.dims or ())
         dims[place] = Dim(split, rows=dims[place].rows)
@@ -356,6 +358,7 @@ class _Operation:
         terms = [dict(value.terms)[axis] for value in with_term]
         # If one operand is no longer a linear function of its term, neither is the result.
         term = next((term for term in terms if not term.is_linear), terms[0])
+        # Whether an operand has a dim split over `axis` that is whole in all operands with a term.
         if any(_meets_split_dim(axis, value, with_term) for value in without):
             # It is no mistake to subtract a device's own maximum: a softmax may be shifted by any
             # number.
@@ -366,14 +369,14 @@ class _Operation:
         if name in _LINEAR or (name == "select_n" and not without):  # a choice between terms
             return term
         if name in ("add", "sub", "add_any") and not term.is_peak:
-            # The operands that are the same on all devices, and were not divided by the number of
-            # devices: a later sum would count them several times. JAX's transposes add by
-            # `add_any`, which is no mistake of the user's.
+            # `whole` are the operands that are the same on all devices, and were not divided by the
+            # number of devices. A later sum over the devices would count them several times, so the
+            # first operation that adds one is kept. JAX's transposes make `add_any`, not the user.
             whole = [value for value in without if axis not in value.differs | value.shared]
             if whole and term.is_linear and not term.added and name != "add_any":
                 return term._replace(added=self.node)
-            # A sum with an operand that differs, or that was divided, may be right: it no longer
-            # counts as a term.
+            # If an operand without a term differs between devices, or was divided by their number,
+            # the sum may be right, and the lint stops following the term.
             return term if len(whole) == len(without) else None
         # If each device multiplies its term by another number, the result is no term of one sum.
         if any(axis in value.differs for value in without):

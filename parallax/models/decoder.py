@@ -399,20 +399,23 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
 
-def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
+def stored(
+    family: Family, layout: Layout, *, schedule: Schedule | None = None, layers: int | None = None
+) -> DiskForm | None:
     """Returns the two functions by which `run.checkpoint.Checkpoints` converts a state before it is
     stored and after it is read, so that any layout can read it. Without a pipeline, the result is
     None, and the state is stored unchanged.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), the
     model's blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule,
-    pass it as `schedule`: the schedule gives the order of the chunks.
+    pass it as `schedule`: the schedule gives the order of the chunks. If the state also holds
+    models with only some of the chunks, pass `layers`, the number of layers of the whole model.
     """
     if not layout.pipelined:
         return None
     return DiskForm(
         to_disk=_on_blocks(family, _out_of_stages(layout, schedule)),
-        from_disk=_on_blocks(family, _into_stages(layout, schedule)),
+        from_disk=_on_blocks(family, _into_stages(layout, schedule, layers)),
     )
 
 
@@ -427,14 +430,16 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
-def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
+def _into_stages(
+    layout: Layout, schedule: Schedule | None, layers: int | None = None
+) -> Callable[[Any], Any]:
     """Returns a function that turns blocks [L, ...] into the blocks in a state of `layout`. For v
     chunks per stage the blocks in the state are [v, L / v, ...]: index c of the first dim has the
     c-th chunk of every stage, in the order of the stages.
 
     `schedule` is the schedule of `Compute`, which may place the chunks in another order than that
     of the layers. None: the layout's own schedule, which keeps the chunks in the order of the
-    layers.
+    layers. If the blocks have only some of the chunks, `layers` is the L of the whole model.
     """
 
     def split(blocks):
@@ -443,8 +448,11 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
         """
         if not layout.pipelined:
             return blocks
-        chunks = layout.chunks
-        blocks = _on_arrays(blocks, lambda w: w.reshape(chunks, -1, *w.shape[1:]))
+
+        def chunked(w):
+            return w.reshape(-1, (layers or len(w)) // layout.chunks, *w.shape[1:])
+
+        blocks = _on_arrays(blocks, chunked)
         # `placed[c, s]` is the number, in the model's order, of chunk c of stage s.
         return blocks if schedule is None else pipeline.to_placement(blocks, schedule.placed)
 

@@ -120,9 +120,9 @@ def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Sends `y`, the output of this tick's forward job, to the next stage, where it arrives as `x`.
     Then sets `y` to None: the carry has `y` only within a tick. The jobs of this tick (F, head, B
     and W) do not wait for the message."""
-    # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
-    # run the collectives of a loop in one order. It does not wait for the gradients that
-    # embed_backward and the weight lane compute after this cotangent.
+    # On a CPU all devices must run the collectives of a loop in one order. So there the message
+    # waits for F, for the head (its loss) and for B (the cotangent that B sent), but not for the
+    # gradients that embed_backward and W compute after that cotangent.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 

@@ -282,10 +282,13 @@ class Programs:
         trained parameter by closure: the parameter's gradient would miss this use. Also raises
         `Misused` if the results of embed or head depend on the blocks."""
         program = trace(f, *arguments)
+        # `program` is a `Traced`, and `program.program` its jaxpr. The constants of the jaxpr are
+        # the arrays that `f` reads by closure.
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
         # Each stage has blocks of its own, so embed and head, which run on all stages, must not
         # read any. `used[0]` says of each array of the parameters whether the results depend on it.
+        # `refuse_reading` needs the names of the stages' axes only for its error.
         if name != "stage":
             used = program.used[0]
             blocks = eqx.combine(used.blocks, used.fixed_blocks)

@@ -170,7 +170,8 @@ class Torus(NamedTuple):
         chips = np.array(self.chips) if self.chips else np.arange(self.devices) // self.cores
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
         rings = self.rings or (True,) * len(self.shape)
-        # Bytes on the link that leaves each chip along each dim, forward (0) and back (1).
+        # Bytes on the link that leaves each chip along each dim, forward (0) and back (1). The last
+        # dim is as long as the devices: there are at most as many chips.
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0  # of the longest way
         for to, nbytes in sent:
@@ -184,8 +185,10 @@ class Torus(NamedTuple):
             for dim, length in enumerate(self.shape):
                 ahead = end[dim] - at[dim]  # below 0: back
                 if rings[dim]:
-                    longest = (length - 1) // 2  # of the ways back that are shorter
-                    ahead = (ahead + longest) % length - longest
+                    # The shorter way round; forward if both ways are equal. So a message goes at
+                    # most `most_back` places back, and at most `length // 2` forward.
+                    most_back = (length - 1) // 2
+                    ahead = (ahead + most_back) % length - most_back
                 back, steps = ahead < 0, np.abs(ahead)
                 far += steps
                 for hop in range(int(steps.max(initial=0))):

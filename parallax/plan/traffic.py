@@ -306,14 +306,16 @@ class _Step:
         backward pass runs collectives of the forward pass again, these calls count too."""
         size, again, whole_stage = self.size, self.again, int(self.again.whole_stage)
         in_both_passes = 2 * size.layers * (size.forward + size.backward)
-        # A stage that runs again (`whole_stage`) runs its whole forward pass. The compiled program
-        # leaves out its last sum, which no gradient needs, only if there is no loop over layers.
-        gathers = in_both_passes + size.backward * (
-            size.layers * again.gathers + whole_stage * 2 * size.layers
-        )
-        sums = in_both_passes + size.backward * (
-            size.layers * again.sums + whole_stage * (2 * size.layers - (size.layers == 1))
-        )
+        # What one backward pass of a stage runs again: `again.gathers` and `again.sums` per layer,
+        # and with `whole_stage` the whole forward pass, 2 of each kind per layer.
+        gathers_again = size.layers * (again.gathers + 2 * whole_stage)
+        sums_again = size.layers * (again.sums + 2 * whole_stage)
+        # No gradient needs the last sum of `whole_stage`. The compiled program leaves the sum out
+        # only if the stage has one layer, and so no loop over layers.
+        if whole_stage and size.layers == 1:
+            sums_again -= 1
+        gathers = in_both_passes + size.backward * gathers_again
+        sums = in_both_passes + size.backward * sums_again
         if self.layout.sequence:
             yield from self.halves("tokens gathered", gathers, "sums scattered", sums)
         else:

@@ -576,6 +576,8 @@ def _check(schedule: Schedule) -> None:
     # `when` has for each lane the tick of each job, [M, places]; `_when` raises an error for a job
     # that runs twice or never. `last` is the last place of the model.
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
+    # Only a schedule that runs per stage may have another placement. To run so, it needs a weight
+    # table, and at most one job of a stage in a tick: the error asks for these.
     if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
         raise ValueError(
             f"The placement {schedule.placed.tolist()} is not that of looped_placement, so the "
@@ -590,7 +592,7 @@ def _check(schedule: Schedule) -> None:
     # microbatch passes them, so that its first fault in this order is the one that is reported.
     needed = [
         ("forward", places[1:], "forward", places[:-1]),
-        ("backward", places[-2::-1], "backward", places[:0:-1]),
+        ("backward", places[-2::-1], "backward", places[:0:-1]),  # last - 1 to 0, last to 1
         ("backward", places[-1:], "forward", places[-1:]),
         ("weight", places, "backward", places),
     ]
@@ -615,8 +617,9 @@ def _check(schedule: Schedule) -> None:
 
 def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
     """Returns the words that follow a job's name in the error for a job in a wrong tick. The job,
-    of the lane `lane`, runs too early or, in a lockstep schedule, too late. The job needs another
-    job, of the lane `cause`, which runs in the tick `tick`."""
+    of the lane `lane`, needs another job, of the lane `cause`, which runs in the tick `tick`. If
+    the lanes differ, the job runs too early. If they are the same, the job runs too early or, in a
+    lockstep schedule, too late."""
     if lane != cause:
         return (
             f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "

@@ -88,7 +88,7 @@ def split(
         arguments of `backward` without the cotangents, followed by the arrays from the first half,
         and returns the gradients of the weights.
     """
-    program = flat(backward)
+    program = flat(backward)  # with all calls, such as `jit`, inlined
     arguments = program.jaxpr.invars
     results = range(len(program.jaxpr.outvars))
     # The cotangents are arguments of the first half only.
@@ -114,6 +114,8 @@ def split(
         return halves.run_second(known, values[shared:], results[inputs:])
 
     half_of_inputs = jax.make_jaxpr(first)(*types(arguments))
+    # The results after the cotangents are the handed arrays. `opened` takes the jaxpr out of the
+    # closed jaxpr that `make_jaxpr` returns.
     handed = types(opened(half_of_inputs).outvars[inputs:])
     return half_of_inputs, jax.make_jaxpr(second)(*types(arguments[cotangents:]), *handed)
 
@@ -204,16 +206,20 @@ class Cut(NamedTuple):
     ) -> list[Any]:
         """Runs the second half: returns the results at the indices `outputs`, from the arguments
         that this half reads and the arrays that the first half handed over."""
-        # `strict=False`, since `handed` is longer: the arrays of the scans come last.
+        # `handed` has first the values of `self.handed`, and then the arrays that each scan of the
+        # first half stacked, scan after scan. `strict=False`: only the first part belongs here.
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
-        # The arrays of each scan, by the variable of its first result: both halves keep the
-        # equation of the whole scan, so this variable is the same in both.
+        # The second part of `handed`, cut into the arrays of each scan. The key is the variable of
+        # the scan's first result: both halves keep the equation of the whole scan, so they have
+        # the same variable.
         of_scans: dict[Any, Sequence[Any]] = {}
         begin = len(self.handed)
         for step in self.first:
             if step.loop is not None:
                 end = begin + step.loop.trip.handed_count
-                of_scans[step.eqn.outvars[0]], begin = handed[begin:end], end
+                of_scans[step.eqn.outvars[0]] = handed[begin:end]
+                begin = end
+        # Each step adds its results to `values`.
         for step in self.second:
             if step.loop is None:
                 step.run(self.program.jaxpr, values)
@@ -490,8 +496,10 @@ def _chosen(
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
-        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone.
-        # A scan with effects may run in both halves: only the first half's trips have the effects.
+        # A step with effects is chosen even if nothing is wanted. An equation with effects runs
+        # only once: `_may_run_in` allows it in the first half alone. A scan with effects is chosen
+        # in both halves, but only the first half's trips have the effects. If the second half
+        # wants no result of such a scan, its trips there are empty.
         wanted = needed & set(step.eqn.outvars) - elsewhere
         if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
             continue

@@ -69,11 +69,12 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
-        """Checks the fields, and stores them as `int` and `float`."""
+        """Checks the fields, and stores them as `int` and `float`. Raises the `ValueError`s that
+        the docstring of `Config` lists."""
         check = checked_numbers.Checked("gpt2.Config", self)
         check.whole("layers", "heads", "width", "context", "vocabulary")
         check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
-        check.divides("width", "heads")
+        check.divides("width", "heads")  # the width is a multiple of the heads
         check.real("dropout", "attention_dropout", bound=checked_numbers.RATE)
         check.real("epsilon", bound=checked_numbers.NOT_NEGATIVE)
 

@@ -234,16 +234,16 @@ def rules(
     device has all these heads; `forward.block` picks the heads that the device's queries attend to.
 
     With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
-    The rule splits dim 1 of the blocks over the stages, and the vocabulary over `stage` and
-    `axis_name`. Along dim 1 stand the layers of one chunk of stage 0, then those of one chunk of
-    stage 1, and so on.
+    Index c of dim 0 has the layers of the c-th chunk of every stage, in the order of the stages. So
+    the rule splits dim 1 over the stages. It splits the vocabulary over `stage` and `axis_name`.
 
     The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
     batch, the experts are split over `expert`.
 
     Raises:
         ValueError: `size` does not divide the number of heads of keys and values, and that number
-            does not divide `size`. The returned rule raises this error when it is called.
+            does not divide `size`. The returned rule raises this error, by `split_groups`, when it
+            is called.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
