@@ -549,6 +549,15 @@ MESSAGES = {
         "tick 5, stage 0: weight of microbatch 0 comes before its backward, which runs in tick 6. "
         "Move it to that tick or a later one.",
     ),
+    "weight first, per stage": (
+        broken(
+            lambda lanes: (put("weight", 4, 0, -1)(lanes), put("weight", 2, 0, 0)(lanes)),
+            schedule.zero_bubble,
+            **{"stages": 2, "microbatches": 2},
+        ),
+        "tick 2, stage 0: weight of microbatch 0 comes before its backward, which runs in tick 3. "
+        "Move it to a later tick.",
+    ),
     "idle": (
         broken(idle_tick),
         "tick 10, stage 0: no job runs here, nor on any other stage. Leave this tick out.",

@@ -621,10 +621,9 @@ def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
     the lanes differ, the job runs too early. If they are the same, the job runs too early or, in a
     lockstep schedule, too late."""
     if lane != cause:
-        return (
-            f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
-            "one."
-        )
+        # Per stage, the two jobs cannot share a tick.
+        ticks = "a later tick" if schedule.per_stage else "that tick or a later one"
+        return f"comes before its {cause}, which runs in tick {tick}. Move it to {ticks}."
     source = "previous" if lane == "forward" else "next"
     return (
         f"must run in tick {tick + 1}{' or later' if schedule.per_stage else ''}, since the {lane} "
