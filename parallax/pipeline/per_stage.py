@@ -252,7 +252,7 @@ GROUPED = COLLECTIVES - {"linear_collective", "ppermute", "ragged_all_to_all"}
 DESCRIPTIONS = {
     "forward": "a stage's forward pass",
     "backward": "a stage's backward pass",
-    "weight": "the gradients of a stage's weights",
+    "weight": "the gradient of a stage's weights",
 }
 
 
