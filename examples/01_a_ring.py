@@ -37,15 +37,16 @@ def shown(when: str, blocks: np.ndarray) -> None:
 
 
 def scatter_hop(h, blocks):
-    """Device i sends the partial sum of block i - h on, and adds what comes to its
-    own."""
+    """Sends the partial sum of block i - h from each device i to device i + 1. The
+    receiver adds its own term of the block. All numbers are modulo n."""
     me = lax.axis_index("x")
     message = send_next(blocks[0, (me - h) % n], "x")
     return blocks.at[0, (me - h - 1) % n].add(message)
 
 
 def gather_hop(h, blocks):
-    """Device i sends the finished block i + 1 - h on, and keeps what comes."""
+    """Sends block i + 1 - h, a finished sum, from each device i to device i + 1. The
+    receiver stores the block. All numbers are modulo n."""
     me = lax.axis_index("x")
     message = send_next(blocks[0, (me + 1 - h) % n], "x")
     return blocks.at[0, (me - h) % n].set(message)

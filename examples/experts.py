@@ -1,9 +1,9 @@
 """A small decoder with a mixture of experts over `data`, on real text: the load of each
 expert over time, and a dense twin.
 
-Run: python examples/experts.py. The dense twin has only as many parameters as the
-mixture uses for one token, so both compute as much for a token. The mixture learns
-faster at first; after 200 steps the two are even.
+Run: python examples/experts.py. The dense twin has about as many parameters as the
+mixture uses for one token, so both need about the same FLOPs per token. The mixture
+learns faster at first; after 200 steps the two are even.
 """
 
 # Estimate: 8 experts of 3 x 96 x 192 in each of 2 layers are 0.9 M weights, of which a
@@ -88,7 +88,8 @@ def bias_of(model):
 
 
 def balanced(model, statistics):
-    """`model` after a step: the bias moves towards an even load. No loss trains it."""
+    """Returns `model` with new biases, which make the load of the experts more even. A
+    bias is added to an expert's score; no gradient trains the biases."""
     bias = experts.rebalanced(bias_of(model), statistics.load, RATE)
     return eqx.tree_at(bias_of, model, bias)
 

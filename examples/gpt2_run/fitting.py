@@ -51,7 +51,8 @@ class World(NamedTuple):
         vocabulary: the number of different tokens of the tokenizer.
         processes: the number of processes that share the devices.
         source: the sizes of the model to start from, if there is one.
-        room: returns the number of tokens to train on, and of held-out tokens.
+        room: a function that returns two numbers: the number of tokens to train on, and
+            the number of held-out tokens.
     """
 
     devices: int | None
@@ -62,8 +63,8 @@ class World(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What a run's flags come to: the model's sizes, tokens in a sequence, the layout,
-    and its pipeline's schedule."""
+    """The values that follow from a run's flags: the model's sizes, the number of
+    tokens in a sequence, the layout, and the pipeline's schedule."""
 
     config: gpt2.Config
     length: int
@@ -72,9 +73,9 @@ class Fitted(NamedTuple):
 
 
 def fitted(settings: Settings, world: World) -> Fitted:
-    """The sizes, the layout and the schedule that the flags ask for. Raises
-    `ValueError` if they do not go together; any flags that its message proposes go
-    together."""
+    """Returns the sizes, the layout and the schedule that the flags ask for. Raises
+    `ValueError` if the flags fail a check of this module. The error's message proposes
+    only flags that pass the checks."""
     if (message := refusal(settings, world)) is not None:
         raise ValueError(message)
     fields, sizes = asked(settings, world)
@@ -158,8 +159,9 @@ def _axes(settings: Settings, devices: int) -> Change:
 
 
 def refusal(settings: Settings, world: World) -> str | None:
-    """Why a run of these flags cannot be, and which flags to take instead; None if it
-    can."""
+    """Returns a message that says why a run with these flags is impossible, or None if
+    the run is possible. The message proposes flags to use instead, if some are
+    found."""
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
         found = list(
@@ -173,8 +175,8 @@ def refusal(settings: Settings, world: World) -> str | None:
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """`change` with the further changes that make all flags valid; None if none are
-    found."""
+    """Returns `change`, extended by further changes if `change` alone does not make all
+    flags valid. Returns None if no valid flags are found."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):
@@ -309,7 +311,8 @@ def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _wording(settings: Settings, world: World) -> validate.Wording:
-    """A layout's fields and a run's sizes as flags."""
+    """Returns the `Wording` that makes the messages of `validate` name flags, such as
+    `--data 4`, for the fields of the layout and for the sizes of the run."""
     fixed = (
         ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
     )
@@ -339,7 +342,8 @@ def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Chang
     """A change of the layout and its sizes, written as a change of flags.
 
     The default sizes of data, stage and tensor depend on each other. So if the change
-    has one of these axes, and one of them has no flag, the result has all three.
+    has at least one of these axes, and the user did not set the flags of all three, the
+    result has all three.
     """
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}

@@ -24,8 +24,8 @@ def compared_steps(plan: Plan) -> int:
 
 
 def losses(plan: Plan) -> list[float]:
-    """The losses of the first steps on one device: the same batches, weights and
-    optimizer."""
+    """Returns the losses of the first steps, computed on one device. The batches, the
+    first weights and the optimizer are those of the split run."""
     s, number = plan.settings, compared_steps(plan)
     if number == 0:
         return []

@@ -29,7 +29,7 @@ NBYTES = 2**20
 
 
 def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
-    """Returns `axis` with an `all_reduce` that sends one message for each bucket of leaves.
+    """Returns `axis` with an `all_reduce` that reduces each bucket of leaves as one array.
 
     ```python
     grads.averaged(grad, bucketed(ring("data")))
@@ -112,8 +112,8 @@ def _packed(leaves, axis_name):
     """Returns the leaves joined into one vector, padded to a multiple of the number of
     devices.
 
-    All leaves have one dtype and vary along the same axes. Without the padding a ring would pad the
-    vector itself, and so copy it a second time.
+    All leaves have one dtype and vary along the same axes. Without the padding, a ring would copy
+    the whole vector once more to pad it.
     """
     missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
     # Typed as the leaves are: JAX joins only arrays that vary along the same axes.

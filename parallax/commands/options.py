@@ -158,7 +158,8 @@ def model(options: argparse.Namespace) -> Model:
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(
-                f"--{name} must be 1 or more; got {size}. The model has {getattr(config, name)}."
+                f"--{name} must be 1 or more; got {size}. The model's own value is "
+                f"{getattr(config, name)}."
             )
     given = {name: size for name, size in sizes.items() if size is not None}
     return Model(module.FAMILY, dataclasses.replace(config, **given))

@@ -42,8 +42,9 @@ def gathered(
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.
 
-    The returned function raises `ValueError` if `attend` ignores the positions, and numbers queries
-    and keys itself for its mask.
+    The returned function raises `ValueError` if `attend` makes its mask or bias without the
+    positions: from its own count 0, 1, 2, ... of the queries and of the keys, or from a constant
+    table [..., T_X, T].
     """
     axis = Axis.of(axis)
 

@@ -35,8 +35,8 @@ def comms(
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
         shared: further axes that split the vocabulary, such as the stages of a pipeline.
-        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the tokens of each device
-            of `context` are also split over `axis` between the layers.
+        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the residual stream (the
+            array between two layers) is split by tokens over `axis` too.
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
             layers attend by `context.attention`.

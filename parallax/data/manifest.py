@@ -127,7 +127,7 @@ def files(path: Path, value: Any) -> dict[str, list]:
     """Checks that `value`, the entry `files` of the manifest at `path`, is valid, and returns it.
 
     `value` must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
-    file. Each name must be printable, and the name of a file inside the manifest's folder. Raises
+    file. Each name must be a printable, relative path inside the manifest's folder. Raises
     `Damaged` for anything else.
     """
     need(
@@ -172,8 +172,8 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
-    """Returns the `[size in bytes, hash]` of each named file in `folder`, after the file has
-    reached the disk.
+    """Returns the `[size in bytes, hash]` of each named file in `folder`, by name. Calls `os.fsync`
+    on each file first, so that its bytes are on the disk.
     """
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -190,8 +190,8 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
         for (name, (_, stored)), digest in zip(files.items(), digests, strict=True):
             if digest != stored:
                 raise Damaged(
-                    f"{folder / name}: needed the hash {stored[:12]}..., the file has other bytes. "
-                    "It is damaged."
+                    f"{folder / name}: needed bytes with the hash {stored[:12]}..., found other "
+                    "bytes. The file is damaged."
                 )
 
 
@@ -237,8 +237,8 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:
-    """Returns the size in bytes and the hash of a file. With `sync`, waits first until the file has
-    reached the disk.
+    """Returns the size in bytes and the hash of a file. With `sync`, calls `os.fsync` first, so
+    that the file's bytes are on the disk.
     """
     digest, size, buffer = hasher(), 0, memoryview(bytearray(CHUNK))
     with _files.open_file(path) as file:

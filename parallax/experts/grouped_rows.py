@@ -157,8 +157,8 @@ def _table(
 
         `ends[e]` is the number of blocks of the experts 0 to e, so the block's expert is the first
         e with `ends[e]` > j. `order` sorts the pairs by expert. `starts[e]` is the place of the
-        first pair of expert e among the sorted pairs. `place` are the places of the block's rows
-        among the sorted pairs; `within` has the numbers 0, ..., size - 1 of the rows in the block.
+        first pair of expert e among the sorted pairs. Row i of the block is for the pair at
+        `place[i]` among the sorted pairs, unless it is a filling row. `within[i]` is i.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.
@@ -175,7 +175,8 @@ def _table(
 
 
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
-    """Returns a function that runs all experts in a loop over blocks, with its backward pass.
+    """Returns a function that runs all experts in a loop over blocks. The function has a custom
+    derivative: its backward pass is a loop over blocks too.
 
     `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert, and
     the rows of one block, `size` of them.
@@ -205,8 +206,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         return run(*arguments), arguments
 
     def backward(arguments, cotangent_of_y):
-        """Returns the gradients of the trained arrays, of `x` and of `weights`, and None for all
-        other arguments."""
+        """Returns the gradients of `trained`, `x` and `weights`, and None for other arguments."""
         trained, others, x, source, ids, weights = arguments
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
@@ -217,8 +217,9 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             The block's results are computed again. `_at` picks one expert's arrays, and `_take`
             picks rows.
             """
-            # `read` and `written` are each row's row in x, and `pair` is its pair. In filling rows
-            # `written` and `pair` are out of range: `_take` gives 0 there, and `_add` ignores them.
+            # For each row of the block: `read` is the row of x that it copies, `written` the row of
+            # x that gets its gradient, and `pair` its pair. A filling row copies some row, but its
+            # `written` and `pair` are out of range: `_take` gives 0, and `_add` ignores it.
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])
@@ -254,8 +255,8 @@ def _apply(
 ) -> Array:
     """Returns the results of the block's expert for `rows`.
 
-    `trained` has the trained arrays of this expert only, so a gradient of `_apply` is of one
-    expert. `others` has the arrays of all experts, with a first dim of experts.
+    `trained` has the trained arrays of this expert only, so their gradients have the size of one
+    expert. `others` has the untrained arrays of all experts, with a first dim of experts.
     """
     return expert(trained, _at(others, block.expert), rows)
 
@@ -266,8 +267,8 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Returns the rows of `x` at `index`. An index out of range, as the rows that fill up a block
-    have, gives zeros."""
+    """Returns the rows of `x` at `index`. An index out of range gives a row of zeros; filling rows
+    have such indices."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

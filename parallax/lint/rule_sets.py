@@ -17,7 +17,7 @@ from parallax.lint import stacked_gates
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
 from parallax.rules import audit, match, paths
-from parallax.trees import dotted, entry_axes, is_spec
+from parallax.trees import dotted, entry_axes
 
 BY_ROWS = P("data")
 
@@ -60,7 +60,7 @@ def rules(
         large: the number of bytes from which a whole leaf counts as large.
         limit: the most bytes that a device may hold; None for no limit.
     """
-    batch_specs = jax.tree.leaves(batch, is_leaf=is_spec)
+    batch_specs = jax.tree.leaves(batch)
     batch_axes = tuple(dict.fromkeys(axis for spec in batch_specs for axis in _axes(spec)))
     # The specs by path, and all errors. A leaf whose rule raised an error has no spec.
     specs, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
@@ -90,7 +90,8 @@ def rules(
 
 
 def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
-    """Returns the bytes of `tree` on each device of `mesh`, with the specs of `rules.specs`."""
+    """Returns the number of bytes of `tree` on each device of `mesh`. `specs` are the specs that
+    `rules.specs` returns for `tree`."""
     spec_of = dict(paths(specs))
     return sum(_share(leaf, spec_of[path], mesh) for path, leaf in paths(tree) if path in spec_of)
 

@@ -4,8 +4,8 @@ input.
 Each way is a function that takes the stage's function, `f(trained, x, given) -> (out, extra)`, and
 returns two functions, one for the forward tick and one for the backward tick. Only `out` is
 differentiated, with respect to `trained` and the floating-point leaves of `x`. `given` has other
-parameters and the microbatch: both are known in both ticks, so they need not be stored. `extra` is
-the rest of the results.
+parameters and the microbatch. Both ticks get `trained` and `given`, so the arrays in them are not
+stored. `extra` is the rest of the results.
 
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
@@ -32,8 +32,8 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
-    """Returns `(forward, backward)`, which save the residuals of `jax.vjp`, except for arrays that
-    are known in the forward and in the backward tick.
+    """Returns `(forward, backward)`. `forward` saves the residuals of `jax.vjp`, except for arrays
+    of its arguments `trained` and `given`: `backward` takes these two arguments too.
 
     Nothing is computed twice. `jax.vjp` returns the transposed function as a tree whose leaves are
     the residuals, so the residuals can be taken out and put back.
@@ -57,8 +57,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns the transposed function, whose residuals are the saved and the known arrays in
-        the order that `forward` left in `of_last_trace`."""
+        """Returns the function `transposed`, rebuilt from its residuals: all arrays in `saved`, and
+        some of `trained` and `given`. `of_last_trace` has the order of the residuals."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]
@@ -68,8 +68,8 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
-    """Returns `(forward, backward)`, which save only the stage's input, `x`, and run the stage
-    again in the backward tick. This takes less memory and more computation."""
+    """Returns `(forward, backward)`. `forward` saves only the stage's input, `x`, and `backward`
+    runs the stage again. This takes less memory and more computation than `residuals`."""
     # `forward` leaves here the structure of x, for `backward`, which is traced after it.
     of_last_trace: list[Any] = []
 
@@ -80,7 +80,8 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
         return f(trained, x, given), leaves
 
     def backward(trained, given, saved):
-        """Returns the transposed function, from a second run of `f`."""
+        """Runs the stage's function `f` again, on the saved `x`, and returns the transposed
+        function of this run."""
         return _vjp(f, trained, jax.tree.unflatten(of_last_trace[0], saved), given)[1]
 
     return forward, backward

@@ -25,8 +25,8 @@ class Recomputed(NamedTuple):
         matmuls: whether the backward pass runs the matmuls with weights again.
         scores: the share of attention's matmuls that the backward pass runs again. It is a half if
             attention's result is kept and the scores are not.
-        passes: the share of the arrays between a layer's matmuls that the backward pass computes
-            again. This costs reads and writes of memory.
+        passes: of the arrays between a layer's matmuls, the share that the backward pass computes
+            again. This costs further passes over memory.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -44,10 +44,10 @@ class Recomputed(NamedTuple):
         """Returns the share of the matmuls with weights that the backward pass runs again, in a
         stage of `layers` layers; 0 if it runs none again.
 
-        The last matmul of each layer does not run again: its result is kept, as the input of the
-        next layer. If the whole stage runs again, only the last matmul of the stage does not run
-        again: the next stage keeps its result. `last` is the share of a layer's weights that the
-        last matmul has.
+        The last matmul of each layer does not run again. Its result is only added to the residual
+        stream, so no gradient of the layer needs the result. If the whole stage runs again, each
+        layer needs the result of the layer before it, so only the last matmul of the stage does not
+        run again. `last` is the share of a layer's weights that the last matmul has.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 

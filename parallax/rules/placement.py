@@ -85,7 +85,7 @@ def refused(
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
     """Returns the errors in the spec of a leaf. The `fits` of an error is a spec that the error's
-    message advises. It is None for a "does-not-divide" error if an axis in `stacked` splits the
+    message advises. `fits` is None for a "does-not-divide" error if an axis in `stacked` splits the
     leaf.
 
     Args:
@@ -103,8 +103,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns the error with an advised spec in `fits`. A "does-not-divide" error gets no such
-        spec if an axis in `stacked` splits the leaf."""
+        """Returns `refusal` with an advised spec in its field `fits`. If an axis in `stacked`
+        splits the leaf, a "does-not-divide" error is returned without an advised spec."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -154,8 +154,8 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
 def _batch_refused(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim that the rule, not an `fsdp` around it, splits over an axis that
-    splits the batch, unless the leaf belongs to experts."""
+    """Yields an error for each dim that the rule itself splits over an axis of the batch. An `fsdp`
+    around the rule may split a dim over such an axis, and so may a rule for experts."""
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.
@@ -198,16 +198,16 @@ def _sizes_refused(
         if p.leaf.shape[dim] % size:
             fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
             others = (
-                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}"
+                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}, or"
                 if fit
-                else f"no other free dim is a multiple of {size}"
+                else f"no other free dim is a multiple of {size}, so"
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = (
                 f"{subject} must be a multiple of {size}, the size of its mesh axes ({sizes}; "
                 f"rule {p.by})"
             )
-            cure = f"{others}, or replicate this leaf with P()"
+            cure = f"{others} replicate this leaf with P()"
             # In a leaf of stacked layers, another dim or P() would let each device run all layers.
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size

@@ -81,8 +81,8 @@ class Watchdog:
 
     def step(self, number: int, phase: str = "begin") -> None:
         """Notes that step `number` begins now, and sets the phase of this rank to `phase`. The time
-        of the step is counted from now on. The steps are also counted, since the first step after
-        a start, whatever its number, is compiled and may take longer.
+        of the step is counted from now on. The steps are also counted, because the first step after
+        a start is compiled and may take longer, whatever its number.
         """
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()
@@ -98,7 +98,7 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        """The seconds that the current step may take. Until the second step begins the limit is
+        """The seconds that the current step may take. Until the second step begins, the limit is
         `first`, because the first step is compiled.
         """
         return self.seconds if self._steps > 1 else self.first
