@@ -51,10 +51,10 @@ class Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, which a
-    model samples early in its training, decode to U+FFFD.
+    """Returns the tokenizer with one token for each byte of a text's UTF-8. Bytes
+    that are not UTF-8, which a model samples early in its training, decode to U+FFFD.
 
-    Its `decode` needs a one-dimensional array or sequence of whole numbers from 0 to
+    `decode` needs a one-dimensional array or sequence of whole numbers from 0 to
     255, and raises `ValueError` for anything else.
     """
 
@@ -149,7 +149,7 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of the UTF-8 text file at `path`.
+    """Returns the tokens of the UTF-8 text file at `path`.
 
     Raises `FileNotFoundError` if there is no file, and `ValueError` if the file is
     empty or is not UTF-8.
@@ -185,8 +185,9 @@ def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> f
     the size of the vocabulary.
 
     `P(w) = (c(w) + T / V) / (N + T)` (Witten and Bell 1991). `train` has N tokens, of
-    which c(w) are w, and T distinct tokens. Every token of the vocabulary has P > 0.
-    Raises `ValueError` if a token is outside the vocabulary.
+    which c(w) are equal to w. T is the number of distinct tokens in `train`. Every
+    token of the vocabulary has P > 0. Raises `ValueError` if a token is outside the
+    vocabulary.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     check(train, vocabulary, where="train")
@@ -202,8 +203,8 @@ def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> fl
     the number of distinct tokens that follow v in `train`, c(v) is the sum of c(v, w)
     over w, and P(w) is the probability of w in `unigram`. If no token follows v in
     `train`, P(w | v) is P(w). The memory grows with the number of distinct pairs in
-    `train`, not with V squared. Raises `ValueError` if a token is outside the
-    vocabulary, or if `train` or `held_out` has fewer than two tokens.
+    `train`, not with the square of `vocabulary`. Raises `ValueError` if a token is
+    outside the vocabulary, or if `train` or `held_out` has fewer than two tokens.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     for name, tokens in (("train", train), ("held_out", held_out)):

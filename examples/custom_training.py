@@ -63,14 +63,14 @@ class Mixer(eqx.Module):
 
 
 def embed(model, part):
-    """An image of 8 x 8 pixels becomes 16 patches of 4."""
+    """Cuts each image of 8 x 8 pixels into 16 patches of 2 x 2, and embeds them."""
     images, _ = part
     patches = images.reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, PATCHES, 4)
     return patches.astype(model.embed.dtype) @ model.embed
 
 
 def stage(model, x, part, position, *, axis: AxisLike = TENSOR):
-    """The layers of one stage."""
+    """Returns `x` after the layers of one stage."""
 
     def mixed(x, weights):
         # Columns, then rows: one sum over the tensor axis forward, one backward.

@@ -1,4 +1,4 @@
-"""A small Llama on sequences of 8,192 bytes of real text over context 4 x data 2.
+"""Trains a small Llama on sequences of 8,192 bytes, on a mesh of context 4 x data 2.
 
 Run: python examples/long_context.py [--quick]. It prints how memory grows with the
 length T of a sequence, how evenly the devices divide the work, and the losses. The text
@@ -37,7 +37,7 @@ def tokens():
 
 
 def prepared(layout, T, batch, optimizer, **compute):
-    """The train step of a small Llama with `layout`, for sequences of `T` tokens."""
+    """Returns a small Llama's train step for `layout` and sequences of `T` tokens."""
     config = llama.Config(
         layers=2, heads=2, groups=1, width=32, hidden=64, context=T, vocabulary=256
     )
@@ -96,7 +96,7 @@ def balance():
 
 
 def train(T, steps):
-    """Trains the small Llama over context 4 x data 2, and prints the losses."""
+    """Trains the small Llama on a mesh of context 4 x data 2, and prints the losses."""
     layout, text = Layout(data=2, context=4, zero=1), tokens()
     step = prepared(layout, T, 2, optax.adamw(1e-2))
 

@@ -1,12 +1,13 @@
-"""One net split in three ways: the rows of the batch (data), the inside of each layer
-(tensor), or the sequence of layers (pipeline). Prints what a device holds, what it
-sends, and that the gradients of all three are those of one device.
+"""Splits the training of one net in three ways: the rows of the batch (data), the
+inside of each layer (tensor), or the sequence of layers (pipeline). For each way,
+prints what a device holds and sends, and compares the gradients with those of a run on
+one device.
 
 Run: python examples/three_ways_to_split.py
 """
 
 # Estimate: 8 layers of 64 x 256 and back are 262 k weights, 2.1 MB in float64; the
-# batch is 128 rows of 64. In one pass over 8 devices each device sends: for data, all
+# batch is 128 rows of 64. Forward and backward, each of 8 devices sends: for data, all
 # gradients round the ring, 2 * 7/8 * 2.1 MB = 3.7 MB; for tensor, two sums of the
 # [128, 64] activations a layer, 16 * 2 * 7/8 * 66 kB = 1.8 MB; for the pipeline, 8 rows
 # to and fro in 16 + 7 ticks, 0.19 MB. A device is idle in 7 of these 23 ticks. All
@@ -41,7 +42,7 @@ def embed(net, part):
 
 
 def stage(net, x, part, position, axis=()):
-    """`x` after the layers. Each layer is split over the devices of `axis`."""
+    """Returns `x` after the layers. Each layer is split over the devices of `axis`."""
 
     def layer(x, weights):
         hidden = jnp.tanh(tensor.column(x, weights["up"], None, axis))
@@ -87,7 +88,7 @@ WORDS = {
 
 
 def predicted(net: Net) -> dict[str, int]:
-    """The bytes that a device sends in one pass, by formula."""
+    """Returns, for each axis, the bytes that a device sends forward and backward."""
 
     def summed(tree):
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(tree)]
@@ -119,8 +120,9 @@ def bytes_on_a_device(tree) -> int:
 
 
 def largest_difference(gradients, expected) -> float:
-    """Returns the largest relative difference of a leaf: the largest difference in the
-    leaf, divided by the largest absolute number in that leaf of `expected`."""
+    """Returns the largest relative difference over all leaves. The relative difference
+    of a leaf is the largest absolute difference of its elements, divided by the largest
+    absolute element of the same leaf of `expected`."""
 
     def relative(a, b):
         return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))

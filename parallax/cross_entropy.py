@@ -1,7 +1,7 @@
 """The cross-entropy of a language model's head, block by block, without all logits at once.
 
-Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, V_X
-the rows of one device, t the tokens of a block.
+Legend: B batch, T tokens, D width, V rows of the table (the weights of the head, [V, D]), X the
+axis that splits the rows, V_X the rows of one device, t the tokens of a block.
 
 The logits `x · table^T` are batch * tokens * vocabulary numbers, often more than all other
 activations of the model. A block of tokens needs only its own logits. While these logits exist,
@@ -69,7 +69,7 @@ def mean(
             differentiated.
         vocabulary: the number of rows without padding. The logits of padding are minus infinity,
             and the gradients of padding are 0.
-        block_tokens: the most tokens whose logits exist at the same time. See
+        block_tokens: the largest number of tokens whose logits exist at the same time. See
             `default_block_tokens` for the default.
 
     Raises:
@@ -116,7 +116,8 @@ def mean(
         the targets, and the weights if there are any."""
 
         def block(d_table, parts):
-            """Returns the table's gradient after one block, and the block's losses and dx."""
+            """Returns `d_table` plus this block's term of the gradient of `table`; and the block's
+            losses and the gradient of the block's x."""
             block_x, *targets_and_weights = parts
             losses, transpose = jax.vjp(
                 lambda logits: losses_of(logits, *targets_and_weights), make_logits(block_x, table)
@@ -160,8 +161,8 @@ def mean(
 
 
 def default_block_tokens(devices: int) -> int:
-    """Returns the default number of tokens in a block, if the rows of the table are split over
-    `devices` devices: the larger of 2,048 and 512 times `devices`.
+    """Returns the default of `block_tokens` in `mean`: the larger of 2,048 and 512 times `devices`,
+    the number of devices that split the rows of `table`.
 
     With 4 or more devices, a block's logits take the same memory on each device, however many
     devices there are. More tokens in a block mean fewer messages.

@@ -6,8 +6,8 @@ Figures are for one GPU or one TPU chip, even if JAX shows a chip as two devices
 for one direction. A GB is 10^9 bytes, but 2^30 bytes for the memory of a TPU. The figures were
 written down before any estimate was made, and not changed to fit measurements. Sources:
 
-* GPU: NVIDIA's data sheets of the SXM boards, dense rates: images.nvidia.com/content/technologies/
-  volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf, .../ampere-architecture/
+* GPU: NVIDIA's documents about the SXM boards. The rates are for dense matrices, without sparsity.
+  images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf,
   nvidia-ampere-architecture-whitepaper.pdf, resources.nvidia.com/en-us-tensor-core. The rate of
   NVLink is for one direction. The network between machines is the network of a DGX; each of the
   eight devices of a DGX has an eighth of the network's rate. The latencies of a hop, 3.4 us over
@@ -55,13 +55,13 @@ class Hardware:
         bandwidth: the bytes per second from and to memory.
         domain: the number of devices that fast links join, which are the GPUs of a machine or the
             chips of a slice.
-        fast: the times of a hop inside a domain, per hop and per byte. On a TPU the hop is over one
-            fast link; on a GPU it is over all links from the GPU to the switch.
-        slow: the times of a hop between domains.
+        fast: the time of a hop inside a domain: a fixed time, and times per byte. On a TPU the hop
+            is over one fast link; on a GPU the hop is over all links from the GPU to the switch.
+        slow: the time of a hop between domains, in the same form.
         efficiency: the fraction of the rates that large products are assumed to reach.
         reached: `(memory, links)`, for the estimate of a compiled program's time: the fraction of
             the bandwidth and the fraction of the links' rates that the program reaches.
-        clock: the cycles per second; 0 if the compiler states no cycles.
+        clock: the cycles per second of a TPU, whose compiler states times in cycles; else 0.
         fresh: the seconds that the system takes to provide a byte of memory for a step's temporary
             arrays; 0 if this memory is kept from step to step.
         short: the bytes of a number in `bfloat16` or `float16`: 2, or 4 if the compiler widens such

@@ -196,15 +196,17 @@ class Reach(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """The dependence of a result on each argument of a program.
+    """The dependence of a result on each argument of a program. Each list has one entry for each
+    argument.
 
     Attributes:
         reached: whether the result depends on the argument.
-        unsent: whether a chain of operations without a collective leads from the argument to the
-            result, and combines the argument with data (a value that depends on the batch). Such a
-            chain does not use the shards of other devices. `unsent` is also true if the argument
-            is multiplied with this device's part of the batch, before a collective sends the
-            argument or that part.
+        unsent: whether the argument is used with data although no collective has sent it. This is
+            true in two cases. First, a chain of operations without a collective leads from the
+            argument to the result, and an operation of the chain has a second operand that depends
+            on the batch. Second, a matmul or a convolution multiplies the argument with this
+            device's part of the batch, and no collective has sent the argument or that part before
+            (a collective may send the product).
     """
 
     reached: list[bool]
@@ -214,23 +216,18 @@ class Uses(NamedTuple):
 def uses(
     closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool], weights: Sequence[Any] = ()
 ) -> list[Uses]:
-    """Returns, for each result of a program, the dependence of the result on the arguments, and
-    then on each of `weights`.
-
-    For each argument, `reached` says whether the result depends on the argument. `unsent` says
-    whether a chain of operations without a collective leads from the argument to the result, and
-    combines the argument with a value that depends on data. `unsent` is also true if the argument
-    is multiplied with this device's own data, before a collective sends the argument or the data.
+    """Returns, for each result of a program, the `Uses` that say how the result depends on each
+    argument, and then on each of `weights`.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
     may be added to a loss. If an argument goes into a `ppermute` anywhere, `unsent` is false for
-    it, whatever its other uses are: in a ring that is written by hand, each device first uses its
-    own block, and then sends it on.
+    this argument, whatever its other uses are: in a ring that is written by hand, each device first
+    uses its own block, and then sends it on.
 
     Args:
         closed: the program.
         axis: the axis; collectives along other axes are ignored.
-        data: for each argument, whether it is data, as opposed to a weight.
+        data: for each argument, whether it is data (an array of the batch) and not a weight.
         weights: weights that the program may read by closure. Each of these arrays counts as a
             further argument.
     """
@@ -268,8 +265,9 @@ def uses(
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses choose the type of a fact, and define `plain`. If a value may be either of two
-    values, as the result of a `cond` may, the facts about it are `first | second`.
+    Subclasses choose the type of a fact, and define the method `plain`, the rule for equations
+    without inner programs. If a value may be either of two values, as the result of a `cond` may,
+    the facts about the value are `first | second`, joined from the facts about the two values.
 
     Attributes:
         unknown: the fact about a value of which nothing is known. It adds nothing to another fact
@@ -409,8 +407,8 @@ class _Ways(FollowingAlong):
     `Reach`.
 
     Attributes:
-        data: a mask of the arguments that are data, and of the constants that differ between
-            devices.
+        data: a mask of the arguments that are data (arrays of the batch), and of the constants that
+            differ between devices.
         of_constants: the `Reach` of a constant that differs between devices.
         of_weights: the `Reach` of a constant that is a weight, by the array's id.
         own_data: a mask of the arguments that are data and differ along the axis.
@@ -420,10 +418,10 @@ class _Ways(FollowingAlong):
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int, of_weights: dict[int, Reach]):
-        """At the start, no argument is known to go into a `ppermute`. `data` is the mask of the
-        arguments that are data. A mask has one further bit, which stands for all constants that
-        differ between devices; `of_constants` is the mask with only this bit. These constants count
-        as data too, unless their ids are in `of_weights`."""
+        """Begins with no argument known to go into a `ppermute`. `data` is the mask of the
+        arguments that are arrays of the batch. A mask has one further bit, which stands for all
+        constants that differ between devices; `of_constants` is the mask with only this bit. These
+        constants count as data too, unless their ids are in `of_weights`."""
         super().__init__(axis)
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.of_weights = of_weights
@@ -459,9 +457,9 @@ class _Ways(FollowingAlong):
         return joined if differs else joined._replace(alone=0, met=0)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the `Reach` of a result that combines all operands. If any operand except operand
-        i depends on the arguments in `self.data`, then operand i is combined with data. So the
-        arguments in the mask `alone` of operand i are added to the result's mask `met`."""
+        """Returns the `Reach` of a result that is computed from all operands. If one operand
+        depends on data (`self.data`), every other operand is combined with data: the arguments in
+        `Reach.alone` of every other operand are then in `Reach.met` of the result."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):

@@ -148,11 +148,11 @@ def spmd(
 
     It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
     (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
-    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (`jax.jit` would turn
-    Python numbers into arrays.) The returned function may also be called inside a jitted program.
-    Each argument is first laid out as its spec says, whatever its layout was. Results lie on
-    `mesh`; under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of
-    the mesh that was set.
+    in `eqx.filter_jit`. Use `jax.jit` only if all leaves are arrays, since `jax.jit` turns Python
+    numbers into arrays. The returned function may also be called inside a jitted program. Each
+    argument is first laid out as its spec says, whatever its layout was. Results lie on `mesh`;
+    under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of the mesh
+    that was set.
 
     Args:
         f: a function of local blocks; `f` names the axes along which it communicates.

@@ -50,7 +50,7 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
-    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` makes
+    # `axis` may have an algorithm, such as a ring, by which its collectives send. `linear` makes
     # `scatter` the backward pass, so that the backward pass uses the reduce-scatter of this
     # algorithm. `name` is the result's name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
@@ -108,8 +108,9 @@ def row(
     matmul_reduce_scatter: Callable[..., Any] | None = None,
     on_tpu: bool = False,
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """Returns the result of a row-parallel layer. The devices' products (`{U_X}`) are summed over
-    the axis X, and split by tokens: `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
+    """Returns the result of a row-parallel layer. The devices' products are terms of a sum over the
+    axis X, marked `{U_X}`. The sum is split by tokens, and the bias is added:
+    `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
     `x` (A) and `weight` (W) have this device's inputs, and `bias` (b) has all outputs. With
     `on_tpu` the gradient of the bias is a product with ones, which is faster on TPUs.
@@ -206,11 +207,12 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Comms:
-    """Returns the `Comms` of `comms` for layers that multiply some tokens while they send others.
+    """Returns a `tensor.Comms` for layers that multiply some tokens while they send other tokens.
 
-    The layers use `all_gather_matmul` and `matmul_reduce_scatter` of `collectives.matmul`. These
-    functions send to both neighbours in the ring of devices at the same time. The algorithm that
-    `axis` names is used only outside the layers, such as for the vocabulary.
+    It is the result of `comms` with `all_gather_matmul` and `matmul_reduce_scatter` of
+    `collectives.matmul`. In the layers, these two functions send to both neighbours in the ring of
+    devices at the same time. If `axis` has an algorithm, such as `ring("tensor")`, the algorithm is
+    used only outside the layers, such as for the vocabulary.
 
     Args:
         axis: the axis over which tokens and layers are split.

@@ -266,9 +266,9 @@ def _check_own(loss: Array, state: State) -> None:
     ]
     if local:
         raise ValueError(
-            f"step.make: the loss differs along {local}, so each device has the loss of only its "
-            "own rows, although all devices of that axis have the same model. Wrap the gradient "
-            f"function in {REDUCING} over that axis."
+            "step.make needs the loss of the global batch, since the devices train one model; the "
+            f"loss differs along {local}, so each device has the loss of only its own rows. Wrap "
+            f"the gradient function in {REDUCING} over that axis."
         )
 
 

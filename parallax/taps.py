@@ -63,8 +63,8 @@ class Mark(NamedTuple):
         sizes: the mesh's axes, with their sizes.
         placed: the dims for which a report gives the positions of the block's elements in the whole
             array.
-        differentiated: whether the tap was differentiated. The first derivative taps the tangent;
-            later derivatives tap no new tangents.
+        differentiated: whether the tap was differentiated. The first derivative adds a tap on the
+            value's tangent; derivatives of higher order add no taps.
     """
 
     path: str
@@ -105,9 +105,9 @@ class Recorder:
     """The object to which taps report.
 
     Attributes:
-        paths: the index of each path. Indices count from 0, in the order in which the taps were
-            first traced.
-        marks: for each path, the `Mark` of the first tap of this path that was traced.
+        paths: the index of each `path`, the name of a tap. Indices count from 0, in the order in
+            which the names were first traced.
+        marks: the `Mark` of each name, from the first trace of a tap with this name.
         reports: the reports of all devices, in any order.
     """
 
@@ -280,7 +280,8 @@ def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) ->
 def _lowered(
     context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
 ) -> Any:
-    """Returns the lowering of a tap: `x`, and a callback to Python that reports `x`.
+    """Returns the lowering of a tap: its first operand. Adds a callback to Python that reports the
+    first operand, unless the tap is LINEAR.
 
     The callback gets NumPy arrays and calls no function of JAX. `jax.debug.callback` would make JAX
     arrays first. A read of such an array needs a thread, and if callbacks of other devices occupy
@@ -326,9 +327,9 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
-    """Returns the tapped `x` and the tapped tangent of `x`: the forward derivative of `tap_p`.
-    `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents; `params` are
-    the `mark`, the `way` and the `recorder` of the tap."""
+    """Returns the result of a tap, and the tangent of this result: the forward derivative of
+    `tap_p`. `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents;
+    `params` are the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
     # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
     # LINEAR tap is the tap of the cotangent. A second derivative differentiates a FORWARD tap
@@ -344,10 +345,10 @@ def _differentiated(primals, tangents, **params):
 
 
 def _transposed(cotangent, x, *others, **params):
-    """Returns the cotangents of the operands of `tap_p`: the cotangent of `x` (tapped, unless it is
-    zero), and None for each other operand, which is an integer. Only a LINEAR tap, on a tangent,
-    has a tap as its transpose: the BACKWARD tap, on the cotangent. The transpose of any other tap
-    adds no tap."""
+    """Returns the cotangents of the operands of `tap_p`. The first is `cotangent`, the cotangent of
+    the tapped value `x`. The operands in `others` are integers, so their cotangents are None. The
+    transpose of a LINEAR tap adds a BACKWARD tap on `cotangent`, unless `cotangent` is zero. The
+    transpose of any other tap adds no tap."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]

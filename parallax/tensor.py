@@ -455,9 +455,9 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit `x`.
 
-    The weight must take the inputs of this device, and the same axes of `axis` must split the
-    inputs of the weight and the inputs of `x`. The inputs are the first dims of the weight and the
-    last dims of `x`. `name` is the name of the calling function, for the message.
+    The inputs are all dims of the weight but the last, and as many dims at the end of `x`. On this
+    device, the inputs of both must have the same shape. Each mesh axis in `axis` must split the
+    inputs of both, or of neither. `name` is the name of the calling function, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
@@ -481,9 +481,10 @@ def check_row(
         )
     if same := sorted(of_x - of_weight):
         raise ValueError(
-            f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{weight.shape}, is the same along {', '.join(map(repr, same))}, so the sum would "
-            f"count it once for each device. Split it by P({axis.names!r})."
+            f"{name} needs a weight whose inputs are split over {axis.names!r}; this weight, of "
+            f"shape {weight.shape}, is the same along {', '.join(map(repr, same))}, so devices "
+            "would multiply different inputs by the same weights. Split the weight by "
+            f"P({axis.names!r})."
         )
 
 
@@ -606,7 +607,7 @@ def _held(ids, rows: int, axis: Axis):
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
+            f"ids must be whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
             "tokenizer."
         )
     # An int64 id that does not fit in int32 gives some other row. The callers find such an id by

@@ -5,18 +5,20 @@ The devices along an axis form a box in the torus. The box has a *side* along ea
 of the side is the axis's piece of that dim. The ring of an axis is a closed path through the axis's
 box: it goes out along one side, and comes back through all other points, by steps to neighbouring
 points if possible. A *cut* is one choice of all pieces; `cut[dim][axis]` is one piece. All cuts are
-tried, and the cut whose hops cross the fewest links is taken. A link that a hop along axis k of the
-mesh crosses counts as 1 + 1e-5 k links. So of two cuts that cross equally many links, the cut with
-shorter hops along later axes is taken. If these sums are equal too, the cut with fewer pieces above
-1 is taken. In this cut fewer axes share a dim of the torus. Sharing is worse because the hops of
-two axes that share a dim may cross the same links.
+tried, and the cut with the lowest cost is taken. The cost adds up, over the axes, the mean number
+of links that a hop of the axis's ring crosses. For axis k the number is multiplied by 1 + 1e-5 k.
+So of two cuts that cross equally many links, the cut with shorter hops along later axes is taken.
+If two cuts have equal costs, the cut with fewer pieces above 1 is taken. In this cut fewer axes
+share a dim of the torus. Sharing is worse because the hops of two axes that share a dim may cross
+the same links.
 
 Along each dim, a device has one coordinate for each axis. The axis's piece of the dim is the number
-of values that the coordinate can have, from 0 on. A *laying* of a dim is an array that holds the
-place along the dim for each combination of these coordinates. For pieces (2, 4), [[0, 1, 2, 3], [7,
-6, 5, 4]] is a laying: the coordinates (1, 0) are at place 7. In the code, `line` is a laying, and
-`lines` are several. A *path* is the order in which the ring of an axis visits the points of the
-axis's box. `metrics[dim]` is an array with the number of links between each two places of the dim.
+of values that the coordinate can have, from 0 on. A *laying* of a dim is an array of places along
+the dim: a device's coordinates along the dim are the index of its place. For pieces (2, 4), [[0, 1,
+2, 3], [7, 6, 5, 4]] is a laying: a device with the coordinates (1, 0) is at place 7. In the code,
+`line` is a laying, and `lines` are several. A *path* is the order in which the ring of an axis
+visits the points of the axis's box. `metrics[dim]` is an array with the number of links between
+each two places of the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -94,14 +96,14 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns, for each axis of the mesh, over how many slices the axis extends: a factor of its
-    size.
+    """Returns one factor of each axis's size. The factor is the number of slices over which the
+    axis extends.
 
     A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
-    number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
-    that are possible. The product of all factors is `count`. If no factors of the sizes have this
-    product, the product of the result is a smaller divisor of `count`, and `device_array` does not
-    place the TPUs by their coordinates.
+    number of slices, and `sizes` are the sizes of the mesh's axes. The first axes get the largest
+    factors that are possible. The product of all factors is `count`. If no factors of the sizes
+    have this product, the product of the result is a smaller divisor of `count`, and `device_array`
+    does not place the TPUs by their coordinates.
     """
     factors = []
     for size in sizes:
@@ -215,10 +217,10 @@ def _laid(
     """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: for each dim of the torus, its pieces: the factors of the dim's length, one for each
-            axis. The last entry has the pieces of the cores on a chip, which count as one more dim.
-        lines: for each dim, one array from `_lines`. The array has, for each combination of the
-            axes' coordinates, the device's place along the dim.
+        cut: the pieces of each dim of the torus. The pieces of a dim are factors of its length, one
+            for each axis of the mesh. The cores on a chip count as one more dim, the last.
+        lines: for each dim, one laying from `_lines`: an array of places along the dim, whose
+            indices are a device's coordinates along the dim.
         paths: for each axis, one array from `_paths`, the order in which the axis's ring visits the
             axis's devices.
         sizes: the sizes of the mesh's axes.
@@ -234,7 +236,7 @@ def _laid(
                 digits.append(path[:, dims_of_axis.index(dim)])
             else:
                 digits.append(np.zeros(sizes[axis], int))
-        # A line has the place along the dim for each combination of the axes' coordinates.
+        # A line is indexed by a device's coordinates along the dim, one for each axis.
         places[..., dim] = lines[dim][np.ix_(*digits)]
     return places
 
@@ -283,23 +285,24 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns several *layings* of one dim of the torus. A laying is an array of shape `pieces`. It
-    has the device's place along the dim for each combination of the axes' coordinates.
+    """Returns several *layings* of one dim of the torus. A laying is an array of places along
+    the dim, of shape `pieces`.
 
-    Axis k of the mesh has the coordinates from 0 to `pieces[k] - 1` along the dim. If the mesh has
-    two axes, `line[i, j]` is the place for coordinate i of the first axis and coordinate j of the
-    second axis.
+    Along the dim, a device has a coordinate from 0 to `pieces[k] - 1` for each axis k of the mesh.
+    If the mesh has two axes, `line[i, j]` is the place of each device with coordinate i for the
+    first axis and coordinate j for the second axis.
 
     The axes are nested: for each coordinate of an outer axis, the coordinates of the inner axes
     fill a stretch of neighbouring places. If at most three axes have a piece above 1, they are
     nested in every order; otherwise only in the order of the mesh. With two axes or more, each
     order gives two layings: in the second one, every second stretch runs backward. For the pieces
-    (2, 4), with the first axis outside, `line` is
+    (2, 4), with the first axis as the outer axis, the two layings are
 
         [[0, 1, 2, 3], [4, 5, 6, 7]]  and  [[0, 1, 2, 3], [7, 6, 5, 4]].
 
     In the second laying, coordinate 3 of the inner axis is at the places 3 and 4, so there a hop
-    along the outer axis takes one link. With three axes or more, not all stretches meet like this.
+    along the outer axis crosses one link. With three axes or more, not all stretches meet like
+    this.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -335,12 +338,12 @@ def _costs(
     of dim 1, ...].
 
     `_paths` gives the paths that the ring may take. A laying of a dim, from `_lines`, is an array
-    with a device's place along the dim for each combination of the axes' coordinates. The cost of a
-    hop is the number of links that the hop crosses, with a small addition for long hops.
+    of places along the dim, indexed by a device's coordinates along the dim. The cost of a hop is
+    the number of links that the hop crosses, with a small addition for long hops.
 
     Args:
         axis: the index of the axis.
-        cut: for each dim, the factors of its length, one for each axis.
+        cut: the pieces of each dim of the torus: factors of its length, one for each axis.
         lines: for each dim, its layings.
         metrics: for each dim, the number of links between each two places.
     """

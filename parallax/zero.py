@@ -8,7 +8,7 @@ keeps n equal copies of everything. Here each device keeps only a share, 1/n:
     ZeRO-2  also gradients      accumulated(reduce_scattered(grad))         sharded(optimizer)
     ZeRO-3  also parameters     averaged(gathered_once(accumulated(grad)))  optimizer
 
-`accumulated` and `averaged` are functions of `grads`. In ZeRO-3 the loss wraps its blocks in
+`accumulated` and `averaged` are in the module `grads`. In ZeRO-3 the loss wraps its blocks in
 `gathered`, and `gathered_once` gathers all other parameters.
 
 ZeRO-1 sends as many bytes as data parallelism: over n devices, 2 (n - 1)/n of the parameters' bytes
@@ -23,10 +23,10 @@ over X that was not taken yet. Sums are taken in float32 or wider. With a tuple 
 gradient is scattered over the axes that its leaf's spec names, and summed over the other axes. Over
 an axis that splits the parameter even without ZeRO, such as the experts' axis, the gradient is
 neither scattered nor summed. A mean divides by the product of the sizes of all axes of the tuple.
-`splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a `Split`: the
-dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a CPU each
-array of `x` waits for all of `y`, so that all devices send in one order: else they could wait for
-each other forever.
+`splits_of(path, by_path, axis)` takes the spec of a leaf from the dict `by_path`. For each dim that
+axes in `axis` split, it returns a `Split`: the dim, and these axes. `sequence_after(x, y)` is `x`;
+on a CPU each array of `x` waits for all of `y`, so that all devices send in one order. Otherwise
+the devices could wait for each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
 `ZeRO` makes all these functions, from a stage, an axis and the model's sharding rule.

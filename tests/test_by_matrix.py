@@ -219,9 +219,9 @@ def test_by_matrix_refuses_outer_layers_that_are_split():
 
 def test_by_matrix_refuses_what_joins_leaves():
     assert_refused_by_matrix(
-        "optimizers.by_matrix: each leaf is updated by itself, but this optimizer computes "
-        "'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or combine leaves outside of "
-        "the optimizer, as step.make and grads.clipped do to clip by the norm.",
+        "optimizers.by_matrix: the update of a leaf must not depend on other leaves, but this "
+        "optimizer computes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or combine "
+        "leaves outside of the optimizer, as step.make and grads.clipped do to clip by the norm.",
         optax.chain(optax.clip_by_global_norm(1.0), BY_MATRIX["muon"]),
     )
 

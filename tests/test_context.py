@@ -503,7 +503,7 @@ def test_keys_that_nobody_picked_are_refused():
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "q, of 2 heads, differs along ['tensor'], and k, of 2 heads, is the same there"
+            "q, of 2 heads, varies along ['tensor'], and k, of 2 heads, does not. If ['tensor']"
         ),
     ):
         jax.eval_shape(mesh.spmd(f, mesh=over, in_specs=specs, out_specs=specs[0]), q, k)

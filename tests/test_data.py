@@ -98,7 +98,7 @@ def test_a_file_is_read_with_the_vocabulary_that_it_was_written_with(tmp_path, w
     path.write_bytes(content[:-4])
     with pytest.raises(
         ValueError,
-        match=rf"text\.bin: needed the {len(content)} bytes that text\.bin\.json states",
+        match=rf"text\.bin: needed a file of {len(content)} bytes \(as text\.bin\.json states\)",
     ):
         data.read(path, vocabulary=written)
     path.write_bytes(content)

@@ -635,14 +635,14 @@ def test_refusals():
     )
     refused(
         "experts.ragged needs an axis to move rows along, and the experts are not split over "
-        "any axis. Use experts.gathered, or name",
+        "any axis. Use experts.gathered, or split",
         axis=(),
         specs=mixtures.layer_specs(None),
         dispatch=experts.ragged(1.0),
     )
     refused(
-        "experts: an expert must return rows of the same shape and type as its input, "
-        "float64[128, 8]; it returned float64[128, 6]. Let its",
+        "experts: an expert must return rows of the same shape and dtype as its input, "
+        "float64[128, 8]; it returned float64[128, 6]. Make its",
         compute=experts.grouped(lambda w, rows: rows @ w.up),
     )
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):

@@ -87,8 +87,8 @@ CURE = (
 )
 ELSEWHERE = (
     "{0} reads blocks.w, which is split over 'stage'. In {0} each device would read only the "
-    "blocks of its own stage, and the blocks would get no gradient from {0}. Move the code that "
-    "reads the blocks into the stage. A stage may add a term to the loss: let it return "
+    "blocks of its own stage, and the blocks would get no gradient from {0}. Read the blocks "
+    "in the stage instead. A stage may add a term to the loss: let it return "
     "pipeline.Output(x, loss=...). A weight that embed, head and all stages use does not belong in "
     "the blocks."
 )

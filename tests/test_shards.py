@@ -83,7 +83,7 @@ def damaged(folder, copy, kind):
     ("kind", "message"),
     [
         ("missing", r"00003\.bin: needed a file of 300 bytes, found no file"),
-        ("short", r"00003\.bin: needed 300 bytes, the file has 298"),
+        ("short", r"00003\.bin: needed a file of 300 bytes, found 298 bytes"),
         ("bit", r"00003\.bin: needed bytes with the hash \w+\.\.\., found other bytes"),
         ("manifest", r"manifest\.json: the manifest is damaged"),
     ],

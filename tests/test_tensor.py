@@ -343,8 +343,9 @@ REFUSED = {
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),
-        "tensor.row needs a weight whose inputs are split over ('tensor', 'data'); this one, of "
-        "shape (3, 2), is the same along 'data', so the sum would count it once for each device.",
+        "tensor.row needs a weight whose inputs are split over ('tensor', 'data'); this weight, "
+        "of shape (3, 2), is the same along 'data', so devices would multiply different inputs by "
+        "the same weights.",
     ),
 }
 

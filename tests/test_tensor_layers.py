@@ -243,9 +243,9 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
     "a whole weight under a row": (
         lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"),
         P(),
-        "tensor.row needs a weight whose inputs are split over 'tensor'; this one, of shape (8, "
-        "8), is the same along 'tensor', so the sum would count it once for each device. Split "
-        "it by P('tensor').",
+        "tensor.row needs a weight whose inputs are split over 'tensor'; this weight, of shape "
+        "(8, 8), is the same along 'tensor', so devices would multiply different inputs by the "
+        "same weights. Split the weight by P('tensor').",
     ),
     "an x that is the same under a row": (
         lambda x, w: tensor.row(x[:, :2], w, None, "tensor"),

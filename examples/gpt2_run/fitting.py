@@ -104,7 +104,7 @@ def fitted(settings: Settings, world: World) -> Fitted:
 
 
 def model(settings: Settings, world: World) -> Change:
-    """The sizes of the model that the flags ask for. The model itself is not made."""
+    """Returns the sizes of the model that the flags ask for, and makes no model."""
     names = ("layers", "heads", "width", "context", "vocabulary_multiple")
     base = {
         name: getattr(world.source or MODELS[settings.model], name) for name in names
@@ -114,8 +114,8 @@ def model(settings: Settings, world: World) -> Change:
 
 
 def asked(settings: Settings, world: World) -> tuple[Change, Change]:
-    """The fields of the layout that the flags ask for; and the sizes of the model and
-    the batch, and the number of devices, that the layout must fit."""
+    """Returns two dicts: the fields of the layout that the flags ask for, and the sizes
+    that the layout must fit (of the model, of the batch, and the number of devices)."""
     n = settings.devices if world.devices is None else world.devices
     layout = _axes(settings, n)
     usual, chunks = settings.schedule, 1
@@ -146,8 +146,8 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
 
 
 def _axes(settings: Settings, devices: int) -> Change:
-    """The sizes of the axes data, stage and tensor; an axis without a flag has its
-    default size."""
+    """Returns the sizes of the axes data, stage and tensor. An axis without a flag has
+    its default size."""
     data, stage, tensor = settings.data, settings.stage, settings.tensor
     if (data, stage, tensor) == (None, None, None):
         stage = 2 if devices % 4 == 0 else 1
@@ -196,7 +196,7 @@ def mended(settings: Settings, change: Change, world: World) -> Change | None:
 
 
 def works(settings: Settings, world: World) -> bool:
-    """Whether nothing is wrong with these flags."""
+    """Returns whether nothing is wrong with these flags."""
     if (
         next(faults(settings), None) is not None
         or next(_conflicts(settings, world), None) is not None
@@ -280,7 +280,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
 
 
 def _too_short(settings: Settings, world: World) -> str | None:
-    """Why the text is too short for the sequences; None if it is not."""
+    """Returns why the text is too short for the sequences; None if it is not."""
     fields, sizes = asked(settings, world)
     (train, held_out), (window, batch) = world.room(), _least(sizes)
     if window <= train and batch <= held_out:
@@ -305,14 +305,14 @@ def _too_short(settings: Settings, world: World) -> str | None:
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The fewest tokens to train on, which fill one window; and the fewest held-out
-    tokens, which fill a batch of windows that follow each other."""
+    """Returns the smallest number of tokens to train on (one window), and the smallest
+    number of held-out tokens (a batch of consecutive windows)."""
     return sizes["tokens"] + 1, sizes["tokens"] * sizes["batch"] + 1
 
 
 def _wording(settings: Settings, world: World) -> validate.Wording:
-    """Returns the `Wording` that makes the messages of `validate` name flags, such as
-    `--data 4`, for the fields of the layout and for the sizes of the run."""
+    """Returns the `Wording` of the messages of `validate`. They show the fields of the
+    layout and the sizes of the run as flags, such as `--data 4`."""
     fixed = (
         ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
     )
@@ -339,7 +339,7 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """A change of the layout and its sizes, written as a change of flags.
+    """Returns a change of the layout and its sizes as a change of flags.
 
     The default sizes of data, stage and tensor depend on each other. So if the change
     has at least one of these axes, and the user did not set the flags of all three, the

@@ -69,9 +69,9 @@ class Session:
     told: str = ""  # the signal that ended the loop
 
     def begin(self, first: int, note: dict[str, Any]) -> None:
-        """Sets the counters, the clock, the sink and the progress line for a run that
-        continues after step `first`. `note` holds the counts in the checkpoint of this
-        step; without a checkpoint `note` is empty."""
+        """Prepares the session for the steps after `first`. The skipped steps, the
+        clock and the guard against spikes go on from `note`, a dict from the checkpoint
+        of step `first`. Without a checkpoint `note` is empty."""
         plan, s = self.plan, self.plan.settings
         self.skipped = metrics.Skipped(s.skip_budget, note.get("skipped", []))
         self.clock = metrics.Clock(note.get("clock"))
@@ -92,8 +92,8 @@ class Session:
         return 0 if self.spikes is None else self.spikes.past
 
     def one_step(self, state: step.State, windows: Any) -> tuple[step.State, step.Info]:
-        """One step of training. If the run has a guard against spikes, a step whose
-        loss is above the guard's limit changes nothing."""
+        """Runs one step of training. If the run has a guard against spikes, a step
+        whose loss is above the guard's limit changes nothing."""
         return self.train(state, windows, *limited(self.spikes))
 
     def save(self, i: int, state: step.State) -> None:

@@ -275,8 +275,9 @@ def flag(name: str) -> str:
 
 
 def spelt(change: Mapping[str, Any]) -> str:
-    """Returns a dict from names of fields to values as flags. For {"data": 4,
-    "sequence": False}, the flags are `--data 4 --no-sequence`."""
+    """Returns the command-line flags for `change`, a dict from names of fields to
+    values. For {"data": 4, "sequence": False}, the flags are `--data 4 --no-sequence`.
+    """
     flags = []
     for name, value in change.items():
         if isinstance(value, bool):
@@ -315,6 +316,6 @@ def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def profiled(settings: Settings) -> range:
-    """The steps to trace."""
+    """Returns the steps to trace."""
     first, _, last = (settings.profile or "1:0").partition(":")
     return range(int(first), int(last) + 1)

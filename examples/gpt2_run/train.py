@@ -88,8 +88,9 @@ def begin(
     finished already.
 
     Args:
-        seconds: a dict. `begin` adds the seconds of its parts: "compile", "one device"
-            and, for all other parts together, "setup".
+        seconds: a dict from parts of the run to seconds. `begin` adds three entries:
+            "compile", "one device" (the first steps, computed on one device) and
+            "setup" (the rest of the time before the first step).
     """
     s, job = plan.settings, plan.job
     say = report.printer(job)
@@ -154,7 +155,7 @@ def begin(
 
 
 def prepared_step(plan: Plan, compute: decoder.Compute) -> decoder.TrainStep:
-    """The train step of the plan, ready to compile."""
+    """Returns the train step of the plan, ready to compile."""
     return decoder.train_step(
         gpt2.FAMILY,
         plan.config,
@@ -168,7 +169,8 @@ def prepared_step(plan: Plan, compute: decoder.Compute) -> decoder.TrainStep:
 
 
 def checkpoints_of_run(plan: Plan) -> Checkpoints:
-    """The checkpoints in the folder of the run, which any layout can read."""
+    """Returns the `Checkpoints` in the folder of the run. A run with any layout can
+    restore them."""
     s = plan.settings
     return Checkpoints(
         s.out / CHECKPOINTS,
@@ -180,8 +182,8 @@ def checkpoints_of_run(plan: Plan) -> Checkpoints:
 
 
 def steps(session: Session, state: step.State, first: int) -> step.State:
-    """Returns the state after the loop. If copies on the devices differ, or losses
-    spike, the loop begins again from a checkpoint."""
+    """Returns the state after the loop. If the devices' copies of the state differ, or
+    losses spike, the loop begins again from a checkpoint."""
     with processes.preemption() as preempted, session.checkpoints:
         while True:
             try:
@@ -291,7 +293,7 @@ def finish(
 
 
 def sample(plan: Plan, model: gpt2.GPT2) -> str:
-    """Text that the model writes after the prompt; it is printed too."""
+    """Returns the text that the model writes after the prompt, and prints this text."""
     write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
     key = jax.random.fold_in(jax.random.key(plan.settings.seed), plan.settings.steps)
     options = {"tokens": SAMPLED, "window": plan.length, "temperature": 0.8, "key": key}

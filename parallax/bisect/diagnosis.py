@@ -139,9 +139,9 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text that says that the runs seem to have used different random keys, if the two
-    values are 0 in different places, for example by different dropout masks; else "". The text has
-    the share of places in which exactly one of the two values is 0. Both values must have zeros."""
+    """Returns a text if the two values have zeros in different places, such as those of two dropout
+    masks; else "". The text says that the runs used different random keys, and gives the share of
+    places in which exactly one of the values is 0."""
     # A share below FEW may be chance. Two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):

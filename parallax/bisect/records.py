@@ -1,9 +1,9 @@
 """Records one run: assembles the whole value of each tap from the pieces that the devices report.
 
 A *tap* is a call in the model that reports a value. A device reports a block of the whole value, a
-term of a sum, or a copy of the value. The partition spec that the tap was given and JAX's
-replication types tell which of the three it is. For a cotangent it is the other way round. If each
-device has a copy of a value that is typed as varying, each device has a term of the value's
+term of a sum, or a copy of the value. The tap's partition spec and the reported positions tell
+which of the three a device reports. For the value's cotangent, terms and copies change places. If
+each device has a copy of a value that is typed as varying, each device has a term of the value's
 cotangent. If each device has a term of the value, each device has a copy of the value's cotangent.
 A loss is a mean over equal parts of the batch. A device reports the cotangents of the loss of one
 part of the batch, so this module multiplies these cotangents by 1 / the number of parts.

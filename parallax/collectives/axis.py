@@ -141,8 +141,8 @@ class Axis:
         if not isinstance(axis, tuple | list):
             raise ValueError(
                 "An axis must be a name, such as 'data', an algorithm called with a name, such as "
-                f"ring('data'), or a tuple of these; got {axis!r}. An ErrorFeedback has a state, "
-                "so it is not an axis: call its own all_reduce."
+                f"ring('data'), or a tuple of these; got {axis!r}. If you passed an ErrorFeedback, "
+                "call its method all_reduce instead: it has a state, so it cannot be an axis."
             )
         names = tuple(name for name in axis if isinstance(name, str))
         if len(names) == len(axis):
@@ -218,7 +218,7 @@ def combined_axis(*parts: AxisLike) -> Axis:
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
     if len({axis.algorithm for axis in named}) > 1:
         return _in_order(named)
-    # One collective over a product of axes needs fewer messages than one for each axis.
+    # One all-reduce over all axes sends fewer bytes than one all-reduce for each axis.
     names = tuple(name for axis in named for name in axes(axis.names))
     # Without a name, the algorithm is the default: `xla`, the collectives of `jax.lax`.
     return Axis(names, named[0].algorithm if named else xla)
@@ -302,8 +302,8 @@ def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
     """Returns the mesh axes `axis_name` in groups. Each group is one `Axis`, with the algorithm
     that `parts` gives to these mesh axes.
 
-    Neighbouring axes that have the same algorithm form one group: a collective over two axes sends
-    fewer messages than two collectives.
+    Neighbouring axes that have the same algorithm form one group. For an array of S bytes, a
+    device sends less than 2 S in one ring over two axes, and up to 4 S in a ring along each axis.
     """
     groups: list[Axis] = []
     for name in axes(axis_name):

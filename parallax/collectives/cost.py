@@ -4,12 +4,12 @@
     cost.seconds(price, link)                    # start + alpha hops + beta bytes + gamma reduced
 
 A collective is a list of rounds. In a round every device sends a message, or several over separate
-links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
-program may send the messages of two such rounds at the same time, but a device with one port
-cannot. The other rounds have `waits` set. A round's `reduced` is the bytes that a device adds to
-its own numbers. All counts in a `Cost` are integers. They include padding, and equal the counts
-that the tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live
-mesh.
+links, and waits for the messages that it receives. Some rounds do not depend on the round before. A
+program may start such a round together with the round before; a device with only one port then
+sends their messages one after another. The other rounds have `waits` set. A round's `reduced` is
+the bytes that a device adds to its own numbers. All counts in a `Cost` are integers. They include
+padding, and equal the counts that the tests read from the compiled programs. `tuning.fit` measures
+the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
@@ -35,8 +35,8 @@ class Message(NamedTuple):
     Attributes:
         bytes: the size of the message.
         step: the distance of the message, in devices, along each dim of the grid that the devices
-            form (`Route.shape`); negative if the message goes backwards. A message crosses one link
-            on a switch, and `step` links on a bare ring.
+            form (`Route.shape`); negative if the message goes backwards. Behind a switch the
+            distance does not matter; on a ring of direct links a message crosses that many links.
         pieces: the number of permutes that send the message: one for each block if blocks are
             large, else one for all blocks.
     """
@@ -70,8 +70,8 @@ def priced(
     `cost.of` computes the function's cost.
 
     Args:
-        rounds: `rounds(size, n, itemsize, **options)` returns the rounds for an array of `size`
-            numbers of `itemsize` bytes on n devices.
+        rounds: `rounds(size, n, itemsize, **options)` returns the rounds if each of n devices has
+            an array of `size` numbers, each of `itemsize` bytes.
         name: the name in errors and reports, such as "ring.all_reduce"; by default the name of the
             function.
     """
@@ -254,10 +254,11 @@ def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
 
 
 def seconds(cost: Cost, link: Link) -> float:
-    """Returns the seconds of a call: start + alpha hops + beta bytes + gamma reduced.
+    """Returns the predicted seconds of a call, from the fields of `link` and `cost`:
+    `start + alpha * hops + beta * bytes + gamma * reduced`.
 
-    If `link.one_port` is true, so that a device sends the messages of a round one after another,
-    the seconds are start + alpha messages + beta sent + gamma reduced.
+    If `link.one_port` is true, a device sends the messages of a round one after another. Then the
+    seconds are `start + alpha * messages + beta * sent + gamma * reduced`.
     """
     # The first four fields of a `Link` are alpha, beta, gamma and start, in the order of `terms`.
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))

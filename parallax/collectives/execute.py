@@ -8,12 +8,13 @@ only one if the blocks are small enough to join.
 
 The devices form a box, such as `(2, 8)`. An *offset* is the place of a device in the box, counted
 from this device. It is a `Point`: one number for each dim of the box. This device is at
-`route.home`, offset 0, and `route.device_at(me, offset)` is the device at an offset. A block is
-named by its table and by the offset of its owner. A round of a `Route` is {step: offsets}: in a
+`route.home`, offset 0, and `route.device_at(me, offset)` is the device at an offset. A table and
+the offset of an owner name one share of a block. A round of a `Route` is {step: offsets}: in a
 scatter, each device sends the blocks whose owners are at `offsets` to the device at offset `step`.
-If the owner is at offset o from the sender, the owner is at `offset_after(o, step)` from the
-receiver, and at `offset_after(o, step, k)` from the receiver of the k-th hop. `pairs(step)` lists
-the messages of a hop as pairs (sender, receiver); `pairs(step, back=True)` lists those of a gather.
+If a block's owner is at offset o from the sender, the owner is at `offset_after(o, step)` from the
+receiver. After k hops of the same step, the owner is at `offset_after(o, step, k)` from the device
+that has the block. `pairs(step)` lists the messages of one hop of a scatter as pairs (sender,
+receiver); `pairs(step, back=True)` lists the messages of the same hop of a gather.
 
 Consecutive rounds are a *chain* if, in each table, each round but the first sends exactly the
 blocks that arrived in the round before, as in a ring. A long chain becomes a loop, so that the
@@ -62,7 +63,8 @@ def scatter(
             the share that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: a chain of more rounds than this becomes a loop; `UNROLLED` by default.
+        unrolled: consecutive rounds that form a chain (see `_chains`) run as a loop if there are
+            more than this number; by default `UNROLLED`.
     """
     me = axis_index(axis_name)
     # For each table, the partial sums that have arrived, by offset. If an offset is missing, no sum
@@ -115,7 +117,8 @@ def gather(
         result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: a chain of more rounds than this becomes a loop; `UNROLLED` by default.
+        unrolled: consecutive rounds that form a chain (see `_chains`) run as a loop if there are
+            more than this number; by default `UNROLLED`.
     """
     me = axis_index(axis_name)
     # `copies[table][offset]` is this device's copy of the block whose owner is at `offset`.
@@ -158,11 +161,11 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether round `number` sends exactly the blocks that arrived in the round before, by
-    the same step.
+    """Returns whether round `number` has the same step as the round before, and sends exactly the
+    blocks that arrived in the round before.
 
-    The result is False if one of the two rounds has several steps, or if only one of them sends
-    anything. It is True if both send nothing.
+    A step is the receiver's offset from the sender. The result is False if one of the two rounds
+    has several steps, or if only one of them sends anything. It is True if both send nothing.
     """
     before, now = list(route.rounds[number - 1].items()), list(route.rounds[number].items())
     if len(before) != 1 or len(now) != 1:
@@ -174,7 +177,7 @@ def _hands_on(route: Route, number: int) -> bool:
 def _arrivals(
     routes, number: int, take, axis_name, dim: int, *, backwards: bool = False
 ) -> list[tuple[int, Point, Any]]:
-    """Sends round `number` of all tables, and returns the blocks that arrive.
+    """Sends the messages of round `number` of all tables, and returns the blocks that arrive.
 
     Each arrival is (table, offset of the block's owner, block). `take(table, offset)` gives the
     block to send, which belongs to the device at that offset. Small blocks are joined along `dim`.
@@ -425,10 +428,10 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns `x`, an array that a gather wrote block by block, behind an optimization barrier. So
     XLA cannot fuse the writes into the operation that uses the result.
 
-    Without the barrier, XLA may fuse some of the writes, such as that of the last block. If XLA
-    then fuses a product and a sum, it rounds the numbers of these blocks once instead of twice.
-    These are different blocks on different devices, so replicas would drift apart. The CPU's
-    compiler removes an optimization barrier, so on a CPU a loop takes the barrier's place.
+    Without the barrier, XLA may fuse some of the writes, such as the last, with that operation. In
+    the fused code, a product and a sum of the operation may be rounded once instead of twice. Each
+    device writes another block last, so replicas would drift apart. The CPU's compiler removes an
+    optimization barrier, so on a CPU a loop takes the barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

@@ -53,12 +53,12 @@ def algorithm(
 
     The functions of the algorithm work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on
     trees of any dtype and shape, with the same derivatives and the same replication types (varying
-    or invariant along the axis). The functions work along one axis or several. In every table that
-    `Route` accepts, a device sends each block except its own exactly once. So a reduce-scatter or
-    an all-gather sends n - 1 blocks per device, and an all-reduce 2 (n - 1). For an input of S
-    bytes on each device, these are (n - 1)/n S bytes per device in a reduce-scatter, (n - 1) S in
-    an all-gather, and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that cannot be
-    cut into n equal blocks. The transpose of an all-reduce sends nothing.
+    or invariant along the axis). The functions work along one axis or several. In a reduce-scatter
+    by any table, a device sends each block except its own exactly once: n - 1 blocks. An all-gather
+    sends n - 1 blocks per device too, and an all-reduce 2 (n - 1). For an input of S bytes on each
+    device, these are (n - 1)/n S bytes per device in a reduce-scatter, (n - 1) S in an all-gather,
+    and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that cannot be cut into n equal
+    blocks. The transpose of an all-reduce sends nothing.
 
     The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
     reduce-scatter also raises `ValueError` if a leaf lacks the dim `scatter_dimension`, or if this
@@ -211,7 +211,8 @@ def messages(
     back: bool = False,
     added: Sequence[int] | None = None,
 ) -> list[Round]:
-    """Returns, for `cost`, the rounds of messages of tables that run side by side.
+    """Returns a list of `cost.Round`s: the messages that a device sends in each round, by all
+    tables in `routes` together.
 
     Args:
         routes: the tables.

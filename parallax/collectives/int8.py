@@ -4,9 +4,6 @@ Int8 is accurate enough for gradients, and needs a quarter of the bytes: use `qu
 the data axis. Rounding harms activations, and the sums of a cross-entropy, more than gradients: a
 small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 
-Notation: `A {U_X}` is a sum that is not taken yet, of which each device on axis X has one term.
-`A[I_X]` is split along dim I over these devices.
-
 Let a be the largest magnitude in a block of `block_size` numbers. The scale s of the block is the
 largest power of two that is at most a / 64, but at least the type's smallest normal number. Each
 number x of the block is sent as the integer round(x / s), clipped to -127 .. 127, and s is sent as
@@ -44,7 +41,7 @@ bound for one term.
 With blocks of 32 a device sends 0.258 of the exact ring's bytes. (float64 sends two bytes per
 exponent.) A hop is one message, of integers and exponents together. In hop k of the reduction, each
 device sends to the device k places after it. On a switch, hop k is as fast as a hop to a neighbour.
-On a bare ring, hop k crosses k links.
+On a ring of direct links, hop k crosses k links.
 
 The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
 exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
@@ -151,7 +148,7 @@ def _nbytes(size, itemsize, block_size):
 
 @cost.priced(_exact_below_a_block(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
-    """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
+    """Returns an approximate sum over devices, with the same bits on every device.
 
     The result has the shapes and types of the result of `lax.psum`.
 
@@ -189,7 +186,7 @@ def quantized_reduce_scatter(
     tiled: bool = False,
     block_size: int = BLOCK,
 ) -> Tree:
-    """Returns this device's part of an approximate sum over devices: `A[I] {U_X} -> A[I_X]`.
+    """Returns this device's part of an approximate sum over devices.
 
     The result has the shapes and types of the result of `lax.psum_scatter`.
 
@@ -199,7 +196,9 @@ def quantized_reduce_scatter(
     add further rounding. The transpose is `quantized_all_gather`.
 
     Raises:
-        ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
+        ValueError: `block_size` is below 1; a leaf lacks the dim `scatter_dimension`, or this dim
+            cannot be cut into a block for each device; or no `shard_map` over the axis is around
+            the call.
     """
     # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
     slices = _slices(block_size)
@@ -219,8 +218,7 @@ def quantized_reduce_scatter(
 def quantized_all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
-    """Gathers the `x` of every device, sent as int8: `A[I_X] -> A[I]`. The result has the same bits
-    on all devices.
+    """Gathers the `x` of every device, sent as int8. The result has the same bits on all devices.
 
     The result has the shapes and types of the result of `lax.all_gather`.
 
@@ -229,7 +227,8 @@ def quantized_all_gather(
     `quantized_reduce_scatter`.
 
     Raises:
-        ValueError: as `ring.all_gather`; or `block_size` is below 1.
+        ValueError: `block_size` is below 1; a leaf lacks the dim `axis`; or no `shard_map` over the
+            axis is around the call.
     """
     # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
     slices = _slices(block_size)
@@ -259,9 +258,10 @@ class ErrorFeedback:
         result + sum over i of new_error_i = sum over i of (x_i + error_i)
 
     So nothing is lost: after any number of calls, the sum of their results has only the error of
-    the last call. (In `all_reduce` of a 16-bit `x`, no new error includes the error of rounding the
-    sum to 16 bits.) For a block (the numbers that share a scale) with an infinity or NaN, the new
-    error is 0. There is no derivative: use an `ErrorFeedback` on gradients, after differentiation.
+    the last call. An exception is an `all_reduce` of a 16-bit `x`: it rounds the sum to 16 bits,
+    and `new_error_i` does not include this rounding. For a block (the numbers that share a scale)
+    with an infinity or NaN, the new error is 0. There is no derivative: use an `ErrorFeedback` on
+    gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
@@ -460,7 +460,7 @@ def _reduce(parts, axis_name, block_size):
     def values(message):
         """Returns the decoded numbers of `message`: the shape [n, bytes] becomes [n, size].
 
-        The result's row for this device is that of `parts`, the numbers before rounding.
+        This device's row is not decoded: it is taken from `parts`, the numbers before rounding.
         """
         return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
 
@@ -503,8 +503,8 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
         )
 
     def leaf(x, *more):
-        """Returns the result for one leaf of `x`; `more` has the corresponding leaf of each further
-        tree."""
+        """Returns the result for one leaf `x`; `more` has the corresponding leaves of the other
+        trees."""
         x = jnp.asarray(x)
         is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
         return (quantized_leaf if is_quantized else exact)(x, *more)

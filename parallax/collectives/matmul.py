@@ -369,8 +369,8 @@ def _check_not_last(function: str, argument: str, dim: int, shape):
     the weight.
 
     The last dim of `x` is summed over, and the last dim of the product comes from the weight. Only
-    dims of the batch can be gathered or scattered. `function` and `argument` are names for the
-    error.
+    dims of the batch can be gathered or scattered. The message begins with `function`, the caller's
+    name, and `argument`, the name of the argument that gives `dim`.
     """
     if dim == len(shape) - 1:
         raise ValueError(

@@ -112,8 +112,8 @@ def _as_sent(x):
     it.
 
     XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of these bits. Then the sender
-    would add the 32-bit number and the receiver the 16-bit number, so replicas would differ. A cast
-    to the type that `x` has already would be removed; `reduce_precision` is not.
+    would add the 32-bit number and the receiver the 16-bit number, so replicas would differ. XLA
+    removes a cast from a type to the same type, but does not remove a `reduce_precision`.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

@@ -91,11 +91,11 @@ class Route:
 
     @property
     def home(self) -> Point:
-        """Returns the offset of a device's own block."""
+        """Returns the offset of the block that a device owns: 0 along each dim of the box."""
         return (0,) * len(self.shape)
 
     def points(self) -> list[Point]:
-        """Returns the offsets of all blocks of a device, in row-major order."""
+        """Returns all points of the box (of the shape `shape`), in row-major order."""
         return list(itertools.product(*map(range, self.shape)))
 
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
@@ -210,8 +210,8 @@ def _hops(route: Route, back: bool) -> list[int]:
 def _check(route: Route) -> None:
     """Raises `ValueError` unless each device's term of a block reaches the block's owner once.
 
-    Two conditions ensure this. A device sends each block except its own exactly once. No block
-    arrives at an offset whose block was already sent.
+    Two conditions ensure this. Each device sends each block except its own exactly once. No device
+    receives a term of a block after it has sent its own sum of this block.
     """
     if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(

@@ -205,9 +205,9 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns all tuples that join one point of each of several boxes, in the order of the boxes.
+    """Returns all points of the joined box that have `point` along the dims of route `k`.
 
-    A box is the grid of devices of one route. The point of box number `k` is `point`. The point of
-    each other box i is one of `spans[i]`; `spans[k]` is not used.
+    Along the dims of each other route i, such a point has one of the points `spans[i]`. `spans[k]`
+    is not used.
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

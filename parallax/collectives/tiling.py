@@ -133,7 +133,8 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
 
 
 def _keeps_tiles(shape: tuple[int, ...], dim: int, n: int) -> bool:
-    """Returns whether n equal slices along `dim` are whole tiles of 8 x 128, in the last two dims.
+    """Returns whether n equal slices along `dim` cut no tile. A tile is 8 x 128 numbers in the last
+    two dims.
 
     A vector has no such tiles, so for a vector the result is False.
     """

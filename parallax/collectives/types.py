@@ -124,7 +124,7 @@ def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shap
 
     `states` maps an axis to "varying", "invarying" (invariant), "unreduced" or "reduced". Along
     other axes the type stays. The declaration must be true. `cast_unchecked` has no derivative:
-    call it in the `forward` and `backward` of `linear`, which JAX does not differentiate.
+    call it where JAX does not differentiate, such as in the functions that are passed to `linear`.
     """
     # All axes become varying first, so that one path serves all states: `lax.pcast` has a direct
     # way between few of the other states, such as from invariant to reduced.
@@ -229,7 +229,7 @@ def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, 
     Nothing checks that the value really is the same on all devices. A value is the same after a
     gather, which gives each device a copy of all blocks, and after a sum in which each block is
     added up on one device and then copied to all devices. `replicated` has no derivative: call it
-    in the `forward` and `backward` of `linear`, which JAX does not differentiate.
+    where JAX does not differentiate, such as in the functions that are passed to `linear`.
     """
     return replicated_p.bind(x, axes=axes(axis_name))
 
@@ -454,7 +454,7 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
 
 
 def _states_along(x, axis_name: AxisName) -> dict[str, str]:
-    """Returns the entries of `reduction_state(x)`, axis to state, for axes in `axis_name` only."""
+    """Returns the entries of the dict `reduction_state(x)` whose axis is in `axis_name`."""
     states = reduction_state(x)
     return {axis: states[axis] for axis in states if axis in axes(axis_name)}
 

@@ -1,4 +1,5 @@
-"""The options that several commands share, and the model, layout and chip that they name."""
+"""Defines the options that several commands share, and makes the model, layout and chip that the
+values of these options name."""
 
 import argparse
 import dataclasses
@@ -187,7 +188,7 @@ def layout_of(
     Args:
         options: the parsed options.
         config: the sizes of the model.
-        devices: the number of devices; None if any number fits.
+        devices: the number of devices; None if every number is allowed.
         fixed: the sizes that the message of an error must not propose to change.
 
     Raises:

@@ -9,9 +9,9 @@ prediction.
 A collective in a loop counts once for each iteration (trip). For each group of devices that
 exchange data, XLA writes the devices' numbers; the mesh tells along which axes these devices
 differ. In a *chain* each collective waits for the collective before it; `hops` is the length of a
-chain. A *computation* is a list of instructions with a name, such as a loop's body. `hlo.runs`
-yields the collectives of a program, each with its number of runs (`times`). `Instruction.ops` lists
-the arrays that a collective returns.
+chain. A *computation* is a named list of instructions, such as a loop's body. `hlo.runs` yields the
+collectives of a program, each with its number of runs (`times`). `Instruction.ops` lists the arrays
+that a collective returns.
 """
 
 import functools
@@ -42,8 +42,8 @@ class Entry(NamedTuple):
         bytes: the bytes of the results, summed over all runs; for a permute, the bytes that a
             device receives.
         hops: the length of the longest chain of collectives of this kind along these axes. In a
-            chain each collective waits for the collective before it. Entries that differ only in
-            `conditional` or `unbounded` have the same `hops`.
+            chain each collective waits for the collective before it. All entries of the same `kind`
+            and `axes` have the same `hops`, since one chain may include collectives of each entry.
         conditional: whether the collectives are in a branch that may not be taken. The collectives
             of all branches are counted.
         unbounded: whether the collectives are in a loop of unknown length, counted as one trip.

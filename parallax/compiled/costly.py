@@ -2,7 +2,7 @@
 
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
 
-A *computation* is a list of instructions with a name, such as a loop's body. The `called` of an
+A *computation* is a named list of instructions, such as a loop's body. The `called` of an
 `hlo.Instruction` has the computations that the instruction runs, each with its number of runs. For
 the body of a loop, this is the number of iterations (trips), or 0 if the number is unknown.
 
@@ -65,7 +65,7 @@ def instructions(
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
         """Returns the costs of the instructions of a computation that runs `times` times in a step.
 
-        `times` may be a fraction such as 3/8, since of some loops only the mean number of trips is
+        `times` may be a fraction such as 3/8, since for some loops only the mean number of trips is
         known. The number of runs of an instruction is rounded down.
         """
         expensive = []

@@ -318,8 +318,8 @@ def _topologies() -> Any:
 
 def _installed(extra: str, *modules: str) -> None:
     """Raises an `ImportError` if none of `modules` can be imported. Each of them has the compiler.
-    The message names the last module, and says to install this package with the optional
-    dependencies `extra`."""
+    The message names the last module, and says to install Parallax with the optional dependencies
+    `extra`."""
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

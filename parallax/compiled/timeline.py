@@ -163,7 +163,7 @@ def _body(loop: hlo.Instruction) -> str:
 
 
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
-    """Returns how many trips a loop has in the run of the loop that begins now.
+    """Returns the number of trips (iterations) of a loop in the loop's next run.
 
     The program's text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for
     a loop that has one trip in every second tick of a pipeline. Each run of the loop then adds the

@@ -2,9 +2,10 @@
 
 Some checks trace a function and read its *program*, a jaxpr: these checks look for operations that
 send, or for masks that are made from counts. A *count* is an array with the values 0, 1, 2, ...
-(`iota`) that the program makes itself. `jaxprs.opened` drops the constants of a jaxpr;
-`jaxprs.called` returns the inner jaxpr of a `jit` or `checkpoint`; `jaxprs.closed` returns all
-inner jaxprs. An operand of an equation is a variable or a literal number.
+(`iota`) that the program makes itself. An operand of an equation is a variable or a literal number.
+An equation may have inner jaxprs among its parameters: `jaxprs.called` returns the inner jaxpr of a
+`jit` or `checkpoint`, and `jaxprs.closed` all inner jaxprs of one equation. `jaxprs.opened` returns
+a jaxpr without the values of its constants.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -134,8 +135,8 @@ def _compares_counts(
     counts = dict(counts)
 
     def read(atom):
-        """Returns the ids of the counts (arrays 0, 1, 2, ...) on which `atom` depends. `atom` is an
-        operand of an equation, or a result of the program."""
+        """Returns the ids of the counts on which `atom` depends. `atom` is an operand of an
+        equation, or a result of the program."""
         return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
 
     for eqn in program.eqns:
@@ -349,9 +350,9 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if the shapes, types or heads of q, k and v do not fit each other.
 
-    If q varies along an axis and k does not, it is possible that the axis splits the heads of q. So
-    k must then have one head: with several heads, the queries of a device would need only some of
-    them. `name` is the caller's name, for the message.
+    If q varies along an axis and k does not, the axis may split the heads of q. Then attention
+    would give some heads of q the wrong heads of k, unless k has only one head. So k must have one
+    head in this case. `name` is the caller's name, for the message.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -368,14 +369,14 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     if not G or H % G:
         raise ValueError(
             f"{name}: the number of heads of q, {H}, must be a multiple of that of k and v, {G}. "
-            "Select the key heads that these query heads use."
+            f"Pass only the heads of k and v that these {H} heads of q use."
         )
     q_axes = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if q_axes and G > 1:
         raise ValueError(
-            f"{name}: q, of {H} heads, differs along {q_axes}, and k, of {G} heads, is the same "
-            f"there. If the heads are split over {q_axes}, select the key heads that these query "
-            "heads use. If they are not split, pass k and v through lax.pcast(..., to='varying')."
+            f"{name}: q, of {H} heads, varies along {q_axes}, and k, of {G} heads, does not. If "
+            f"{q_axes} splits the heads of q, pass only the heads of k and v that the device's "
+            "heads of q use. If not, pass k and v through lax.pcast(..., to='varying')."
         )
 
 

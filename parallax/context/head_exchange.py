@@ -5,7 +5,7 @@ Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n 
 
 With n devices on the axis, a device sends (n - 1)/n of its queries, keys, values and result. The
 number of query heads must be a multiple of n. `vary_alike` types q, k and v as varying along the
-same axes. `whole_segments` gathers the segments of whole sequences.
+same axes. `whole_segments` gathers the `segments` (each token's document) of whole sequences.
 """
 
 from collections.abc import Callable

@@ -29,24 +29,26 @@ Marks = tuple[Int[Array, "..."], Int[Array, "..."]]  # of the queries, and of th
 
 
 class Kernel(NamedTuple):
-    """Two functions that compute a block of attention; they need not be differentiable.
+    """Two functions that compute the attention of a block of queries `q` to a block of keys `k`;
+    they need not be differentiable.
 
     Both functions take three options. `causal=` says whether query t sees only keys 0 to t.
     `segments=` is None, or a pair: the number of each query's document, [B, T], and of each key's,
     [B, S]. Tokens of different documents do not see each other. `positions=` is None, or a pair:
     the positions of the queries, [T], and of the keys, [S]. With positions, `causal` is False, and
     a query sees only keys whose position is not after the query's position. `context.attention`
-    calls a kernel without positions, so it can compute neither a sliding window nor ALiBi, which
-    depend on positions. `context.gathered` passes positions. Results are float32 or wider.
+    passes no positions, so a kernel does not know the distances between tokens of different chunks,
+    which a sliding window or ALiBi needs. `context.gathered` passes positions. Results are float32
+    or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
             sqrt(K)) v, and the log-sum-exp. A query that sees no key has an `lse` of minus
             infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that the keys `k` add to
-            the gradients. `out` and `lse` are the results over all keys, and `ct` is the cotangent
-            of `out`. For a block that must not count, `attention` passes an `lse` of plus infinity,
-            with which all weights exp(score - lse) are 0.
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that the block adds to
+            the gradients of q, k and v. `out` and `lse` are the results over all keys, and `ct` is
+            the cotangent of `out`. For a block that must not count, `attention` passes an `lse` of
+            plus infinity, with which all weights exp(score - lse) are 0.
     """
 
     forward: Callable[..., Any]
@@ -174,7 +176,7 @@ def _backward(  # noqa: PLR0913
     positions: Marks | None = None,
     block: int,
 ):
-    """Returns the terms that the keys `k` add to the gradients of q, k and v.
+    """Returns the terms that the queries `q` and the keys `k` add to the gradients of q, k and v.
 
     `out` and `lse` are the forward results over all keys, and `ct` is the cotangent of `out`. The
     other arguments are those of `_forward`. The softmax's weights of a tile are computed again from

@@ -202,12 +202,13 @@ def places(tokens: int, table: np.ndarray) -> np.ndarray:
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
     """Returns the number of tokens of a chunk: `tokens` divided by the number of devices and by the
-    number of chunks on each. Raises `ValueError` if this is no whole number."""
+    number of chunks on each. Raises `ValueError` if the result is no whole number."""
     n, c = table.shape
     if tokens % (n * c):
         next_multiple = -(-tokens // (n * c)) * n * c
         raise ValueError(
             f"context: the number of tokens, {tokens}, must be a multiple of {n * c}: {c} chunks "
-            f"for each of {n} devices. Use sequences of {next_multiple} tokens, or another order."
+            f"for each of {n} devices. Use sequences of {next_multiple} tokens, or an order with "
+            "another number of chunks."
         )
     return tokens // (n * c)

@@ -66,7 +66,7 @@ def attention(
     Every device computes the same number of blocks of scores, in any `order`: a device that needs
     fewer blocks computes some that it does not use. With n devices and T tokens of a device,
     `zigzag` order has 2n + 1 blocks of (T/2)^2 scores on each device; the mask hides half of the
-    scores in two of them. Without `causal` the order does not matter. There is no forward-mode
+    scores in two of these blocks. Without `causal`, `order` is not used. There is no forward-mode
     derivative.
 
     Args:

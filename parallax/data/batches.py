@@ -40,13 +40,14 @@ def batch(
     The inputs are `batch[:, :-1]`, and the targets are `batch[:, 1:]`. Every epoch cuts the text
     into windows at another offset, and takes each window once, in a random order. Neighbouring
     windows share one token. Window w is `tokens[o + w * length :][: length + 1]`; the offset o and
-    the order are drawn from (seed, epoch). The windows of all epochs are numbered in one sequence,
-    and row i of the batch is the window of number step * size + i. So `batch(..., rows=r)` equals
-    `batch(...)[r]`, and reads only the windows of these rows.
+    the order are drawn from (seed, epoch). The windows of epoch 0 in their random order, then those
+    of epoch 1, and so on, form one sequence. Row i of the batch is element step * size + i of this
+    sequence. `batch(..., rows=r)` equals `batch(...)[r]`, but reads only the windows of these rows.
 
-    The memory and the time do not depend on the length of the text. Raises `ValueError` for a text
-    shorter than one window, and for tokens that are not whole numbers or do not fit int32. Raises
-    `ValueError` too for a seed, step, size, length or `rows` out of range.
+    The random order is not stored: `permuted` computes which window is at a given place. So memory
+    and time do not depend on the length of the text. Raises `ValueError` for a text shorter than
+    one window, for tokens that are not whole numbers or do not fit int32, and for a seed, step,
+    size, length or `rows` out of range.
     """
     seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length

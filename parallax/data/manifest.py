@@ -39,7 +39,7 @@ def hasher() -> Any:
         from xxhash import xxh3_128
     except ImportError as error:
         raise ImportError(
-            "Token files and checkpoints are hashed by xxhash: "
+            "Token files and checkpoints need the package xxhash, which is not installed. Run: "
             'pip install -e ".[data]" or pip install -e ".[checkpoint]".'
         ) from error
     return xxh3_128()
@@ -220,8 +220,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
             raise Damaged(str(error)) from error
         if found != size:
             raise Damaged(
-                f"{path}: needed {size} bytes, the file has {found}. It was cut short, or is "
-                f"another file."
+                f"{path}: needed a file of {size} bytes, found {found} bytes. The file was cut "
+                "short or replaced."
             )
 
 

@@ -292,9 +292,9 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
     manifest.need(manifest.is_hash(digest), f"{place}: hash", "a hash", digest)
     if stored != size:
         raise ValueError(
-            f"{path}: needed the {stored} bytes that {place.name} states, the file has {size}. "
-            "The file was cut short or replaced: make it again with data.write. If another program "
-            f"wrote the file, remove {place.name}, which describes an earlier file."
+            f"{path}: needed a file of {stored} bytes (as {place.name} states), found {size} "
+            "bytes. The file was cut short or replaced: make it again with data.write. If another "
+            f"program wrote the file, remove {place.name}, which describes an earlier file."
         )
     return digest
 

@@ -147,7 +147,7 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
     """Yields groups of rounds, each as a list of indices of rounds. The rounds of a group follow
     each other, and have the same set of steps. A step is how far a message goes along each dim of
-    the grid. Rounds without messages are left out, and do not end a group.
+    the grid of devices. Rounds without messages are left out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):

@@ -90,11 +90,11 @@ def timeline(
 
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
     shows, for each stage, the largest number of microbatches in flight at once. All stages begin
-    each tick together. The heading is `title`, such as the schedule's name, and the line that
-    `summary` returns. `forward`, `backward` and `weight` are the times of a stage's jobs for one
-    microbatch, in all chunks together. By default `backward` is 2, or 1 if the gradients of the
-    weights are jobs of their own; `weight` is the time of these jobs, and is not used if there are
-    none.
+    each tick together. The heading is the `title`, such as the schedule's name, followed by the
+    line that `summary` returns. `forward`, `backward` and `weight` are the times of a stage's jobs
+    for one microbatch, in all chunks together. By default `backward` is 2, or 1 if the gradients of
+    the weights are jobs of their own; `weight` is the time of these jobs, and is not used if there
+    are none.
 
     Raises:
         ImportError: matplotlib is not installed.

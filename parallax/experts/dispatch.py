@@ -40,8 +40,8 @@ class BytesSent(NamedTuple):
     The backward pass sends the same bytes again, without `ids`.
 
     Attributes:
-        out: the bytes of tokens, to the experts.
-        back: the bytes of results.
+        out: the bytes of the tokens that the device sends to experts.
+        back: the bytes of the experts' results that the device sends back.
         ids: the bytes of the indices of the tokens' experts.
         weights: the bytes of the factors of the experts' results; 0 if they are not sent.
     """
@@ -285,7 +285,8 @@ class ragged:
         if not axes(axis.names):
             raise ValueError(
                 "experts.ragged needs an axis to move rows along, and the experts are not split "
-                "over any axis. Use experts.gathered, or name the axis."
+                "over any axis. Use experts.gathered, or split the experts over an axis and pass "
+                "its name."
             )
         if axis.algorithm != xla:
             raise ValueError(
@@ -336,8 +337,9 @@ class ragged:
 
         The device sends k (n - 1)/n T rows to the experts, and as many rows back. T is `tokens`,
         and a row has `width` numbers of `itemsize` bytes. The field `ids` has the bytes of an int32
-        id for each row, and the bytes of the counts of rows. To each of the n - 1 other devices, a
-        device sends n int32 counts, one for each receiver of its rows.
+        id for each row, and of an all-gather of the row counts. A device has n int32 counts: how
+        many rows the device sends to each device. It sends all n counts to each of the n - 1 other
+        devices, since the place of a row at its receiver depends on the counts of earlier senders.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.

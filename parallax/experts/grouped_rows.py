@@ -4,10 +4,10 @@ Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor
 result for this row. An id equal to the number of experts on the device means no expert.
 
 Each block has rows for one expert; *filling rows* fill up the expert's last block. Each row of a
-block has an index `written`, the row of the result to add to, and an index `pair`, its pair.
-Filling rows must add nothing to the results, so both of their indices are out of range. For such an
-index `_take` gives 0, and `_add` adds nothing. An expert has `trained` arrays, which are
-differentiated, and `others`, which are not.
+block has two indices. `written` is the index of the row of the result to add to, and `pair` is the
+index of the row's pair. Filling rows must add nothing to the results, so both of their indices are
+out of range. For an index out of range `_take` gives 0, and `_add` adds nothing. An expert has
+`trained` arrays, which are differentiated, and `others`, which are not.
 
 Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
@@ -73,7 +73,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
             matmuls.
 
     Raises:
-        ValueError: `expert` returns rows of another shape or type; or size is below 1.
+        ValueError: `expert` returns rows of another shape or dtype; or size is below 1.
     """
     if size < 1:
         raise ValueError(f"experts.grouped: a block needs 1 row or more; got size={size}. Use 128.")
@@ -103,14 +103,14 @@ def _check_results(results: Array, rows: Array) -> None:
     if (results.shape, results.dtype) != (rows.shape, rows.dtype):
         needed, got = (f"{x.dtype}{list(x.shape)}" for x in (rows, results))
         raise ValueError(
-            f"experts: an expert must return rows of the same shape and type as its input, "
-            f"{needed}; it returned {got}. Let its last layer be of the model's width and type."
+            f"experts: an expert must return rows of the same shape and dtype as its input, "
+            f"{needed}; it returned {got}. Make its last layer return the model's width and dtype."
         )
 
 
 class Block(NamedTuple):
-    """One block of rows for one expert. Its last rows may be filling rows, which add nothing to
-    the results.
+    """One block of rows for one expert. If the expert has too few pairs to fill the block, the last
+    rows are *filling rows*, which add nothing to the results.
 
     Attributes:
         expert: the number of the expert.
@@ -267,8 +267,7 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Returns the rows of `x` at `index`. An index out of range gives a row of zeros; filling rows
-    have such indices."""
+    """Returns the rows of `x` at `index`. An index out of range gives a row of zeros."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

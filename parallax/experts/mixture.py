@@ -60,7 +60,8 @@ class Mixture(eqx.Module):
 
     Attributes:
         router: the matrix from a token to logits.
-        experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
+        experts: a tree of any kind whose arrays have a first dim of experts. In `moe` a device has
+            only its own experts.
         bias: numbers added to the experts' scores, only to choose the experts. The bias has no
             gradient; `rebalanced` changes it. None or `()` means no bias.
     """

@@ -29,9 +29,8 @@ class Routing(NamedTuple):
     Attributes:
         experts: the indices of each token's experts, the best expert first. If a token chooses an
             expert twice, the factor of the expert's result is the sum of the weights of both
-            choices. With a capacity of `math.inf`, the dispatches `exchanged` and `ragged` drop
-            no choices if the experts of each token are all different. If a token chooses an expert
-            twice, they may drop choices, and count these choices as dropped.
+            choices. The dispatches `exchanged` and `ragged` may then drop choices even with a
+            capacity of `math.inf`; they count these choices as dropped.
         weights: the factors of the results of these experts.
         logits: the router's logits.
         shares: for each token, the router's preference for each expert: 0 or more, with the sum 1.
@@ -104,12 +103,12 @@ class Statistics(NamedTuple):
     microbatches.
 
     Attributes:
-        balance: the mean over sequences of E times the sum over the E experts of load * share. Here
-            an expert's `load` is its load in one sequence, and `share` is the mean of its
-            `Routing.shares` over the tokens of this sequence. The balance is 1 if all experts have
-            the same load. As an auxiliary loss it moves the router towards an even load. Sources:
-            Fedus et al., arXiv 2101.03961, formula 4; for one sequence at a time, DeepSeek-AI,
-            arXiv 2412.19437, formula 17.
+        balance: for each sequence, the sum of E * load * share over the E experts; then the mean
+            over the sequences. Here `load` is the fraction of the sequence's choices that fall on
+            the expert, and `share` is the mean of the expert's `Routing.shares` over the sequence's
+            tokens. The balance is 1 if all experts have the same load. As an auxiliary loss it
+            moves the router towards an even load. Sources: Fedus et al., arXiv 2101.03961, formula
+            4; for one sequence at a time, DeepSeek-AI, arXiv 2412.19437, formula 17.
         z: the mean over tokens of logsumexp(logits)^2. It is an auxiliary loss that keeps logits
             small (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is

@@ -3,10 +3,8 @@ devices that split the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
 `(loss, aux)`. An array varies along an axis if its type says that it may differ between the devices
-of the axis. A parameter that is whole on each device is a copy. `A {U_X}` means that each device of
-axis X holds one term of a sum, and `A` is the sum. `axis.over(names)` is `axis` with only those of
-its names that are in `names`. `sequence_after(x, y)` is `x`. On a CPU each array of `x` waits for
-all of `y`.
+of the axis. `axis.over(names)` is `axis` with only those of its names that are in `names`.
+`sequence_after(x, y)` is `x`. On a CPU each array of `x` waits for all of `y`.
 """
 
 import numbers
@@ -179,8 +177,8 @@ def averaged(
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`, which split
-    the batch. This is data parallelism, `A {U_X} -> A`: a term on each device becomes one result on
-    all.
+    the batch. This is data parallelism: each device computes the gradients of its part of the
+    batch, and the mean over devices is the gradient of the whole batch.
 
     The parameters are declared varying before `grad` differentiates, so that JAX does not sum their
     gradients. Then the gradients are reduced once. If a parameter is split over some of the axes
@@ -234,14 +232,14 @@ def summed(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """Returns `grad` with its gradients summed over `axis`: each device has one term before, and
-    the whole sum after, `A {U_X} -> A`.
+    """Returns a gradient function that sums the gradients of `grad` over the devices of `axis`.
 
-    A gradient is summed only over those names in `axis` along which all devices have the same
-    parameter. Use `summed` if each device computes a part of one loss. In sequence parallelism, for
-    example, each device normalises only some of the tokens, so the device's gradient of the norm's
-    weight is one term of the sum. Sums are taken in float32 or wider, and rounded once, to the
-    gradient's own type.
+    On each device `grad` computes one term of the sum, and each device gets the sum. A gradient is
+    summed only over those names in `axis` along which all devices have the same parameter. Use
+    `summed` if each device computes a part of one loss. In sequence parallelism, for example, each
+    device normalises only some of the tokens, so the device's gradient of the norm's weight is one
+    term of the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own
+    type.
 
     Args:
         grad: a gradient function.
@@ -305,8 +303,8 @@ def value_and_sums(
 
     def axes_to_reduce(gradient, declared, parameter):
         """Returns the axes to sum one gradient over. `parameter` is the gradient's parameter with
-        the type that it had when the caller passed it. `declared` is the same parameter with the
-        type that it had in the gradient function."""
+        its own type, from `local.params`. `declared` is the same parameter with the type that the
+        gradient function got, from `local.declared`: it may vary along more axes."""
         # If the parameter was declared varying, the gradient is one device's term, even if its own
         # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
         # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
@@ -362,8 +360,8 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
 def _narrowed(total: Array, dtype: jnp.dtype) -> Array:
     """Returns `total`, a sum over devices in a wide type, rounded to `dtype`.
 
-    If a program rounds a sum to bfloat16 and does not use the wide sum, XLA for TPUs sends and adds
-    in bfloat16. `reduce_precision` rounds the numbers within the wide type, so the sum stays wide.
+    If a program uses a sum only after it rounds the sum to bfloat16, XLA for TPUs sends and adds in
+    bfloat16. `reduce_precision` rounds the numbers within the wide type, so the sum stays wide.
     XLA changes no sums that are rounded to float16.
     """
     if dtype == jnp.bfloat16:
@@ -372,8 +370,8 @@ def _narrowed(total: Array, dtype: jnp.dtype) -> Array:
 
 
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `function` with the gradients of its parameters summed over `axis` in the backward
-    pass, `A {U_X} -> A`: each device has one term of the sum before, and the whole sum after.
+    """Returns `function` with a backward pass that sums the gradients of the parameters over the
+    devices of `axis`. Each device computes one term of the sum, and each device gets the sum.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
     gradients of each layer. The messages can overlap with the work of the next iteration. The

@@ -1,7 +1,7 @@
 """This device's gradients, before any sum over devices, and the checks that the sum will be right.
 
 An array varies along an axis if its type says that it may differ between the devices of the axis. A
-share is a device's part of a parameter; a parameter that is whole on each device is a copy.
+*share* is a device's part of a parameter. If each device has the whole parameter, it has a *copy*.
 `ENCLOSING.value` has the axes of the gradient functions around the code being traced.
 """
 
@@ -62,8 +62,9 @@ def local_gradients(
         batch: this device's batch.
         axis: the axis to be reduced over.
         loss: whether the loss is to be reduced as well.
-        reduced: picks parameters, such as `lambda model: model.blocks`. They are not declared
-            varying, since their gradients are summed in the backward pass.
+        reduced: a function that returns some of the parameters, such as `lambda model:
+            model.blocks`. These parameters are not declared varying, since the backward pass sums
+            their gradients.
         mean: whether the caller takes the mean over `axis`, not the sum.
 
     Raises:

@@ -30,15 +30,16 @@ def loss_and_gradients(grad: Grad, params: PyTree, batch: PyTree) -> tuple[PyTre
 
 
 def loss_part(value: PyTree) -> Any:
-    """Returns the loss from the first result of a gradient function, a loss or `(loss, aux)`."""
+    """Returns the loss. `value`, the first result of a gradient function, is the loss or the pair
+    `(loss, aux)`."""
     return value[0] if isinstance(value, tuple) else value
 
 
 def map_loss_and_aux(
     value: PyTree, on_loss: Callable[[Any], Any], on_aux: Callable[[Any], Any]
 ) -> PyTree:
-    """Returns the first result of a gradient function, a loss or `(loss, aux)`, with `on_loss`
-    applied to the loss and `on_aux` to `aux`."""
+    """Returns `value` with `on_loss` applied to the loss, and `on_aux` to `aux` if there is one.
+    `value`, the first result of a gradient function, is the loss or the pair `(loss, aux)`."""
     return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
 
 

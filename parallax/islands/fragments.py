@@ -110,9 +110,8 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
             [L, ...], or [v, L / v, ...] for a pipeline of v chunks per stage. The first dim of
             these leaves is cut into groups.
 
-    Raises:
-        ValueError: when the result is called: `count` is not from 1 to the number of layers (or
-            chunks), or the first dims of the blocks' leaves have different sizes.
+    The returned function raises `ValueError` if `count` is not from 1 to the number of layers (or
+    chunks), or if the first dims of the blocks' leaves have different sizes.
     """
 
     def fragments(model):

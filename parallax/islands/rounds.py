@@ -371,9 +371,9 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
         """Returns a leaf [1, ...] without its first dim."""
         if x.ndim < 1 or x.shape[0] != 1:
             raise ValueError(
-                "islands.local needs the state that islands.init makes, arrays [islands, ...] "
-                f"split over {names}, so that their first dim on a device is 1; "
-                f"{trees.dotted(path)} has the shape {x.shape} there."
+                "islands.local needs the state that islands.init makes, with arrays [islands, ...] "
+                f"split over {names}. On each device the first dim of an array must have size 1, "
+                f"but {trees.dotted(path)} has the shape {x.shape} on a device."
             )
         return x[0]
 
@@ -422,8 +422,8 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
-        """Returns the island's state and info after `train`. All arrays except the number of the
-        step are typed as varying along `names` again.
+        """Returns the island's state and info after `train`. All returned arrays, except the number
+        of the step, are typed as varying along the axes of the islands.
 
         `train` is traced to a jaxpr, whose arguments and results are arrays. So leaves that are no
         arrays are kept apart, in `static` and `static_results`. If `limit` is not None, `train`
@@ -495,6 +495,7 @@ def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
                 f"islands.local: the train step itself uses the axes {names} of the islands, in "
                 f"{eqn.primitive.name} at {source_lines.source(eqn)}. Only islands.local may use "
                 "these axes: the islands must not communicate in every step. Leave these axes out "
-                "of the step's reductions: grads.averaged(grad, 'data'), not over "
-                f"{(*names, 'data')!r}; islands.local itself averages over the islands."
+                "of the step's reductions: write grads.averaged(grad, 'data'), not "
+                f"grads.averaged(grad, {(*names, 'data')!r}). islands.local itself averages over "
+                "the islands."
             )

@@ -340,31 +340,31 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns arrays for the new number of islands: island i gets the arrays that island
-        `sources[i]` had before. The first dim of the arrays is that of the islands."""
+        """Returns `tree` with arrays [islands, ...] in place of its arrays [before, ...]. Island i
+        gets the arrays of the old island `sources[i]`."""
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
-        """Returns zeros in place of the arrays of `tree`, for the new number of islands."""
+        """Returns `tree` with zeros [islands, ...] in place of its arrays [before, ...]."""
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
-        """Returns the result of an exchange in which no island took part: `sent` with zeros in all
-        arrays. `present` gets the new number of islands as its size. Returns None if `sent` is
-        None."""
+        """Returns `sent` with zeros in all arrays: the result of an exchange in which no island
+        took part. The shape of `present` changes from [before] to [islands]. Returns None if `sent`
+        is None."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)
         return SentChanges(mean, jnp.zeros_like(sent.some), zeros(sent.present))
 
     def resized(state):
-        """Returns the state for the new number of islands, `islands`, from the arrays of the state
-        before the change of the number.
+        """Returns the arrays of a state of `islands` islands. The argument `state` has the arrays
+        of the state of `before` islands.
 
         Every island starts from the outer weights, `state.model`, which has None for leaves that
-        are not trained. Island i takes these other leaves and the inner optimizer's state from the
-        old island `sources[i]`. Rounding errors and the unused results of exchanges become zero,
-        since they belong to islands that may be gone.
+        are not trained. Island i takes the leaves that are not trained, and the inner optimizer's
+        state, from the old island `sources[i]`. Rounding errors and the unused results of exchanges
+        become zero, since they belong to islands that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)

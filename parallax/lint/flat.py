@@ -86,7 +86,8 @@ class Flat:
     """The operations of a jaxpr in order, with the types of all values.
 
     Attributes:
-        ours: a function from the equation of a collective of this library to its jaxpr.
+        ours: a function that takes the equation of one of this library's collectives, and returns
+            the collective's jaxpr.
         types: the type of each value; the value's id is the index.
         nodes: the operations.
         literals: the numbers that are written into the program, by the ids of their values.

@@ -8,8 +8,8 @@ A `Value` records what the lint knows about one value (array) of the program. `p
 and carries of which the value is a linear function: `carry + psum(x)` has two parts, the old carry
 and the sum. `differs` are the axes along which the value differs between devices. `trip` is the
 depth of the innermost loop that changes the value, or 0 if no loop does. A part is *spoiled* if the
-loop's body also uses the part for another purpose than to add up a new carry. A sum that is spoiled
-must stay in the loop.
+loop's body uses the part for any other purpose than to add up a new carry. A sum that is spoiled
+stays in the loop.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,8 @@ class Loop:
         depth: the number of loops around the body, this one included.
         trips: the number of iterations; None if it is not known.
         sums: the sums over devices in the loop's body.
-        spoiled: the sums and the old carries that the body does not only use to add up a new carry.
+        spoiled: the sums and the old carries that the body uses for any other purpose than to add
+            up a new carry.
     """
 
     depth: int
@@ -101,15 +102,15 @@ class Loop:
 
     def spoil(self, values: Sequence[Value]) -> None:
         """Marks the sums and carries in the `parts` of these values as spoiled: the loop's body
-        uses them for another purpose than to add up a new carry."""
+        uses them for some other purpose than to add up a new carry."""
         self.spoiled.update(part for value in values for part in value.parts)
 
     def only_added(self, carries: Sequence[Value], stacked: Sequence[Value]) -> list[Sum]:
         """Returns the sums that were only added to a carry.
 
         `carries` and `stacked` are the results of the body: the new carries, and the outputs that
-        the loop stacks. The loop returns the stacked outputs of all iterations, so a sum in one of
-        them must stay in the loop.
+        the loop stacks. A sum in a stacked output is not returned: after the loop, one sum of the
+        whole stack would send as many bytes as the sums in the loop.
         """
         self.spoil(stacked)
         # The new carry must be the old one plus parts, and not a function of another carry.

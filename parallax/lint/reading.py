@@ -4,8 +4,8 @@ mistakes.
 A *fact* is one thing that the lint knows about a value (an array), such as "it differs along
 'data'". The facts about an operation's results are computed from the facts about its operands. A
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
-devices. `trip` is the depth of the innermost loop that changes the value. The value is a linear
-function of its `parts`: carries of the innermost loop, and sums over devices in that loop's body.
+devices. `trip` is the depth of the innermost loop that changes the value. `parts` are the carries
+of the innermost loop, and the sums over devices in its body, on which the value depends linearly.
 `shard` is the argument from which the value was made by elementwise operations, reshapes,
 transposes and all-gathers. `constant` says that the value was made only of numbers written into the
 program, and `narrow` is the 16-bit type that the value was cast from.
@@ -167,9 +167,8 @@ class Reading:
 
     @contextlib.contextmanager
     def _under(self, predicates: list[tuple[str, frozenset[str]]]) -> Iterator[None]:
-        """Adds `predicates` to those of the reading, for the operations that are read inside the
-        `with`. Each predicate is a pair: "cond" or "while", and the axes along which the predicate
-        differs between devices."""
+        """Adds `predicates` to `self.predicates` until the `with` block ends. Each predicate is a
+        pair: "cond" or "while", and the axes along which the predicate differs between devices."""
         outside = self.predicates
         self.predicates = [*outside, *predicates]
         yield
@@ -335,8 +334,9 @@ class Reading:
         the loop. No mistakes are noted.
 
         Facts are propagated through the body until the facts about its carries no longer change.
-        The carries stand at the places `carries` of `arguments`. At these places, the facts about
-        the carries are replaced by those that hold in every iteration.
+        `arguments` has the facts about the body's arguments, and `carries` the indices of the
+        carries in `arguments`. The facts at these indices are replaced by those that hold in every
+        iteration.
         """
         was_silent, self.silent = self.silent, True
         self.loops.append(loop)  # loops inside count it for their depth
@@ -361,9 +361,9 @@ class Reading:
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
         """Returns the facts about the results of a loop's body, and notes the mistakes in the body.
-        One kind of mistake is a sum over devices that could be taken once, after the loop. The
-        carries stand at the places `carries` of `arguments`, with the facts that hold in every
-        iteration.
+        One kind of mistake is a sum over devices that could be taken once, after the loop.
+        `arguments` has the facts about the body's arguments that hold in every iteration, and
+        `carries` the indices of the carries in `arguments`.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
@@ -476,9 +476,9 @@ def _after_loop(
     """Returns the facts about a loop's results, outside of the loop.
 
     Args:
-        returned: the facts that hold in every iteration about the body's results: the carries, and
-            the outputs that the loop stacks.
-        carries: those facts about the carries that are true at the beginning of every iteration.
+        returned: the facts about the body's results, first the carries and then the outputs that
+            the loop stacks. The facts hold in every iteration.
+        carries: the facts about the carries that hold at the beginning of every iteration.
         predicate: the facts about a `while` loop's predicate; for a `scan`, which has no predicate,
             the facts that any constant has.
         depth: the number of loops around this one.

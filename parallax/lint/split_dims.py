@@ -14,7 +14,7 @@ weights, are not checked.
 A *fact* is one thing that the lint knows about a value (an array), such as "its first dim is split
 over 'tensor'". A rule for one kind of operation takes the facts about the operands (`inputs`) and
 returns the facts about the results. A `Dim` has the facts about one dim. `split` are the axes that
-split the dim. If a reshape cuts a split dim into an outer dim and inner dims, each inner dim gets
+split the dim. If a reshape turns a split dim into an outer dim and inner dims, each inner dim gets
 the axes of the split dim as its `within`. `rows` says whether the dim runs over the rows of the
 batch. `drawn` says whether each index of the dim has random numbers of its own. `counted` says
 whether the elements were computed from an `iota` along the dim; the `iota` begins at 0 on each
@@ -61,9 +61,10 @@ def dims_after(
     """Returns a `Value` for each result of an operation, with the facts `dims`, `terms` and
     `shared`.
 
-    `note(mistake, node, *details)` is called for each mistake if a dim of an operand or of a result
-    runs over the rows of the batch; other operations may belong to gradients or updates. `sizes`
-    are the sizes of the mesh axes that have several devices, by name.
+    `note(mistake, node, *details)` is called for each mistake, if a dim of an operand or of a
+    result runs over the rows of the batch. Operations without such a dim may belong to gradients or
+    updates, which are not checked. `sizes` are the sizes of the mesh axes that have several
+    devices, by name.
     """
     operation = _Operation(program, node, sizes)
     results = operation.results(inputs)
@@ -146,7 +147,7 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _reshaped(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of a reshape. If the reshape cuts a split dim into
+        """Returns the facts about the result of a reshape. If the reshape turns a split dim into
         several dims, the outermost of them is split."""
         dims = _regrouped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
         return inputs[0]._replace(dims=dims)
@@ -179,7 +180,8 @@ class _Operation:
         return self._part(inputs[0], starts, self.shapes[0])
 
     def _divided(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the results of `split`: slices of a dim, one after another."""
+        """Returns the facts about the results of the operation `split`. The results are consecutive
+        slices of the operand along one dim."""
         # A part begins where the sizes of the parts before it end.
         starts = itertools.accumulate(map(int, (0, *self.params["sizes"][:-1])))
         dim = self.params["axis"]
@@ -192,8 +194,8 @@ class _Operation:
 
         If a sliced dim is split, the slice is recorded: the set `parts` of the result's dim gets
         this slice as its only element. Different slices of one split dim must not be combined with
-        each other. A device cuts each slice from its own block. If the whole dim were sliced first,
-        and each slice were split then, the device would get other elements.
+        each other, since a device cuts both from its own block of the dim. If a gate and a value
+        are stacked along the split dim, a device would combine two parts of the gate.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -425,7 +427,7 @@ class _Operation:
         removed, is_sum = self.params["axes"], self.node.name == "reduce_sum"
         result = self._without(value, removed)
         axes = NO_AXES.union(*(dims[i].split for i in removed))
-        # A reshape may cut a split dim into groups: 8 units on 4 devices, 2 on each, by
+        # A reshape may turn a split dim into groups: 8 units on 4 devices, 2 on each, by
         # `x.reshape(2, -1)`. Then a device has one element of each group, and the reduction of the
         # group is not complete either. Several elements may be a whole group, such as a head.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
@@ -563,8 +565,9 @@ def _regrouped(
     """Returns the facts about the dims after a reshape from the shape `before` to `after`. The
     facts about the dims before the reshape are `dims`.
 
-    If the reshape cuts a split dim into several dims, the outermost of them is split, and the
-    others are `within` it. The outermost may have size 1: a device may have one of several groups.
+    If the reshape turns a split dim into several dims, the outermost of them is split, and the
+    others get the axes of the split dim as their `within`. On a device, the outermost may have
+    size 1: then the device has only one index of this dim.
     """
     if 0 in before:  # an array without elements: products of its sizes do not tell dims apart
         return (Dim(),) * len(after)

@@ -109,9 +109,9 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Reduction]]:
     """Returns a dict and a list. The dict has `result`, and the values from which elementwise
-    operations, transposes and sums over devices compute `result`. Each value comes with its `Dims`.
-    The list has those of the sums whose operand is split over an axis of the sum: such a sum adds
-    different shards.
+    operations, transposes and sums over devices compute `result`. The dict maps each of these
+    values to its `Dims`. The list has the sums over devices that add different shards: a sum is in
+    the list if its operand is split over an axis of the sum.
 
     Each sum in the list is a `Reduction`: the operation, the operand, and those axes of the sum
     that split the operand. This operand, and the values from which it is computed, are not in the

@@ -54,8 +54,8 @@ class Dim(NamedTuple):
 
     Attributes:
         split: the axes along which devices have different elements of the dim.
-        within: if a reshape cut a split dim into an outer dim and this inner one, the axes of that
-            split dim.
+        within: the axes of a split dim that a reshape turned into several dims, of which this dim
+            is not the outermost; empty if there was no such reshape.
         rows: whether the dim runs over the rows (examples) of the batch.
         drawn: whether each index of the dim has random numbers of its own.
         counted: whether the elements were computed from an `iota` along the dim; the `iota`

@@ -10,8 +10,8 @@ the step's state. That function makes each part of the state on the devices that
 
 `models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
 model. A `Layout` has the sizes of the axes, and a `Compute` has the choices that a `Layout` leaves
-open. The L blocks are one tree of arrays [L, ...]; in a pipeline with v chunks per stage, the
-arrays are [v, L / v, ...]. Along dim 0 the index c has the c-th chunk of every stage, and dim 1 is
+open. The L blocks are one tree of arrays [L, ...]. In a pipeline with v chunks of layers per stage,
+the arrays are [v, L / v, ...]: index c of dim 0 holds the c-th chunk of every stage, and dim 1 is
 split over the stages. A model's *static* leaves are those that are not arrays.
 """
 
@@ -360,7 +360,7 @@ def loss_step(
     def make_model():
         return split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32))
 
-    # Only shapes are used, for the specs; so any key and any dtype would do.
+    # Only the shapes are used, for the specs, so the key and the dtype do not matter.
     model = eqx.filter_eval_shape(make_model)
     rule, _ = recipe.rules_of(family, layout)  # an evaluation has no optimizer's state
     specs = rules.specs(model, rule, mesh)
@@ -434,8 +434,8 @@ def _into_stages(
     layout: Layout, schedule: Schedule | None, layers: int | None = None
 ) -> Callable[[Any], Any]:
     """Returns a function that turns blocks [L, ...] into the blocks in a state of `layout`. For v
-    chunks per stage the blocks in the state are [v, L / v, ...]: index c of the first dim has the
-    c-th chunk of every stage, in the order of the stages.
+    chunks per stage the blocks in the state are [v, L / v, ...]: index c of dim 0 holds the c-th
+    chunk of every stage, in the order of the stages.
 
     `schedule` is the schedule of `Compute`, which may place the chunks in another order than that
     of the layers. None: the layout's own schedule, which keeps the chunks in the order of the
@@ -443,8 +443,8 @@ def _into_stages(
     """
 
     def split(blocks):
-        """Returns `blocks`, [L, ...], as [v, L / v, ...] for v chunks per stage: index c has the
-        c-th chunks of all stages, L / v layers. Without a pipeline, returns `blocks` unchanged.
+        """Returns `blocks`, [L, ...], as [v, L / v, ...] for v chunks per stage. Without a
+        pipeline, returns `blocks` unchanged.
         """
         if not layout.pipelined:
             return blocks
@@ -466,8 +466,8 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
     """
 
     def join(blocks):
-        """Returns blocks of v chunks per stage, [v, L / v, ...], as [L, ...], in the order of the L
-        layers; without a pipeline, unchanged.
+        """Returns `blocks`, [v, L / v, ...] for v chunks per stage, as [L, ...], in the order of
+        the L layers. Without a pipeline, returns `blocks` unchanged.
         """
         if not layout.pipelined:
             return blocks
@@ -496,7 +496,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        """Returns `leaf` with its blocks changed by `change` if it is a model, else unchanged."""
+        """Returns a model with its blocks changed by `change`. Returns any other leaf unchanged."""
         if not is_model(leaf):
             return leaf
         return eqx.tree_at(family.where, leaf, change(family.where(leaf)))

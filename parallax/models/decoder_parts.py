@@ -1,10 +1,10 @@
 """Makes the loss, the logits and the pipeline functions of a decoder.
 
-The families here differ in their blocks and in how they encode positions. A `DecoderParts` has the
-functions for these two parts of one family. The embedding, the head and the loss are the same for
-all families, and are in this module. The vocabulary is split over stages and tensor devices: each
-of P stages holds 1/P of the rows of the embedding and of the head, and computes 1/P of the head, so
-no stage is slower than the others.
+The families here differ in their blocks and in how they encode positions. A `DecoderParts` has one
+family's functions for its blocks and its positions. The embedding, the head and the loss are the
+same for all families, and are in this module. The vocabulary is split over stages and tensor
+devices: each of P stages holds 1/P of the rows of the embedding and of the head, and computes 1/P
+of the head, so no stage is slower than the others.
 
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
@@ -83,8 +83,8 @@ def loss_and_aux(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], Any]:
-    """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks as arrays
-    [L, ...], or None if the blocks have none.
+    """Returns `(loss, aux)`: the number that the function `loss` below returns, and the auxiliary
+    values of the blocks as arrays [L, ...]. `aux` is None if the blocks have no auxiliary values.
 
     `model` is a whole model, or one device's shard of a model along `axis`. `batch` may be a tuple:
     the windows of T + 1 tokens, and the keys of dropout. `attend` is the attention function, and
@@ -392,8 +392,8 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     keys = iter(jax.random.split(key, count))
 
     def normal(*shape, scale=0.02):
-        """Returns an array of normal numbers of the shape `shape`, drawn with the next of the
-        `count` random keys."""
+        """Returns an array of normal numbers with the shape `shape` and the standard deviation
+        `scale`. Each call draws with the next random key in `keys`."""
         return scale * jax.random.normal(next(keys), shape, dtype)
 
     return normal

@@ -1,7 +1,7 @@
-"""`Family`, the record of the functions that the training code (`models.recipe`) needs from a kind
-of decoder; and `Batch`.
+"""Defines `Family`, the record of the functions that the training code (`models.recipe`) needs from
+a kind of decoder, and `Batch`, the arrays that a loss is computed from.
 
-The record of GPT-2 is `gpt2.FAMILY`. Another decoder that has such a record can be split over
+The `Family` of GPT-2 is `gpt2.FAMILY`. Another decoder that has a `Family` can be split over
 devices by a `Layout` in the same way; there is no class to inherit from.
 """
 

@@ -14,7 +14,7 @@ they have two: chunks, and the layers of a chunk. *Loops* run over these leading
 is the number of these dims.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
-sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
+sequence parallelism and for the recomputation of attention; Narayanan et al. (arXiv 2104.04473) for
 pipelines.
 """
 
@@ -90,9 +90,9 @@ class Compute:
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
         unroll: the number of layers in the body of the loop over layers. None: the number is 2 with
-            ZeRO-3 on CPUs and GPUs. On GPUs without ZeRO-3 it is the number of all layers, if there
-            is no pipeline and the layers are at most 48 (the step then takes longer to compile, and
-            is faster). In all other cases it is 1.
+            ZeRO-3 on CPUs and GPUs. On GPUs without ZeRO-3 and without a pipeline, a model of at
+            most 48 layers has all layers in the body: the step takes longer to compile, and is
+            faster. In all other cases the number is 1.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the schedule that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
@@ -401,8 +401,8 @@ def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
     """Returns the function that wraps a block, so that its backward pass recomputes the values that
-    are not kept. This function is the `remat` of `compute`; if that is None, it is the policy that
-    the layout's `remat` asks for.
+    are not kept: `compute.remat`, or the function of `parallax.remat` for the layout if
+    `compute.remat` is None.
     """
     if compute.remat is not None:
         return compute.remat

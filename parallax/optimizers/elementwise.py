@@ -69,8 +69,8 @@ def checked(
             parameter, and its spec has the dim that each axis splits. If the spec does not name an
             axis of the type, the check assumes that this axis may split any dim.
         at: the name of the caller, for messages.
-        gathered: axes along which the caller has gathered the leaves. The leaves count as whole
-            along these axes, although their types still vary along them.
+        gathered: axes along which the caller has gathered the leaves. The check takes the leaves as
+            whole along these axes, although they are typed as varying along them.
 
     Returns:
         `(gradients, state, params, **extra) -> (updates, state)`; a parameter may have no gradient.
@@ -120,9 +120,9 @@ class _Leaf(NamedTuple):
         gradient: the gradient.
         weight: the parameter. In ZeRO-1 the parameter is whole, and the gradient is a share.
         split: the axes that split the gradient or the parameter. Axes of one device are left out.
-        whole: the shape of the whole parameter.
-        is_open: whether the specs leave open which dim is split. If they do, `whole` is an upper
-            bound, in which every dim is multiplied by the number of devices.
+        whole: the shape of the whole parameter; if `is_open`, an upper bound of this shape.
+        is_open: whether it is unknown which dim of the parameter is split, because the parameter's
+            spec does not name an axis that splits the parameter.
     """
 
     path: tuple[Any, ...]
@@ -371,9 +371,10 @@ class _Update:
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
-        """Raises `UnfitOptimizer` if missing leaves or the shapes of shards made an update fail
-        with `error`. For any other cause it only returns, and the caller raises `error` itself.
-        `params` are all parameters, with and without a gradient."""
+        """Raises `UnfitOptimizer` if `error`, which an update raised, has one of two causes: a leaf
+        has only a gradient or only optimizer state, or the update does not fit the shapes of
+        shards. For any other cause it only returns, and the caller raises `error` itself. `params`
+        are all parameters, with and without a gradient."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
         # Each array of the state that belongs to a leaf, with the leaf's path.
@@ -445,9 +446,10 @@ class _Update:
 
 
 def _split_alike(a: _Leaf, b: _Leaf) -> bool:
-    """Returns whether the leaves `a` and `b` are surely split along the same dim. This is sure if
-    the spec of each leaf tells which dim is split, one axis alone splits both leaves, and their
-    shapes are equal, on a device and as a whole."""
+    """Returns whether the leaves `a` and `b` are surely split along the same dim. A leaf is split
+    along the dim whose size on a device differs from its size in the whole leaf. So the result is
+    True if `a` and `b` have equal shapes on a device and as whole leaves, the same single axis
+    splits both, and neither is open."""
     same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
     # A leaf is open if it is split over an axis that its spec does not name. That axis may
     # split any dim of the leaf, and the shapes of the leaf do not tell which dim.

@@ -105,7 +105,7 @@ class Value(NamedTuple):
         leaves: the numbers of the leaves from which the array is computed. `WHOLE` is among them if
             the array is computed from an array that no axis splits, and `RIGHT` if it is computed
             from a result that a wrapper of an optimizer has marked as correct on shards. If
-            `leaves` is empty, the array is one number, or has equal numbers, and is the same on all
+            `leaves` is empty, all elements of the array are equal, and the array is the same on all
             devices.
         mixes: why the array is not computed element by element; "" if it is.
     """

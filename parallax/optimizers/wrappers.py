@@ -108,8 +108,9 @@ def by_matrix(
     the leaves that are not stacked, as in `whole`.
 
     Args:
-        optimizer: an optimizer that updates each leaf by itself. To use a second optimizer for some
-            leaves, combine it with the result of `by_matrix`, by `optax.partition`.
+        optimizer: an optimizer whose update of a leaf does not depend on other leaves. To use a
+            second optimizer for some leaves, combine it with the result of `by_matrix`, by
+            `optax.partition`.
         axis: all axes over which parameters or their gradients are split.
         specs: the specs by which parameters, or only their gradients, are split over devices; a
             tree like the parameters.
@@ -120,8 +121,8 @@ def by_matrix(
 
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it. The layers
-            on a device cannot be divided evenly among the devices that update them. A dim of layers
-            before a leaf's last dim of layers is split over `axis`. The optimizer draws random
+            on a device cannot be divided evenly among the devices that update them. `axis` splits a
+            dim of layers that is not the last dim of layers of its leaf. The optimizer draws random
             numbers, or combines several leaves, as clipping by the global norm does. The errors of
             `whole` are raised too.
     """
@@ -241,9 +242,9 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the optimizer's states, one for each group of leaves with equal dims of layers
-        (`groups`). Inside a `shard_map` over `axis`, each state is for the layers that this device
-        owns. Outside a `shard_map`, each state is for all layers."""
+        """Returns the optimizer's states, one for each group of leaves that `groups` returns.
+        Inside a `shard_map` over `axis`, each state is for the layers that this device owns.
+        Outside a `shard_map`, each state is for all layers."""
         params = eqx.filter(params, trees.is_inexact)
         # The axes of the `shard_map`s around this code must include the optimizer's axes. Outside a
         # `shard_map`, `rules.optimizer_specs` checks the axes.
@@ -386,8 +387,8 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
     """Raises `ValueError` unless the layers on a device can be divided evenly among the devices
-    that will update them. `shape` is the shape that a gradient or a parameter with layers has on
-    one device, and `splits` are the splits that cut this array.
+    that will update them. `shape` is the shape of an array on one device, and `splits` are the
+    splits that cut the array. The array is a gradient or a parameter, and has dims of layers.
     """
     layers_dim = way.lead - 1  # the last dim of layers
     # These layers are still to be divided among the owners: over the axes of all splits of the leaf
@@ -436,7 +437,8 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             )
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
-                "optimizers.by_matrix: each leaf is updated by itself, but this optimizer computes "
-                f"{what} from {names}. Use optimizers.whole, or combine leaves outside of the "
-                "optimizer, as step.make and grads.clipped do to clip by the norm."
+                "optimizers.by_matrix: the update of a leaf must not depend on other leaves, but "
+                f"this optimizer computes {what} from {names}. Use optimizers.whole, or combine "
+                "leaves outside of the optimizer, as step.make and grads.clipped do to clip by the "
+                "norm."
             )

@@ -49,7 +49,6 @@ def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
     None adds nothing."""
 
     def leaf(total, term):
-        """Returns one sum, with its term added if there is one."""
         # Sums are at least float32, also if the gradients are bfloat16.
         return total if term is None else total + masked(counts, term).astype(total.dtype)
 

@@ -7,14 +7,14 @@ slot holds the arrays that the backward job of a chunk needs from the forward jo
 microbatch. The number of slots is the largest number of forward jobs of a stage that wait for their
 backward jobs at the same time. In 1F1B this number does not grow with M.
 
-The jobs are methods of `jobs`, a `Jobs` (in jobs.py), and call the user's functions. `lockstep` and
-`per_stage` are two ways to run the jobs of a schedule, tick by tick. Both return a `Sums` over all
-microbatches. Its `loss` is the head's loss. Its `terms` are the stages' own terms of the loss, or
-None. Its `blocks` are the gradients of the blocks, the layers that are split over the stages. Its
-`ends` are the gradients of all other parameters. Its `of_head` and `of_stages` are the auxiliary
-values to log. An array varies along an axis if its type says that the array may differ between the
-devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result waits until `y` is
-computed.
+Each kind of job is a method of the class `Jobs` (in jobs.py), and calls the user's functions.
+`lockstep` and `per_stage` are two ways to run the jobs of a schedule, tick by tick. Both return a
+`Sums` over all microbatches. Its `loss` is the head's loss. Its `terms` are the stages' own terms
+of the loss, or None. Its `blocks` are the gradients of the blocks, the layers that are split over
+the stages. Its `ends` are the gradients of all other parameters. Its `of_head` and `of_stages` are
+the auxiliary values to log. An array varies along an axis if its type says that the array may
+differ between the devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result
+waits until `y` is computed.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
@@ -249,15 +249,16 @@ def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
-        """Returns on all stages the last stage's `values`, an array [M, ...] of the head."""
+        """Returns on all stages the last stage's `values`, an array of the head's auxiliary values,
+        [M, ...]."""
         # If the stages computed the head together (`shared_out`), all of them have its value.
         if jobs.shared_out(values):
             return values
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns on all stages an array [M, vP, ...] with the `values` of all stages, for their
-        chunks in the order of the model. `values`, [M, v, ...], is for the chunks of this stage."""
+        """Returns on all stages the auxiliary values of all chunks, [M, vP, ...]; dim 1 is in the
+        order of the model. `values`, [M, v, ...], has the values of this stage's chunks."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

@@ -46,7 +46,7 @@ class Terms(NamedTuple):
             computed here.
         indexed: whether the value depends on the stage's index.
         by_index: the function from a stage's index to the value on that stage. None if `is_number`
-            is False, or if the value is not computed, for example since it is larger than `SMALL`.
+            is False, or if the value is unknown: it may have more than `SMALL` elements.
         gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
             stand one after the other; None for other values.
     """
@@ -187,10 +187,10 @@ class _Sums(jaxprs.FollowingAlong):
         return [self._branch(which, cases) for cases in zip(*every_branch, strict=True)]
 
     def _branch(self, which: Terms, cases: Sequence[Terms]) -> Terms:
-        """Returns the `Terms` of one result of a conditional: those of the branches that early
-        stages run, joined. If the result depends on no argument in any branch (`is_number`), its
-        `by_index` computes the result for each stage. `which` has the `Terms` of the branch's
-        number, and `cases` the `Terms` of the result in each branch."""
+        """Returns the `Terms` of one result of a conditional: the joined `Terms` of the result in
+        the branches that early stages run. If the result is a number (`is_number`) in every branch,
+        `by_index` of the returned `Terms` gives this number on each stage. `which` has the `Terms`
+        of the branch's index, and `cases` the `Terms` of the result in each branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
         known = [value.by_index for value in (which, *cases) if value.by_index]
@@ -231,8 +231,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns, for a value that depends on no argument (`is_number`), its value on each early
-        stage, or an empty list if the value is unknown."""
+        """Returns the array of a number (`is_number`) on each early stage; `value` has the `Terms`
+        of the number. Returns an empty list if the arrays are unknown."""
         if value.by_index is None:
             return []
         try:
@@ -243,17 +243,16 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _is_zero(self, factor: Terms) -> bool:
         """Returns whether a factor depends on the stage's index and on no argument (`is_number`),
-        and is zero on all early stages. A factor whose values are unknown counts as zero on
-        them."""
+        and is zero on all early stages. If its values are unknown, they count as zero."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the `Terms` of `select_n(which, *cases)`: those of the cases that early stages
-        select, joined. `which` has the `Terms` of the array with the index of each element's case.
-        This array depends on no argument (`is_number`). If its values are unknown, no case is
-        joined, so the check reports no sum of the selected values."""
-        # `_before_the_last` has the array `which` of each of these stages; none if it is unknown.
+        """Returns the `Terms` of `select_n(which, *cases)`: the joined `Terms` of the cases that
+        early stages select. `which` has the `Terms` of the array with the index of each element's
+        case; the callers check that this array is a number (`is_number`). If its values are
+        unknown, no case is joined, so the check reports no sum of the selected values."""
+        # `_before_the_last` gives this array on each early stage, or no array if it is unknown.
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
@@ -268,8 +267,8 @@ def _number_of(value: Any) -> Terms:
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has one result, no program inside, and is not a collective: only
-    such an equation can be computed for one stage alone, as `_computed` does."""
+    """Returns whether an equation has one result, has no program inside, and is not a collective.
+    Only such an equation can be computed for one stage alone, as `_computed` does."""
     return (
         len(eqn.outvars) == 1
         and not jaxprs.inner(eqn)

@@ -29,9 +29,9 @@ stage runs nothing, so `task.valid` is always the Python constant `True`.
 * `terms`: zeros with the shapes of the stage's own term of the loss and of its auxiliary values.
 * `seed`: the cotangent of the stage's own term of the loss.
 
-Four methods of `Programs` give the arguments of a job. `task` gives the `Task`, and `rows` the rows
-of a microbatch. `known` gives all arguments of a stage except the activation. `head_inputs` gives
-all arguments of the head except the parameters and the activation.
+Four methods of `Programs` give the arguments of a job. `task` gives the `Task`, and `rows` the part
+of the batch that is one microbatch. `known` gives all arguments of a stage except the activation.
+`head_inputs` gives all arguments of the head except the parameters and the activation.
 """
 
 import copy
@@ -84,14 +84,14 @@ class Sums(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The values that one tick leaves for the next tick, and that one job leaves for later jobs.
+    """The values that one tick passes to the next tick, and that one job passes to later jobs.
 
     Attributes:
         arrived: the executor's `Arrived`, which has the activations and cotangents that arrived or
             are to be sent.
         saved: the slots for the arrays that the forward job saves for the backward job, or for its
             two parts (I and W).
-        deferred: the slots for the arrays that the first part of the backward job (I) leaves for
+        deferred: the slots for the arrays that the first part of the backward job (I) stores for
             the second part (W).
         sums: the sums of loss and gradients.
     """
@@ -118,7 +118,7 @@ class Jobs(Programs):
     def start(self, arrived: Any, saved_count: int, deferred_count: int) -> Carry:
         """Returns the carry before the first tick: all sums are 0. `arrived` has the executor's
         messages. The two counts are the numbers of slots for the arrays that the forward job saves,
-        and for those that the first part of the backward job (I) leaves for the second part (W)."""
+        and for those that the first part of the backward job (I) stores for the second part (W)."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, aux = self.programs["head"].out[0]
@@ -155,7 +155,8 @@ class Jobs(Programs):
         return jobs
 
     def task_of(self, row: Row, lane: str) -> Task:
-        """Returns this stage's job of a lane in the tick of `row`."""
+        """Returns this stage's `Task` in the tick of `row`, for the lane "forward", "backward" or
+        "weight"."""
         return self.task(row.jobs[lane][self.index])
 
     def embed(self, microbatch: Int[Array, ""]) -> PyTree:
@@ -234,7 +235,7 @@ class Jobs(Programs):
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
-        # The gradients are added on all stages (`True`). Every stage runs `embed` on real rows, so
+        # The gradients are added on all stages (`True`). Every stage runs `embed` on real data, so
         # its derivatives are finite, and a cotangent of 0 gives gradients of 0.
         return self._with_ends(carry, gradients, True)
 

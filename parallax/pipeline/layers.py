@@ -2,10 +2,11 @@
 chunks are padded to the longest one.
 
 Legend: P stages, v chunks per stage, L layers, n layers in the longest chunk. A place is the
-position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has the number of layers
-of chunk c of stage s in row c and column s; this chunk is at place c P + s. A placement, [v, P],
-gives each chunk's place. Blocks are the parameters of the layers, a tree of arrays. The arrays are
-[L, ...], or [v, P n, ...], where dim 1 has P groups of n layers, one group for each stage.
+position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has in row c and column s
+the number of layers of the chunk at place c P + s. A placement, [v, P], has in row c and column s
+the place of chunk c of stage s. Blocks are the parameters of the layers, a tree of arrays. The
+arrays are [L, ...], or [v, P n, ...], where dim 1 has P groups of n layers, one group for each
+stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -221,8 +222,8 @@ def _reordered(
     v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns the array `w`, [chunks, layers / chunks, ...], with its groups in the new
-        order."""
+        """Returns an array like `w`, [chunks, layers / chunks, ...]. Group k of the result is group
+        `order[k]` of `w`."""
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
@@ -285,8 +286,8 @@ def stored(
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
     pipeline, can read the layers. The optimizer's arrays for the blocks are stored in the same way.
-    An optimizer's array belongs to a leaf of the blocks if its path ends with the path of the leaf,
-    and its first two dims (on disk, its first dim) have the same sizes as those of the leaf.
+    An optimizer's array belongs to a leaf of the blocks if two conditions hold: its path ends with
+    the path of the leaf, and the first two dims of both (on disk, the first dim) have equal sizes.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
@@ -306,13 +307,10 @@ def stored(
         return to_placement(w, placement)
 
     def on_blocks(change, dims):
-        """Returns a function that takes a state and applies `change` to each array of the blocks.
-
-        An optimizer's array belongs to the blocks if its path ends with the path of an array of the
-        blocks, and the first `dims` dims of both have the same sizes. `dims` is 2 for a state in
-        memory, whose blocks are [v, P n, ...], and 1 for a state read from disk, whose blocks are
-        [L, ...].
-        """
+        """Returns a function that takes a state and applies `change` to the arrays of the blocks,
+        and to the optimizer's arrays for them. `dims` is the number of first dims that run over
+        chunks and layers: 2 in memory, [chunks, layers / chunks, ...], and 1 on disk, [layers,
+        ...]."""
 
         def converted(state):
             """Returns the state with `change` applied to the blocks, and to the optimizer's arrays

@@ -16,7 +16,7 @@ none. Job 3 is the job for microbatch 3 if a stage has one chunk. The embedding,
 and the head run on all stages; `row.jobs["embed"]`, `row.jobs["embed_backward"]` and
 `row.jobs["head"]` are the numbers of their microbatches. In the other fields of a row, each number
 is the index of a slot, a place in a buffer where an array waits for a later tick. `table` and
-`ticks` have the rows of many ticks. `carry` has the values that a tick leaves for the next tick:
+`ticks` have the rows of many ticks. `carry` has the values that a tick passes to the next tick:
 `carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses and gradients.
 `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new
 carry.
@@ -53,9 +53,9 @@ class Arrived(NamedTuple):
 
     Attributes:
         entered: the embedding's output for the next forward job of the model's first chunk.
-        x: the message from the stage before: `jobs.send.part` of an activation.
+        x: the message with an activation, from the stage before this one.
         y: the output of the forward job in this tick; None between ticks.
-        ct: the message from the stage after: `jobs.send.part` of the cotangent of a chunk's output.
+        ct: the message with the cotangent of a chunk's output, from the stage after this one.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
 

@@ -14,7 +14,7 @@ A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of
 none. Job 3 is the job for microbatch 3 if a stage has one chunk. `row.jobs["embed"]`,
 `row.jobs["embed_backward"]` and `row.jobs["head"]` are the numbers of the microbatches for which
 the embedding, its backward pass and the head run. In the other fields of a row, each number is the
-index of a slot. `table` has the rows of all ticks. `carry` has the values that a part leaves for
+index of a slot. `table` has the rows of all ticks. `carry` has the values that a part passes to
 the next part: `carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses
 and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output
 and the new carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is
@@ -96,8 +96,9 @@ def run(jobs: Jobs) -> Sums:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
-        """Runs the parts of one tick in order, each only if `row`, the tick's row of the schedule,
-        has a job or a microbatch for it. Returns `(carry, None)`, as a body of `lax.scan`."""
+        """Runs embed, the stage's job, exchange, head and embed_backward for `row`, the tick's row
+        of the schedule. If `row` has no job or microbatch for a part, the loop of this part has no
+        iteration. Returns `(carry, None)`, as a body of `lax.scan`."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
@@ -197,11 +198,11 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
     """Returns this stage's message in this tick, for the part `head` or `embed_backward`.
 
-    `microbatch` is `row.jobs["head"]` or `row.jobs["embed_backward"]`. A part runs only if its
-    number is at least 0, so here the condition `microbatch >= 0` is always true. The condition
-    makes the message depend on the part's loop, since `_if_runs` adds the loop's index, which is 0,
-    to each number of the row. Without this dependence, XLA would run the part's collectives before
-    the loop, in all ticks.
+    `microbatch` is `row.jobs["head"]` or `row.jobs["embed_backward"]`. The part runs only in ticks
+    in which this number is at least 0, so the condition `microbatch >= 0` is always true. The
+    condition makes the message depend on the part's loop, since `_if_runs` adds the loop's index,
+    which is 0, to each number of the row. Without this dependence, XLA would run the part's
+    collectives before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
@@ -282,8 +283,8 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
                 f"pipeline: in this schedule {runs}. All devices must run this collective "
-                f"at the same time. Let jax.lax do this collective (give {axes} alone as the axis, "
-                f"without an algorithm), or {cure}."
+                "at the same time. Use jax.lax.psum or jax.lax.all_gather in its place (if an axis "
+                f"has an algorithm, such as ring, pass only the name {axes}), or {cure}."
             )
 
 

@@ -144,8 +144,8 @@ class Programs:
             auxiliary values (`terms.aux`).
         saved: the types of the arrays that the forward pass saves for a microbatch.
         seed: the cotangent of the stage's own term of the loss, which is 1; None without a term.
-        deferred: the types of the arrays that I (the job for the input's cotangent) leaves for W
-            (the job for the weights' gradients).
+        deferred: the types of the arrays that the job I (the input's cotangent) stores for the job
+            W (the weights' gradients).
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
         counts: whether the loss that the head computes on this stage is used.
@@ -231,8 +231,8 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def head_inputs(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and the
-        microbatch's number, which taps (records of values) use."""
+        """Returns the head's arguments that follow `(params, x)`: a microbatch, as a part of the
+        batch, and the microbatch's number, which taps (records of values) use."""
         # `counts` says whether this stage's loss is used. Where it is not, the number for taps is
         # -1. So the number may differ between the stages, and is typed so.
         return self.rows(microbatch), varying(
@@ -240,7 +240,7 @@ class Programs:
         )
 
     def rows(self, microbatch: Int[Array, ""]) -> PyTree:
-        """Returns the rows of one microbatch of the batch."""
+        """Returns one microbatch, a part of the batch."""
         take = functools.partial(lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
         return jax.tree.map(take, self.microbatches)
 
@@ -280,7 +280,7 @@ class Programs:
         """Returns a function of the user as a program; the first argument of the program is a
         `Parameters`. `name` is "embed", "stage" or "head". Raises `Misused` if the function reads a
         trained parameter by closure: the parameter's gradient would miss this use. Also raises
-        `Misused` if the results of embed or head depend on the blocks."""
+        `Misused` if embed or head computes its results from blocks in its argument `params`."""
         program = trace(f, *arguments)
         # `program` is a `Traced`, and `program.program` its jaxpr. The constants of the jaxpr are
         # the arrays that `f` reads by closure.

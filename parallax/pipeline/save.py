@@ -35,16 +35,16 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
     """Returns `(forward, backward)`. `forward` saves the residuals of `jax.vjp`, except for arrays
     of its arguments `trained` and `given`: `backward` takes these two arguments too.
 
-    Nothing is computed twice. `jax.vjp` returns the transposed function as a tree whose leaves are
-    the residuals, so the residuals can be taken out and put back.
+    Nothing is computed twice. `jax.vjp` returns `transposed` as a tree whose leaves are the
+    residuals, so the residuals can be taken out and put back.
     """
-    # `forward` leaves here the structure of that tree and the indices of the known residuals, and
-    # `backward`, which is traced after it, reads both. Each trace of `forward` leaves the same.
+    # `forward` writes here the structure of that tree, and where to find each of its leaves.
+    # `backward`, which JAX traces later, reads both. Each trace of `forward` writes the same.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
         """Returns the results of `f`, and the residuals that are not among the known arrays, which
-        are `trained` and `given`. Writes into `of_last_trace` the structure of the residuals and,
+        are `trained` and `given`. Writes into `of_last_trace` the structure of `transposed` and,
         for each residual, its index among the known arrays, or None if the residual is saved."""
         out, transposed, extra = _vjp(f, trained, x, given)
         # The index of each known array by its id. A residual that is a parameter or an array of the
@@ -57,8 +57,9 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns the function `transposed`, rebuilt from its residuals: all arrays in `saved`, and
-        some of `trained` and `given`. `of_last_trace` has the order of the residuals."""
+        """Returns the function `transposed`, rebuilt from its residuals. A residual without an
+        index in `of_last_trace` is the next array of `saved`. Any other residual is the array of
+        `trained` and `given` with this index."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]
@@ -70,7 +71,7 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 def inputs(f: Stage) -> tuple[Forward, Backward]:
     """Returns `(forward, backward)`. `forward` saves only the stage's input, `x`, and `backward`
     runs the stage again. This takes less memory and more computation than `residuals`."""
-    # `forward` leaves here the structure of x, for `backward`, which is traced after it.
+    # `forward` writes here the structure of `x`, for `backward`, which JAX traces later.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
@@ -80,8 +81,8 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
         return f(trained, x, given), leaves
 
     def backward(trained, given, saved):
-        """Runs the stage's function `f` again, on the saved `x`, and returns the transposed
-        function of this run."""
+        """Returns the function `transposed`, from a new call of `jax.vjp` on the stage's function
+        `f` and the saved `x`. This call runs `f` again."""
         return _vjp(f, trained, jax.tree.unflatten(of_last_trace[0], saved), given)[1]
 
     return forward, backward

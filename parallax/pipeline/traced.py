@@ -7,8 +7,9 @@ that names the parameter. A program is a jaxpr with the values of its constants,
 `opened(program)` is the jaxpr without these values. `operands(x)` are the values from which JAX
 computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
 type says that the value may differ between the axis's devices. `Following`, a base class from
-`parallax.jaxprs`, has two methods that this module uses: `run` computes a property of each value in
-a program, such as whether it depends on `x`, and `met` combines the properties of all operands.
+`parallax.jaxprs`, computes a property of each value in a program: here, whether the value depends
+on a late argument. Its method `run` reads the program. Its method `met` returns the property of an
+equation's result, from the properties of the equation's operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -183,9 +184,9 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
                 f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over "
                 f"{axis_name!r}. In {name} each device would read only the blocks of its own "
                 f"stage, and the blocks would get no gradient from {name}.",
-                "Move the code that reads the blocks into the stage. A stage may add a term to the "
-                "loss: let it return pipeline.Output(x, loss=...). A weight that embed, head and "
-                "all stages use does not belong in the blocks.",
+                "Read the blocks in the stage instead. A stage may add a term to the loss: let it "
+                "return pipeline.Output(x, loss=...). A weight that embed, head and all stages use "
+                "does not belong in the blocks.",
             )
 
 

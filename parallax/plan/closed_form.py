@@ -82,7 +82,7 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes on a device at the moment of a step when it needs the most."""
+        """The most bytes of memory that a device uses at any moment of a step."""
         return self.arguments + self.temporaries
 
     @property
@@ -456,8 +456,8 @@ def device_flops(config: Config, layout: Layout, batch: int) -> Number:
 
 
 def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
-    """Returns the floating-point operations of one device, summed over the calls that `size`
-    counts: the calls of the device's stage, and those of the head."""
+    """Returns the floating-point operations of one device, in all calls of its stage and of the
+    head together. `size` has the numbers of these calls."""
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     # The share of (query, key) pairs that is computed. In zigzag order a device has the queries of
@@ -500,11 +500,12 @@ def _passes(
     size: Sizes,
     kernel: bool,
 ) -> Number:
-    """Returns the bytes that a device reads and writes between matmuls, summed over the calls of
-    its stage that `size` counts.
+    """Returns the bytes that a device reads and writes between matmuls, in all calls of its stage
+    together. `size` has the numbers of these calls: `forward`, `backward` and `weights`.
 
-    A pipeline also copies the arrays that a layer keeps to a buffer (slots), and copies them back
-    from there. These bytes count too. If `kernel` is true, attention writes no scores to memory.
+    A pipeline also copies the arrays that a layer keeps into a slot of a buffer, and later out of
+    the slot. The bytes of these copies count too. If the backward pass runs the whole stage again,
+    there are no such copies. If `kernel` is true, attention writes no scores to memory.
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")

@@ -17,14 +17,14 @@ class Backend(NamedTuple):
 
     Attributes:
         arguments: whether XLA copies a donated argument A before a result overwrites A. XLA does so
-            only if a result that overwrites another argument, B, is computed from A. For example, A
-            is the old moments and B the old weights, since the new weights are computed from the
-            old moments.
+            only if another result is computed from A, and overwrites another argument, B. For
+            example, A is the old moments and B the old weights, since the new weights are computed
+            from the old moments.
         zeros: whether all arrays of zeros with the same number of elements and the same dtype share
             one buffer. The buffer is made at the start of the program or of a loop's body, and
             stays in memory until the last operation that reads these zeros. A loop reads them if
-            its carry or its stacked result begins as zeros. The first update of a ring's all-gather
-            reads them too, since the result of the all-gather begins as zeros.
+            its carry or its stacked result begins as zeros. The result of a ring's all-gather
+            begins as zeros too, so the first write of a block into this result also reads them.
         together: whether a backward loop with two layers in its body (ZeRO-3) gathers the weights
             and recomputes the values of both layers before the backward pass of the first.
         slices: the number of copies that XLA makes of a layer's slice of each stacked array. The
@@ -62,8 +62,9 @@ def backend(platform: str, name: str = "") -> Backend:
 def of_arguments(
     pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend
 ) -> tuple[Buffer, ...]:
-    """Returns the copies of donated arguments. XLA copies a donated argument A before a result
-    overwrites A, if a result that overwrites another argument is computed from A.
+    """Returns the copies that XLA makes of donated arguments. Suppose that one result overwrites an
+    argument A, and another result is computed from A and overwrites an argument B. XLA then copies
+    A before A is overwritten.
 
     Args:
         pairs: for each donated argument that a result overwrites, the argument's buffer and the set

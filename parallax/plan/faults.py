@@ -27,7 +27,7 @@ class Faults(NamedTuple):
     """The cost of faults in a run.
 
     Attributes:
-        between: mean seconds between failures of any device.
+        between: mean seconds from one failure to the next, whichever device of the run fails.
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
         interval: the best interval between saves, in seconds of work; the run is then shortest.
@@ -56,8 +56,8 @@ class Faults(NamedTuple):
 
 
 def mean_time(failures_per_device_year: float, devices: int) -> float:
-    """Returns the mean seconds between failures of any of the devices. Returns infinity for a
-    failure rate of 0.
+    """Returns the mean seconds from one failure to the next, whichever of the devices fails.
+    Returns infinity for a failure rate of 0.
 
     Raises:
         ValueError: the rate is below 0 or not finite, or there is no device.

@@ -14,9 +14,9 @@ A *frame* has the operations of the program, of a branch or of a loop's body, in
 for equations take the operands, whether each result is needed (`used`), and how many operations
 read each result (`readers`). `self.times` is how often the equation that is being read runs: the
 iterations of all loops around it, multiplied. Inside a function of JAX or a collective of this
-library, `self.at` is the equation in the caller's code that calls this function, and the equations
-inside get that equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and
-results of a jaxpr are needed. `hold` gives a value a buffer. `habits` says which copies the
+library, `self.at` is the equation in the caller's code that makes the call. The equations inside
+get the source line of this call. Elsewhere `self.at` is None. `self.needed` tells which operands
+and results of a jaxpr are needed. `hold` gives a value a buffer. `habits` says which copies the
 platform's compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
@@ -104,10 +104,10 @@ class Reading:
         return root.buffer
 
     def shared_zeros(self, aval: Any) -> Buffer:
-        """Returns the buffer that all arrays of zeros with the size and the dtype of `aval` share
-        in the innermost frame, whatever their shapes. The first call for a size and a dtype makes
-        the buffer, and inserts the operation that writes it before all other operations of the
-        frame."""
+        """Returns the buffer of zeros with the number of elements and the dtype of `aval`. All such
+        arrays in the innermost frame (the program, the branch or the loop's body that is being
+        read) share this buffer, whatever their shapes. The first call in a frame makes the buffer,
+        and inserts the operation that writes it before all other operations of the frame."""
         known = self.frames[-1].zeros
         key = (aval.size, aval.dtype)
         if key not in known:
@@ -324,10 +324,10 @@ class Reading:
 
         The result of an elementwise operation or a view gets no buffer (it is fused). The
         operations that return the index of a device (`axis_index`) or of a platform
-        (`platform_index`) read no memory. Barriers and updates have methods of their own. All other
-        operations first put their operands into buffers, and then their results. Only the operands
-        of a reduction may stay without buffers: the reduction computes its operands as it reads
-        them.
+        (`platform_index`) read no memory. A barrier (`_apart`) and an operation that rewrites a
+        part of an array (`_update`) have methods of their own. All other operations first put their
+        operands into buffers, and then their results. Only the operands of a reduction may stay
+        without buffers: the reduction computes its operands as it reads them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):

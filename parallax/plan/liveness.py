@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 
 class Held(NamedTuple):
-    """All buffers in memory at the moment of the peak that one operation on one source line makes.
+    """The buffers that one operation on one source line makes, and that are in memory at the moment
+    of the peak.
 
     Attributes:
         bytes: the sum of the buffers' sizes on a device.
@@ -47,8 +48,7 @@ class Buffer:
         `fixed` marks an argument, a result or a constant, which does not count as a temporary.
         `carry` marks the buffer of a loop's carry or stacked result. Such a buffer may be written
         over an older array: the first value of the carry, or the zeros with which the stacked
-        result begins. If a `fixed` buffer is written over such an array, that array does not count
-        as a temporary either.
+        result begins. If the buffer has both marks, this older array is no temporary either.
         """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
         # The buffer over which this buffer is written; this buffer itself if it is written over

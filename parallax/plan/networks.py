@@ -97,11 +97,10 @@ class Nested(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A message uses the links inside the smallest group
-        that has both its sender and its receiver. It also uses the links by which it leaves each
-        smaller group. The devices of a group share the links by which messages leave the group. For
-        a group of n devices, these links together have n / `shared` times the rate of `link`. Here
-        `shared` and `link` are fields of the `Level` of the next larger groups.
+        message, and the bytes of one message. In the smallest group that has both its sender and
+        its receiver, a message uses only the sender's own link, the `link` of this group's `Level`.
+        The message also leaves each smaller group that has its sender. The devices of a smaller
+        group share the links by which messages leave the group (see `Level.shared`).
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -164,8 +163,8 @@ class Torus(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A message goes along one dim of the torus after
-        another. Along a dim that closes in a ring it goes the shorter way round.
+        message, and the bytes of one message. A message crosses the dims of the torus one after
+        another. Along a dim that closes in a ring the message goes the shorter way round.
         """
         chips = np.array(self.chips) if self.chips else np.arange(self.devices) // self.cores
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
@@ -261,7 +260,7 @@ def seconds(
 
     Raises:
         ValueError: the tables are for another number of devices than `group.size`, or the network's
-            number of devices is not such a multiple.
+            number of devices is not a multiple of `group.size` x `group.stride`.
     """
     # Several tables run side by side, each on an equal part of the array.
     routes = tables if isinstance(tables, tuple) else (tables,)

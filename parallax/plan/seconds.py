@@ -1,9 +1,9 @@
 """Computes the time of a traced step: the seconds of its matmuls (products), of its reads and
 writes of memory, and of its messages. Also tells which of the three takes longest.
 
-The `kind` of a message is its name in compiled programs, such as "all-reduce". Its `bytes` are the
-bytes of its result on a device. `n` is the number of devices along all axes of the message
-together.
+A message is a call of a collective. The `kind` of a message is the collective's name in compiled
+programs, such as "all-reduce". The `bytes` of a message are the bytes of the collective's result on
+a device. `n` is the number of devices along all axes of the message together.
 """
 
 import math
@@ -58,8 +58,9 @@ class Seconds(NamedTuple):
 def seconds(trace: Any, hardware: Hardware) -> Seconds:
     """Returns the time of a `Trace` on devices of `hardware`.
 
-    Collectives of `jax.lax` along one axis take the time of the fastest algorithm on the simulated
-    network. The time of the other collectives comes from an alpha-beta formula (`_cost`).
+    XLA's own algorithms are not known. The all-reduces, all-gathers and reduce-scatters of
+    `jax.lax` along one axis get the time of the fastest algorithm that `networks.along` simulates.
+    The time of all other messages comes from an alpha-beta formula (`_cost`).
     """
     hardware = hardware.for_devices(math.prod(trace.mesh.values()))
     # The seconds of products at the peak rate; large products reach `efficiency` of that rate.

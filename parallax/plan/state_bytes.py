@@ -63,8 +63,8 @@ def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ..
 
 
 def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
-    """Returns the model's arrays as a device of `layout` has them. Layouts with the same sizes get
-    the same cached result."""
+    """Returns the model's arrays as a device of `layout` has them. Layouts with the same numbers of
+    optimizer shards, stages, tensor devices and chunks get the same cached result."""
     return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 

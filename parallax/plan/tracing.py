@@ -70,7 +70,7 @@ class Trace(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes on a device at the moment when it needs the most."""
+        """The most bytes of memory that a device uses at any moment of a step."""
         return self.arguments + self.results + self.temporaries
 
     @property
@@ -181,8 +181,8 @@ def _unplaced(leaf: Any) -> Any:
 
 
 def _argument(var: Any) -> Value:
-    """Returns the value of an argument of the step. The value's buffer does not count as a
-    temporary."""
+    """Returns the `Value` that stands for `var`, an argument of the step. The buffer of this
+    `Value` does not count as a temporary."""
     buffer = Buffer(nbytes(var.aval), what=f"argument {var.aval.str_short()}", fixed=True)
     return Value(var.aval, {buffer: buffer.bytes}, buffer=buffer)
 

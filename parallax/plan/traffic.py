@@ -212,7 +212,7 @@ class _Step:
 
     def __init__(self, config, layout, size, axes, short, itemsize):
         """Takes the arguments of `terms`. Sets the attributes that the module's docstring defines,
-        such as `stream`, and `self.axes`: a dict from an axis's name to the axis with its
+        such as `stream`. Also sets `self.axes`, a dict from an axis's name to the axis with its
         algorithm. Gradients, norms and losses are summed and sent in float32, or in the parameters'
         dtype if this dtype is wider. So `wide` is the larger of 4 bytes and `itemsize`."""
         self.config, self.layout, self.size = config, layout, size
@@ -229,8 +229,8 @@ class _Step:
         """Returns a `Term`. Its axes are those of `axes` with several devices, in the mesh's order.
 
         `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
-        each device, and `times` the calls in a step. `itemsize` is the bytes of a number, by
-        default that of the dtype in which the model computes.
+        each device, and `times` the calls in a step. `itemsize` is the bytes of a number (None:
+        `self.compute`).
         """
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
@@ -486,9 +486,9 @@ class _Step:
         pipeline, this is once per microbatch. A pipeline scatters them each time that a stage runs
         a job of the kind (the lane) that computes these gradients.
 
-        A job that computes no gradient of the leaf scatters zeros. With a ring, the scatters of
-        zeros of one shape are all the same computation, so XLA keeps one of them in a step for each
-        shape. With `lax.psum_scatter`, XLA removes all scatters of zeros.
+        A job that computes no gradient of the leaf scatters zeros. With a ring, all scatters of
+        zeros of the same shape are equal, so a compiled step runs only one scatter of zeros for
+        each shape. With `lax.psum_scatter`, XLA removes all scatters of zeros.
         """
         size = self.size
         if not self.layout.pipelined:

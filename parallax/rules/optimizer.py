@@ -105,8 +105,8 @@ def optimizer_specs(
 
     def specs_of_group(group, members, lead, names):
         """Returns the specs of one group's state. `members` are the paths of the group's leaves.
-        The first `lead` dims of these leaves stack layers. In the returned specs, the axes `names`
-        split only these dims, even if they split other dims of a leaf."""
+        The first `lead` dims of these leaves stack layers. The axes `names` may split other dims in
+        a leaf's own spec. In the returned specs, these axes split only the first `lead` dims."""
 
         # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):

@@ -1,11 +1,11 @@
 """A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not.
 
 An entry of a spec says which mesh axes split one dim; `entry_axes` gives these axes as a tuple. The
-*wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
-axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. In
-a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the wrappers, and
-`p.by` is the name of the rule and its wrappers. *Stacked* axes are mesh axes that split the dim of
-stacked layers, in every leaf with stacked layers.
+*wrappers* of a leaf are the `fsdp`s around the leaf's rule. Each wrapper may split one more dim.
+The *batch axes* split the batch. A parameter must be the same along these axes, unless an `fsdp`
+splits it. In a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the
+wrappers, and `p.by` is the name of the rule and its wrappers. *Stacked* axes are mesh axes that
+split the dim of stacked layers, in every leaf with stacked layers.
 """
 
 import math
@@ -232,8 +232,8 @@ def _fitting(
     An axis does not fit the leaf if the mesh lacks it, or if an earlier dim is split over it. A dim
     may have several axes, which are added one by one. An axis also does not fit if the dim's size
     is no multiple of the number of devices along this axis and the axes that were added before it.
-    Two kinds of axes never fit: axes of the batch, which would make replicas differ, and the axes
-    of the `fsdp`s around the rule, since these `fsdp`s add their axes themselves.
+    The batch axes never fit, since replicas would differ. The axes of the leaf's wrappers never fit
+    either, since the wrappers add these axes themselves.
     """
     # The axes that no further dim may have.
     used = {

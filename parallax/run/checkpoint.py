@@ -97,7 +97,8 @@ class Checkpoints:
             needs `decoder.stored`, which joins the blocks of the pipeline's chunks.
         finite: a function that takes the path of an array, and returns whether the array must be
             finite. By default every array must be finite. Let the function return False, for
-            example, for a mask of -inf, or for an optimizer's best value that begins at inf.
+            example, for a mask of -inf, or for the lowest loss so far in an optimizer's state,
+            which begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
             an error of the disk or of the network). Between two tries there is a pause, first of
             one second and then each time twice as long; 8 tries take two minutes. The run goes on

@@ -329,8 +329,8 @@ def _placed(tree: PyTree) -> _Placed:
         if _places(leaf_mesh) != _places(first_mesh):
             raise ValueError(
                 f"fingerprint compares arrays of one mesh; {path} is on {leaf_mesh}, and "
-                f"{paths[0]} on {first_mesh}. Call it on "
-                "the arrays of each mesh separately, or place all on one mesh: mesh.place."
+                f"{paths[0]} on {first_mesh}. Compare the arrays of each mesh separately, or place "
+                "all arrays on one mesh with mesh.place."
             )
     return _Placed(leaves, paths, specs, first_mesh)
 
@@ -386,9 +386,9 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """Returns the copies of leaves that differ from other copies. First come the copies whose bits
-    the fewest devices hold. `words` has the checksums of all devices, and the shape [*mesh, leaves,
-    words].
+    """Returns the copies of leaves that differ from other copies. The copies whose bits are on the
+    fewest devices come first. `words` has the checksums of all devices, and the shape [*mesh,
+    leaves, words].
     """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
@@ -401,7 +401,7 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
                 {place: tuple(words[place][number].tolist()) for place in places},
                 placed.mesh,
             )
-    # The copies that the fewest devices have come first.
+    # The copies whose bits are on the fewest devices come first.
     return sorted(differences, key=lambda difference: difference.alike)
 
 

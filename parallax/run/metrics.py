@@ -183,8 +183,8 @@ def recorded(
 def jsonl(
     path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0
 ) -> Sink:
-    """Returns a sink: each call of the sink appends one line `{"step": ..., ...}` to a file. When
-    the call returns, the operating system has the line.
+    """Returns a sink: each call of the sink appends one line `{"step": ..., ...}` to a file. Unless
+    the storage fails, the operating system has the line when the call returns.
 
     If the storage fails for a while, lines wait in memory, and are written together with the next
     line that can be written. An error that will not go away by itself is raised at once.

@@ -54,7 +54,7 @@ def initialize(
 
     `jax.distributed.initialize` detects the launchers Slurm, Open MPI, Kubernetes and Cloud TPU.
     For other launchers pass `coordinator`, `processes` and `rank`, or set JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. If you pass only `coordinator`, it replaces the address
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. You may pass `coordinator` alone, in place of the address
     that JAX detects. A process that no launcher started is a job of one process, and connects to
     nothing.
 
@@ -70,14 +70,15 @@ def initialize(
             the process on its machine.
         initialization_timeout: the seconds within which all processes must connect. After this time
             a process that still waits prints a message and ends. The seconds are counted from the
-            start of the process, imports included, since the other processes also wait for this
-            process's imports; but this call gets at least half of the seconds.
+            start of the process, so they include its imports. If the imports take long, this call
+            still gets half of the seconds.
         heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
         say: prints the number of processes, on rank 0.
 
     Raises:
-        ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
-            variables are incomplete, or the number of processes does not divide `cpu_devices`.
+        ValueError: `processes` or `rank` is given without the other two arguments, `coordinator`
+            has no port, the launcher's variables are incomplete, or the number of processes does
+            not divide `cpu_devices`.
     """
     # `_told` checks the arguments. Without a number and a rank it takes the JAX_... variables.
     coordinator, processes, rank = _told(coordinator, processes, rank)
@@ -127,8 +128,7 @@ def _told(
     """Returns the coordinator, the number of processes and the rank. If the arguments have neither
     a number nor a rank, and both are set as JAX_... variables, the variables are taken, and a given
     coordinator replaces that of the variables. Raises `ValueError` for a coordinator without a
-    port. Raises `ValueError` too if only some of the coordinator, the number and the rank are
-    known; a coordinator alone is no error.
+    port. Raises `ValueError` too if the number or the rank is known, but not all three values.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])

@@ -166,13 +166,13 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
     names and sizes of the files are checked, but not their hashes.
 
     Raises:
-        manifest.Damaged: the checkpoint was not finished, or a file is missing or was changed.
+        manifest.Damaged: the checkpoint was not finished, its manifest is wrong, or a file is
+            missing or has another size than in the manifest.
         ValueError: the checkpoint is of another run, or has another format.
     """
     if not folder.exists():
         raise manifest.Damaged(
-            f"{folder}: needed a folder, found none. The folder was removed or renamed after the "
-            "checkpoint was written."
+            f"{folder}: needed a folder, found none. The folder may have been removed or renamed."
         )
     # A link to a missing file is not this case: `read` says what is wrong with it.
     if not os.path.lexists(folder / MANIFEST):
@@ -222,8 +222,8 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
     manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
         raise manifest.Damaged(
-            f"{folder / MANIFEST}: needed the record in {CONTENTS}, which was written with "
-            f"the arrays; got another record. The manifest is damaged."
+            f"{folder / MANIFEST}: needed the same record as in {CONTENTS}, got another record. "
+            f"The manifest is damaged."
         )
 
 

@@ -199,11 +199,11 @@ def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
     """Returns the folders that stay because of a measured loss. One is the folder of the newest
     checkpoint whose manifest has a measured loss. The search goes through the steps `newest`
     (newest first), then through `others`, and ends at this checkpoint. A manifest of another format
-    cannot be read, and may have a measured loss. So the folders with such a manifest that the
-    search meets are returned too. Damaged checkpoints are left out.
+    may also have a measured loss. So the folders with such a manifest that the search meets are
+    returned too. Damaged checkpoints are left out.
 
-    Raises `OSError` if a manifest cannot be read now. This function runs in the last part of a
-    save; after the error `writer.Writer` repeats that part.
+    Raises `OSError` if the storage fails while a manifest is read. This function runs in the last
+    part of a save; after the error `writer.Writer` repeats that part.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

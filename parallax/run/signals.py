@@ -21,7 +21,7 @@ Hear = Callable[[signal.Signals, int], None]
 @contextlib.contextmanager
 def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
     """Calls `hear(signal, count)` in a thread for each signal of `numbers` that comes during the
-    `with` block; `count` is the number of such signals so far.
+    `with` block. All signals of `numbers` are counted together: `count` is 1 for the first signal.
 
     A signal that was ignored before, as by nohup, stays ignored. Only the main thread can listen;
     in another thread this function does nothing.

@@ -30,7 +30,7 @@ KEYS = {
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays and the Python numbers of a tree, each as a dict by path. A complex number
-    becomes a list of its two parts.
+    becomes a list of its real and its imaginary part.
 
     Raises:
         ValueError: two leaves have the same path, or a Python number is not finite.
@@ -130,7 +130,8 @@ def check_same(
 
     def kinds(numbers):
         """Returns a dict from the name of each Python number to `[type, shape]`, the form that
-        `Record.arrays` has for arrays. A complex number is stored as a list of its two parts.
+        `Record.arrays` has for arrays. In `numbers`, a complex number is a list: its real and
+        its imaginary part.
         """
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
@@ -166,8 +167,8 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
     def leaf(path, leaf):
         """Returns the stored number or array with this path, in the type of `leaf`, the leaf of
-        `like` at this path. A complex number was stored as a list of its parts, and random keys as
-        integers.
+        `like` at this path. A complex number was stored as a list of its real and its imaginary
+        part, and random keys were stored as integers.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:

@@ -35,11 +35,11 @@ class Watchdog:
     work, so that the argument `first` limits the whole start.
 
     Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end such
-    a phase without the other ranks. A rank that waits is probably held up by another rank, so it
-    prints its message `peers.GRACE` seconds after the time limit of the step. The rank at fault
-    prints first, at the time limit itself. It prints the stacks of its threads too, and ends the
-    job. If that rank cannot print, because it is stopped, is gone or holds Python's lock, the other
-    ranks name it, by `Peers.culprit`.
+    a phase without the other ranks. A rank that waits is probably held up by another rank. So after
+    the step's time limit, the waiting rank lets `peers.GRACE` seconds pass before it prints its
+    message. The rank at fault prints first, at the time limit itself. It prints the stacks of its
+    threads too, and ends the job. If that rank cannot print, because it is stopped, is gone or
+    holds Python's lock, the other ranks name it, by `Peers.culprit`.
 
     Args:
         job: the job that `processes.initialize` returned.

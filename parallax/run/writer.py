@@ -136,7 +136,7 @@ class Writer:
 
         def make():
             """Moves away a checkpoint of this step that is unfinished or cannot be restored, and
-            makes the new folder, on the first process.
+            makes the new folder. Only the first process calls `make`.
             """
             self._make_room(record.step)
             records.begin(self._path(record.step), record)

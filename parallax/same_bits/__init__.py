@@ -9,7 +9,8 @@ has the shapes of one cell, and every sum is a binary tree over the cells, whate
 The step is traced once, as the program of one cell. `walk.py` runs the program in two kinds of
 parts. A *segment* has equations that do not communicate; it is compiled apart from the rest, and
 runs for one cell after another. A collective works on all cells of the device together. `stacks.py`
-has the values of all cells of a device, and the collectives; `steps.py` has the program's parts.
+has the class `Stack`, for the values of all cells of a device, and the code of the collectives.
+`steps.py` makes the program's list of equations.
 """
 
 from parallax.same_bits.by_cells import spmd

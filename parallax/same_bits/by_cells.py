@@ -118,8 +118,8 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
     outs = layouts(eqn.params["out_specs"], jaxprs.types(eqn.outvars))
 
     def on_device(*blocks):
-        """Runs the program for all cells (logical devices) of this device. The first dims of each
-        argument and of each result index these cells (`Stack`)."""
+        """Runs the program for all cells (logical devices) of this device. Each argument and each
+        result is the array of a `Stack`: its first dims run over these cells."""
         cells_of_device = Cells(counts, dict(mesh.shape))
         stacks = [Stack(x, layout.axes) for x, layout in zip(blocks, ins, strict=True)]
         results = Walk(cells_of_device, opened).run(body, stacks)

@@ -102,9 +102,9 @@ class Cells(NamedTuple):
         return tuple(axis for axis in self.counts if axis in named)
 
     def over(self, stack: Stack, axes: Sequence[str]) -> Stack:
-        """Returns `stack` with a dim for each of `axes`. Such a dim indexes this device's cells
-        (logical devices) along the axis. A dim that `stack` lacks is added, with a copy of the
-        value for each cell."""
+        """Returns `stack` with a dim for each of `axes`. Each of these dims runs over this device's
+        cells (logical devices) along its axis. A dim that `stack` lacks is added, with a copy of
+        the value for each cell."""
         wanted = self.ordered((*axes, *stack.axes))
         inside = jnp.shape(stack.array)[len(stack.axes) :]
         thin = [self.here(axis) if axis in stack.axes else 1 for axis in wanted]
@@ -141,8 +141,8 @@ class Cells(NamedTuple):
         return Stack(x.astype(dtype), tuple(axes))
 
     def indices(self, names: Sequence[str]) -> Int[Array, " cells"]:
-        """Returns, for each cell (logical device) of this device along the axes `names`, its index
-        among all cells along these axes. The cells are counted in row-major order."""
+        """Returns the numbers of this device's cells (logical devices). Along the axes `names`, the
+        cells of all devices are numbered from 0, in row-major order."""
         index = jnp.zeros((1,), jnp.int32)
         for axis in names:
             first = lax.axis_index(axis) * self.here(axis)

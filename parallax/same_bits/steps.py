@@ -20,7 +20,7 @@ from parallax.trees import AnyMesh
 CASTS = {"pvary", "pcast", "terms", "vary_unreduced_cast"}
 LOOPS = {"scan", "while", "cond"}
 
-# The programs of this library's collectives, by the `id` of the equation
+# From the `id` of each collective of this library to the collective's equation and its program
 Opened = dict[int, tuple[JaxprEqn, Jaxpr]]
 
 
@@ -30,8 +30,8 @@ class StepOfCell(NamedTuple):
     Attributes:
         eqn: the equation.
         alone: whether the equation runs by itself, outside of the segments (groups of equations
-            that are compiled together). It does if the equation, or one inside it, needs values of
-            other cells, or the index of its own cell.
+            that are compiled together). An equation runs by itself if it, or an equation inside
+            it, needs values of other cells, or the index of its own cell.
         reads: the keys of its operands. A key is a number that identifies a value of the program.
         writes: the keys of its results.
     """
@@ -146,8 +146,9 @@ def axes_named_by(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def needs_other_cells(eqn: JaxprEqn, cells: Cells, opened: Opened) -> bool:
-    """Returns whether an equation, or one inside it, needs values of other cells (logical devices),
-    or the index of its own cell. `opened` has the programs of this library's collectives."""
+    """Returns whether an equation, or an equation inside it, needs values of other cells (logical
+    devices), or the index of its own cell. `opened` has the programs of this library's
+    collectives."""
     if eqn.primitive.name not in CASTS and not cells.counts.keys().isdisjoint(axes_named_by(eqn)):
         return True
     linear = eqn.primitive is types.linear_p
@@ -157,9 +158,10 @@ def needs_other_cells(eqn: JaxprEqn, cells: Cells, opened: Opened) -> bool:
 
 
 def opened_collectives(jaxpr: Jaxpr, mesh: AnyMesh) -> Opened:
-    """Returns the programs of this library's collectives in a jaxpr, by the `id` of the equation.
+    """Returns, for each equation of a jaxpr that is a collective of this library, the equation and
+    its program. The key is the equation's `id`.
 
-    The equation itself is kept beside its program, so that its `id` is not used again.
+    The dict keeps the equation, so that no other object gets its `id`.
     """
     found = {}
     for eqn in jaxprs.every(jaxpr):

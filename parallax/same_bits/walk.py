@@ -1,7 +1,7 @@
 """Runs the program of one cell (a logical device) for all cells of a device.
 
-A `StepOfCell` is one equation of the program. Steps that do not communicate are joined to segments.
-A segment is compiled apart from the rest of the program, and runs for one cell after another. A
+A `StepOfCell` is one equation of the program. Steps that do not communicate form segments. A
+segment is compiled apart from the rest of the program, and runs for one cell after another. A
 collective works on the stacks of all cells together. A *key* is a number that identifies one value
 of the program.
 """
@@ -89,9 +89,9 @@ class Walk:
         """Returns `f(*operands)`, computed only once for each combination of `key` and operands.
         Two operands are the same if they are one object, or NumPy arrays with equal bytes.
 
-        So a program has no two equal instructions. XLA would merge equal instructions: for several
-        devices before it simplifies the program, and for one device afterwards. The two orders can
-        give programs that round differently.
+        So a program has no two equal instructions. XLA would merge equal instructions: before it
+        simplifies a program for several devices, but after it simplifies a program for one device.
+        The two orders can give programs that round differently.
         """
         same = [x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in operands]
         entry = (key, *same, *map(jax.typeof, operands))
@@ -125,14 +125,15 @@ class Walk:
     def _segment(
         self, left: Sequence[StepOfCell], values
     ) -> tuple[list[StepOfCell], list[StepOfCell]]:
-        """Returns the steps of the next segment, and the other steps of `left`, in which no step
-        has run yet. A segment is compiled apart from the rest of the program.
+        """Returns the steps of the next segment, and the other steps of `left`. `left` has the
+        steps that have not run yet. A segment is compiled apart from the rest of the program.
 
         The segment has the first step of `left`, and each later step that meets three conditions.
-        The step does not communicate (`alone` is false). All its operands have been computed, or
-        are results of steps of the segment. The axes along which its operands vary over the cells
-        (logical devices) are those of the first step. This choice depends only on the program and
-        on the number of cells along each axis, so a segment's kernels are the same on every mesh.
+        The step need not run by itself, as a collective must (its field `alone` is false). All its
+        operands have been computed, or are results of steps of the segment. The axes along which
+        its operands vary over the cells (logical devices) are those of the first step. This choice
+        depends only on the program and on the number of cells along each axis, so a segment's
+        kernels are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()
@@ -259,8 +260,9 @@ class Walk:
         axes = [self.cells.ordered(types.axes_of_type(aval)) for aval in avals]
 
         def carried(stacks):
-            """Returns each carry as a stack over the axes along which it varies. The types of the
-            body's arguments give these axes, so a carry has one shape in all iterations."""
+            """Returns each carry as a `Stack`, with a dim of cells for each axis along which the
+            carry varies. The types of the body's arguments give these axes, so a carry has one
+            shape in all iterations."""
             return [self.cells.over(*pair) for pair in zip(stacks, axes, strict=True)]
 
         def trip(carry, slices):

@@ -84,8 +84,8 @@ def coloured(
 
     `lanes` has a table of jobs for each of two or more lanes (kinds of job), such as "forward" and
     "backward". A job of the first lane writes a slot, and the jobs with the same number in the
-    other lanes read the slot. The job of the last lane is the last reader: from the next tick on
-    the slot is free. Where a stage has no job of the first lane in a tick, the first lane's table
+    other lanes read the slot. The job of the last lane is the last reader, so the slot is free from
+    the next tick on. Where a stage has no job of the first lane in a tick, the first lane's table
     has the lowest free slot, since in lockstep an idle stage writes too. The tables of the other
     lanes have -1 for no job. (Each job's array needs its slot in an interval of ticks. To find the
     fewest slots for such intervals is to colour an interval graph.)

@@ -8,7 +8,8 @@ Each lane has a table, ticks x stages, of jobs, with -1 for an idle stage. An ex
 the forward table [[0, -1], [1, 0], [-1, 1]]: in tick 1, stage 0 runs microbatch 1, and stage 1 runs
 microbatch 0. The placement, [v, P], has each chunk's place (position) in the model, 0 to vP - 1.
 
-There are two ways to run a table, and the table decides which (`per_stage`):
+A schedule runs in lockstep or per stage. `Schedule.per_stage` finds from the tables whether it runs
+per stage.
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
   forward, then at most one backward, then at most one weight job. In the middle of 1F1B, for
@@ -135,7 +136,8 @@ class Schedule:
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
-        ValueError: an array is not a table, the tables differ in shape, or a job is missing.
+        ValueError: a table is not an array of integers `[ticks, stages]`, the tables differ in
+            shape, the placement is not possible, or a job is missing.
     """
 
     forward: Shaped[np.ndarray, "_ticks _stages"]
@@ -570,8 +572,8 @@ def _check(schedule: Schedule) -> None:
     """
     if not schedule.microbatches:
         raise ValueError(
-            f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
-            "microbatch."
+            f"The tables ({schedule.ticks} ticks, {schedule.stages} stages) have no job: every "
+            "entry is -1. Add a microbatch."
         )
     # `when` has for each lane the tick of each job, [M, places]; `_when` raises an error for a job
     # that runs twice or never. `last` is the last place of the model.

@@ -6,12 +6,12 @@ and computes `c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. The second
 `x.T @ c`, the gradient of w. The second half does not take `ct`, so it takes c from the first half.
 
 A value that only the second half needs is computed there if it is a matmul, or depends on a matmul
-that is computed there. It is also computed there if the operands that the first half must hand over
-for it have fewer bytes than the value. All other values, such as the sums over tokens that are the
-gradient of a bias, are computed in the first half. If both halves need the result of a cheap
-operation (`CHEAP`) that uses no value from the first half, both compute it; no matmul is computed
-twice. A scan becomes two scans: the first scan stacks, over its iterations, the values that the
-second scan reads.
+that is computed there. Otherwise the first half could hand over the value, or those operands of the
+value that only the first half has. If these operands have fewer bytes than the value, the second
+half computes the value; otherwise the first half does. So the first half computes the gradient of a
+bias, a sum over tokens. If both halves need the result of a cheap operation (`CHEAP`) that uses no
+value from the first half, both compute it; no matmul is computed twice. A scan becomes two scans:
+the first scan stacks, over its iterations, the values that the second scan reads.
 
 Words of this file: the first half is half 0, or the job `I` of a schedule; the second half is half
 1, or `W`. `handed` arrays go from the first half to the second. `made` variables exist only in the
@@ -167,7 +167,8 @@ class Cut(NamedTuple):
         second: the steps of the second half.
         handed: those variables in `made` that the second half reads. The first half returns the
             values of these variables, followed by the arrays that its scans stack.
-        made: the variables that only the first half computes or takes as arguments.
+        made: the variables whose values only the first half has: its own arguments, and the results
+            that only this half computes.
         reads: the arguments that the first half reads, and the arguments that the second half
             reads, as a pair of sets.
     """
@@ -465,8 +466,8 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Returns the arguments of the body's jaxpr that are carries, for those of the scan's
-        results that are carries. `results` are indices of the scan's results."""
+        """Returns, for each carry in `results`, the argument of the body's jaxpr that is this
+        carry. `results` are indices of the scan's results, of which the first are carries."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:

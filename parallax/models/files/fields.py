@@ -67,7 +67,7 @@ class Number:
         return self.kind(next(iter(stated.values())))
 
     def written(self, value: Any) -> dict[str, Any]:
-        """Returns the fields that state the number `value`."""
+        """Returns a dict in which each field of `names` has `value`, the number."""
         return dict.fromkeys(self.names, value)
 
 
@@ -146,11 +146,12 @@ class Fields:
         only: the supported values of each field that changes the logits that `transformers`
             computes. If a file leaves the field out, the first of its supported values counts; the
             file of a new model states this value.
-        derived: a function from the model's numbers, a dict with the names in `numbers`, to a table
-            like `only`. `save` writes these fields as for a new model, not as in a loaded file.
+        derived: a function that takes the model's numbers, a dict with the names in `numbers` as
+            keys, and returns a table like `only`. `save` does not keep these fields of a loaded
+            file.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
-        new: a function from the model's numbers, the dict that `derived` takes, to further fields
-            of a new model's file, beside those of `numbers` and `only`.
+        new: a function that takes the same dict as `derived`, and returns the fields of a new
+            model's file that are in neither `numbers` nor `only`.
     """
 
     model_type: str

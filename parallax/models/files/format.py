@@ -66,7 +66,7 @@ class Format:
         return self.module or self.fields.model_type
 
     def numbers(self, config: Any) -> dict[str, Any]:
-        """Returns the arguments of `config` that the table `fields.numbers` lists, by name."""
+        """Returns a dict from each name in the table `fields.numbers` to its value in `config`."""
         return {name: getattr(config, name) for name in self.fields.numbers}
 
     def shapes(self, config: Any, dtype: Any) -> Any:
@@ -231,8 +231,8 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Returns `leaf`, which the model has at `path`, as a NumPy array in the host's memory. Raises
-    `ValueError` if the leaf is not an array of this shape and of a type that a file holds, or if
-    this process does not have its values.
+    `ValueError` if the leaf is not an array of this shape and of a type in `TYPES`, or if this
+    process does not have all its values.
     """
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
@@ -267,8 +267,8 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype. Raises `ValueError` for a type that no file holds, and for
-    float64 if JAX has it disabled.
+    """Returns `dtype` as a NumPy dtype. Raises `ValueError` for a type that is not in `TYPES`, and
+    for float64 if JAX's option `jax_enable_x64` is off.
     """
     try:
         checked = jnp.dtype(dtype)

@@ -135,8 +135,8 @@ def _attention_with_dropout(
     if comms.context_shards > 1:
         raise ValueError(
             f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; "
-            f"they are split over {comms.context_shards} devices. Configure attention_dropout=0; "
-            "`dropout`, that of the residual stream, can be used."
+            f"they are split over {comms.context_shards} devices. Configure attention_dropout=0. "
+            "The argument `dropout`, for the residual stream, may stay as it is."
         )
     first_head, rate = comms.axis.index() * local_heads, config.attention_dropout
 
@@ -148,8 +148,8 @@ def _attention_with_dropout(
 
 
 def _at(keys, layer, site: int):
-    """Returns each sequence's key for the dropout at `site`, the number of a place of dropout, in
-    `layer`. Site 0 is in no layer; for site 0, `layer` is L, the number of layers.
+    """Returns each sequence's random key for the dropout at the site `site` of the layer `layer`.
+    Site 0 is in no layer; for site 0, `layer` is L, the number of layers.
     """
 
     def key_at(key):

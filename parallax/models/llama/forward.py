@@ -204,10 +204,10 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
 
 def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
     """Returns the cosine and the sine, both [T, K / 2], of the angle by which each pair of numbers
-    of a head is turned at each position; in float32, or in float64 if JAX has it enabled.
+    of a head is rotated at each position; in float32, or in float64 if JAX has it enabled.
 
-    Pair i of the K / 2 pairs of numbers in a head of width K turns by position * theta^(-2i/K),
-    with theta = `config.theta`. For pairs that turn slowly, `config.scaling` divides this angle.
+    Pair i of the K / 2 pairs of numbers in a head of width K rotates by position * theta^(-2i/K),
+    with theta = `config.theta`. For pairs that rotate slowly, `config.scaling` divides this angle.
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
     with Llama 3.1.
@@ -230,9 +230,9 @@ def rotated(
     x: Float[Array, "batch tokens heads head_width"],
     turns: Turns,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns `x` with the numbers i and i + K / 2 of each head turned as a pair, by the angles
-    whose cosines and sines are `turns`. The computation is in float32 or wider, the result in the
-    type of `x`.
+    """Returns `x` with the numbers i and i + K / 2 of each head rotated as a pair, for i < K / 2; K
+    is the width of a head. `turns` has the cosines and sines of the angles. The computation is in
+    float32 or wider, the result in the type of `x`.
     """
     cosine, sine = (turn.astype(accumulation_dtype(x.dtype))[None, :, None] for turn in turns)
     a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)

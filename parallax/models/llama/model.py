@@ -49,8 +49,8 @@ class Norm(eqx.Module):
     ) -> Float[Array, "*dims width"]:
         """Returns x / sqrt(mean of squares + epsilon) * weight.
 
-        With `remat.of_arguments`, only `x` and the weight are kept for the backward pass, which
-        computes the other values again.
+        Keeps only `x` and the weight for the backward pass. The backward pass computes all other
+        values again (`remat.of_arguments`).
         """
 
         def scaled(x, weight):
@@ -299,8 +299,8 @@ def split_groups(groups: int, devices: int) -> bool:
 
     Raises:
         ValueError: `devices` does not divide `groups`, and `groups` does not divide `devices`. A
-            group is the heads of queries that share one head of keys. Some device would then have
-            heads of several groups, but not all heads of each of these groups.
+            group is the heads of queries that share one head of keys. Some device would have heads
+            of several groups, and only a part of at least one of these groups.
     """
     if groups % devices and devices % groups:
         fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
