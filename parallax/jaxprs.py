@@ -457,9 +457,8 @@ class _Ways(FollowingAlong):
         return joined if differs else joined._replace(alone=0, met=0)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the `Reach` of a result that is computed from all operands. If one operand
-        depends on data (`self.data`), every other operand is combined with data: the arguments in
-        `Reach.alone` of every other operand are then in `Reach.met` of the result."""
+        """Returns the `Reach` of a result that is computed from all operands. If an operand depends
+        on data, the arguments in `alone` of each other operand are in `met` of the result."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):

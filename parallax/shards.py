@@ -2,7 +2,8 @@
 
 A list of `Split`s says which dims of a leaf are split, and over which axes. A whole leaf has an
 empty list. `A[I_X]` is split over axis X, and `{U_X}` is a sum over X that was not taken yet.
-`types.axes` makes a tuple of one axis name or several, and an `Axis` has names and an algorithm.
+An `Axis` is the names of some mesh axes, with the algorithm of the collectives over them.
+`types.axes` returns an axis name, or several, as a tuple.
 """
 
 from collections.abc import Sequence

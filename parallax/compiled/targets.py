@@ -123,8 +123,8 @@ class Program(NamedTuple):
 
 
 def target(name: str) -> Target:
-    """Returns the devices of a machine by name: a TPU topology such as "v5e:2x4", several slices of
-    such a topology ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
+    """Returns the devices that a name stands for: "v5e:2x4" is a TPU topology, "2 x v5e:4x4" is two
+    slices of such a topology, and "16 x h100" is 16 GPUs, in machines of eight.
 
     Raises:
         ValueError: the name is unknown, or the compiler has no topology of this size.

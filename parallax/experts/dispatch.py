@@ -131,9 +131,9 @@ class Gathered:
     ) -> BytesSent:
         """Returns the bytes that a device sends, for n devices and k experts of a token.
 
-        To the experts, a device sends (n - 1) T tokens, each with D numbers, k int32 ids and k
-        weights. Back, it sends (n - 1) T results of D numbers. T is `tokens`, D is `width`, and a
-        number or weight has `itemsize` bytes.
+        Each device gathers all tokens, so a device sends (n - 1) T tokens, each with D numbers, k
+        int32 ids and k weights. Back, it sends (n - 1) T results of D numbers. T is `tokens`, D is
+        `width`, and a number or weight has `itemsize` bytes.
         """
         rows = (n - 1) * tokens
         # `BytesSent` is (out, back, ids, weights); an id is an int32.

@@ -513,9 +513,9 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the facts about a collective's result, given the facts about its operand, `value`.
-    The returned facts are about the dims, and about terms of reductions that are not complete yet.
-    Terms of reductions along the collective's own axes are dropped.
+    """Returns the facts about a collective's result, given the facts about its operand, `value`:
+    the facts about the dims, and the terms. A term is a device's part of a reduction over several
+    devices. The collective ends the terms along its own axes, so they are left out.
 
     `before` is the shape of the operand, and `after` is the shape of the result.
     """

@@ -76,8 +76,8 @@ def initialize(
         say: prints the number of processes, on rank 0.
 
     Raises:
-        ValueError: `processes` or `rank` is given without the other two arguments, `coordinator`
-            has no port, the launcher's variables are incomplete, or the number of processes does
+        ValueError: `processes` or `rank` is given without the other two arguments; `coordinator`
+            has no port; the launcher's variables are incomplete; or the number of processes does
             not divide `cpu_devices`.
     """
     # `_told` checks the arguments. Without a number and a rank it takes the JAX_... variables.
