@@ -22,8 +22,8 @@ n, letters = 8, "ABCDEFGH"
 
 
 def shown(when: str, blocks: np.ndarray) -> None:
-    """Prints the blocks of each device in one line. The terms of device A are 1, those
-    of B 10, those of C 100, so the digits of a sum show whose terms it has."""
+    """Prints one line for each device, with the blocks of that device. A term of device
+    A is 1, of B 10, of C 100. So the digits of a sum show whose terms the sum has."""
     print(f"\n{when}\n          " + "  ".join(f"block {j} " for j in range(n)))
     for device, row in enumerate(blocks):
         who = [

@@ -7,8 +7,8 @@ Run: python examples/three_ways_to_split.py
 """
 
 # Estimate: 8 layers of 64 x 256 and back are 262 k weights, 2.1 MB in float64; the
-# batch is 128 rows of 64. Forward and backward, each of 8 devices sends: for data, all
-# gradients round the ring, 2 * 7/8 * 2.1 MB = 3.7 MB; for tensor, two sums of the
+# batch is 128 rows of 64. In both passes together, each of 8 devices sends: for data,
+# all gradients round the ring, 2 * 7/8 * 2.1 MB = 3.7 MB; for tensor, two sums of the
 # [128, 64] activations a layer, 16 * 2 * 7/8 * 66 kB = 1.8 MB; for the pipeline, 8 rows
 # to and fro in 16 + 7 ticks, 0.19 MB. A device is idle in 7 of these 23 ticks. All
 # compute 6 * 262 k * 128 = 0.2 GFLOP, about 1 ms; to compile takes 10 s.
@@ -88,7 +88,8 @@ WORDS = {
 
 
 def predicted(net: Net) -> dict[str, int]:
-    """Returns, for each axis, the bytes that a device sends forward and backward."""
+    """Returns, for each axis, the bytes that a device sends in the forward and the
+    backward pass together."""
 
     def summed(tree):
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(tree)]

@@ -55,9 +55,10 @@ class Hardware:
         bandwidth: the bytes per second from and to memory.
         domain: the number of devices that fast links join, which are the GPUs of a machine or the
             chips of a slice.
-        fast: the time of a hop inside a domain: a fixed time, and times per byte. On a TPU the hop
-            is over one fast link; on a GPU the hop is over all links from the GPU to the switch.
-        slow: the time of a hop between domains, in the same form.
+        fast: the seconds of a hop inside a domain: per hop (`alpha`), per byte sent (`beta`), and
+            per received byte that the device adds to its own numbers (`gamma`). On a TPU the hop is
+            over one fast link; on a GPU the hop is over all links from the GPU to the switch.
+        slow: the seconds of a hop between domains, in the same form.
         efficiency: the fraction of the rates that large products are assumed to reach.
         reached: `(memory, links)`, for the estimate of a compiled program's time: the fraction of
             the bandwidth and the fraction of the links' rates that the program reaches.
@@ -169,8 +170,9 @@ def _gpu(name, memory, rate, full_rate, bandwidth, nvlink, network) -> Hardware:
     and `network` is the rate of a device over the network between machines.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
-    # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte
-    # as received and stored. The head has the sources of the latencies and of the shares reached.
+    # gamma). gamma is the time to read the device's own number from memory. The time to receive
+    # and store a byte is in beta. The head has the sources of the latencies and of the shares
+    # reached.
     fast = Link(3.4e-6, 1 / (nvlink * GB), 1 / (bandwidth * GB))
     slow = Link(14e-6, 1 / (network * GB), 1 / (bandwidth * GB))
     rates = rate * TERA, full_rate * TERA, bandwidth * GB  # in the order of `Hardware`'s fields
@@ -187,8 +189,8 @@ def _tpu(name, memory, rate, bandwidth, chips, link, network, clock) -> Hardware
     the rate of a chip over the network between slices.
     """
     # Seconds per hop, per byte that is sent, and per received byte that is added (alpha, beta,
-    # gamma). gamma is one pass over memory, to read the device's own number: beta counts the byte
-    # as received and stored. The head of this file has the sources of the latencies.
+    # gamma). gamma is the time to read the device's own number from memory. The time to receive
+    # and store a byte is in beta. The head of this file has the sources of the latencies.
     fast = Link(1e-6, 1 / (link * GB), 1 / (bandwidth * GB))
     slow = Link(1e-5, 1 / (network * GB), 1 / (bandwidth * GB))
     # JAX multiplies float32 arrays on a TPU in bfloat16 by default, so both rates are the same.

@@ -220,9 +220,9 @@ def uses(
     argument, and then on each of `weights`.
 
     Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
-    may be added to a loss. If an argument goes into a `ppermute` anywhere, `unsent` is false for
-    this argument, whatever its other uses are: in a ring that is written by hand, each device first
-    uses its own block, and then sends it on.
+    may be added to a loss. In a ring that is written by hand, each device first uses its own block
+    of an argument, and then sends the block on by a `ppermute`. So that this first use does not
+    count, `Uses.unsent` is false for all arguments that go into a `ppermute`.
 
     Args:
         closed: the program.
@@ -418,8 +418,8 @@ class _Ways(FollowingAlong):
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int, of_weights: dict[int, Reach]):
-        """Begins with no argument known to go into a `ppermute`. `data` is the mask of the
-        arguments that are arrays of the batch. A mask has one further bit, which stands for all
+        """Begins with empty masks `own_data` and `passed_on`. The argument `data` is the mask of
+        the arguments that are arrays of the batch. A mask has one further bit, which stands for all
         constants that differ between devices; `of_constants` is the mask with only this bit. These
         constants count as data too, unless their ids are in `of_weights`."""
         super().__init__(axis)

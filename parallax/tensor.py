@@ -455,9 +455,10 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit `x`.
 
-    The inputs are all dims of the weight but the last, and as many dims at the end of `x`. On this
-    device, the inputs of both must have the same shape. Each mesh axis in `axis` must split the
-    inputs of both, or of neither. `name` is the name of the calling function, for the message.
+    The input dims of the weight are all its dims but the last. The input dims of `x` are its last
+    `weight.ndim - 1` dims, and must have the same sizes as the weight's on this device. Each mesh
+    axis in `axis` must split the inputs of both, or of neither. `name` is the name of the calling
+    function, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:

@@ -217,10 +217,10 @@ def _laid(
     """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: the pieces of each dim of the torus. The pieces of a dim are factors of its length, one
-            for each axis of the mesh. The cores on a chip count as one more dim, the last.
-        lines: for each dim, one laying from `_lines`: an array of places along the dim, whose
-            indices are a device's coordinates along the dim.
+        cut: for each dim of the torus, its pieces. The product of the pieces, one for each axis of
+            the mesh, is the length of the dim. The cores on a chip count as one more dim, the last.
+        lines: for each dim, one laying from `_lines`. Along the dim, a device has a coordinate for
+            each axis of the mesh. The laying's element at these coordinates is the device's place.
         paths: for each axis, one array from `_paths`, the order in which the axis's ring visits the
             axis's devices.
         sizes: the sizes of the mesh's axes.
@@ -289,8 +289,8 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
     the dim, of shape `pieces`.
 
     Along the dim, a device has a coordinate from 0 to `pieces[k] - 1` for each axis k of the mesh.
-    If the mesh has two axes, `line[i, j]` is the place of each device with coordinate i for the
-    first axis and coordinate j for the second axis.
+    If the mesh has two axes, element [i, j] of a laying is the place of each device with coordinate
+    i for the first axis and coordinate j for the second axis.
 
     The axes are nested: for each coordinate of an outer axis, the coordinates of the inner axes
     fill a stretch of neighbouring places. If at most three axes have a piece above 1, they are
@@ -337,13 +337,14 @@ def _costs(
     """Returns the mean cost of a hop of an axis's ring: an array [paths, layings of dim 0, layings
     of dim 1, ...].
 
-    `_paths` gives the paths that the ring may take. A laying of a dim, from `_lines`, is an array
-    of places along the dim, indexed by a device's coordinates along the dim. The cost of a hop is
-    the number of links that the hop crosses, with a small addition for long hops.
+    `_paths` gives the paths that the ring may take. `_lines` gives the layings of a dim: arrays of
+    the devices' places along the dim. The cost of a hop is the number of links that the hop
+    crosses, with a small addition for long hops.
 
     Args:
         axis: the index of the axis.
-        cut: the pieces of each dim of the torus: factors of its length, one for each axis.
+        cut: for each dim of the torus, its pieces, one for each axis of the mesh. The product of
+            the pieces is the length of the dim.
         lines: for each dim, its layings.
         metrics: for each dim, the number of links between each two places.
     """

@@ -73,9 +73,9 @@ def reduce_scattered(
     taken yet, and `A[I_X]` is split over X.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
-    `grads.averaged`. The gradients of leaves that stay whole are all-reduced, and so is the loss. A
-    gradient that `zero.reduce_scatter` has already scattered inside `grad`, which is then a
-    function of a pipeline, is divided by n, but not scattered again.
+    `grads.averaged`. The gradients of leaves that stay whole are all-reduced, and so is the loss.
+    `grad` may return gradients that `zero.reduce_scatter` has already scattered, as in a pipeline.
+    These gradients are divided by n, but not scattered again.
 
     Args:
         grad: a gradient function.

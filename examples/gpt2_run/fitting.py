@@ -339,7 +339,8 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """Returns a change of the layout and its sizes as a change of flags.
+    """Returns the new values of flags for `change`, a dict that has the new values of
+    fields of the layout and of sizes, by name.
 
     The default sizes of data, stage and tensor depend on each other. So if the change
     has at least one of these axes, and the user did not set the flags of all three, the

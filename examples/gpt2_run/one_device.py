@@ -65,6 +65,6 @@ def summary(record: dict) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """Returns a line for each record of `compared`, with both losses; "" if there is
-    no such record."""
+    """Returns one line, by `summary`, for each record that has both losses; "" if no
+    record has both."""
     return "\n".join(summary(record) for record in compared(records))

@@ -69,9 +69,9 @@ class Session:
     told: str = ""  # the signal that ended the loop
 
     def begin(self, first: int, note: dict[str, Any]) -> None:
-        """Prepares the session for the steps after `first`. The skipped steps, the
-        clock and the guard against spikes go on from `note`, a dict from the checkpoint
-        of step `first`. Without a checkpoint `note` is empty."""
+        """Prepares the session for the steps after `first`. `note` is a dict from the
+        checkpoint of step `first`, with the list of skipped steps and the states of the
+        clock and of the guard against spikes. Without a checkpoint `note` is empty."""
         plan, s = self.plan, self.plan.settings
         self.skipped = metrics.Skipped(s.skip_budget, note.get("skipped", []))
         self.clock = metrics.Clock(note.get("clock"))
@@ -97,7 +97,7 @@ class Session:
         return self.train(state, windows, *limited(self.spikes))
 
     def save(self, i: int, state: step.State) -> None:
-        """Begins to save a checkpoint, with the counts of the loop."""
+        """Begins to save a checkpoint, with the note that `begin` reads."""
         with self.clock("checkpoints"):
             note = {
                 "skipped": self.skipped.steps,

@@ -30,7 +30,7 @@ class Difference(NamedTuple):
     Attributes:
         key: the value's key.
         off: the largest difference of an element between the runs, divided by the largest magnitude
-            in the value. If only the copies differ, `off` may be below `bound`.
+            in the first run's value. If only the copies differ, `off` may be below `bound`.
         bound: the largest `off` that is allowed.
         index: the index of the number with the largest difference, in the whole value.
         right: this number in the first run.
@@ -62,9 +62,8 @@ class Difference(NamedTuple):
         return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
-        """Returns the difference as text: `off`, a fraction of the largest magnitude in the value;
-        the right and the wrong number; the diagnosis; the last equal values (`after`); and the code
-        between these values and the value that differs."""
+        """Returns the fields as text. If the difference has a `program_slice`, the last two lines
+        list its collectives and at most eight of its functions."""
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
             f"{self.key} differs first: {self.off:.2g} of its largest number, "

@@ -302,8 +302,9 @@ def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
     """Returns the mesh axes `axis_name` in groups. Each group is one `Axis`, with the algorithm
     that `parts` gives to these mesh axes.
 
-    Neighbouring axes that have the same algorithm form one group. For an array of S bytes, a
-    device sends less than 2 S in one ring over two axes, and up to 4 S in a ring along each axis.
+    Neighbouring axes that have the same algorithm form one group. To all-reduce S bytes, a device
+    sends less than 2 S bytes in one ring over two axes. In two rings, one along each axis, the
+    device would send up to 4 S bytes in total.
     """
     groups: list[Axis] = []
     for name in axes(axis_name):

@@ -3,18 +3,19 @@
 Each device is the *owner* of one block of the array. Run forwards, a table is a *scatter* (a
 reduce-scatter): the partial sums of each block travel to its owner. Run backwards, a table is a
 *gather*: each block travels from its owner to all devices. If several tables run at the same time,
-each carries its own share of every block. A message is a list of arrays: one for each block, or
-only one if the blocks are small enough to join.
+each table carries its own share of every block. A message is a list of arrays: one for each block,
+or only one if the blocks are small enough to join.
 
 The devices form a box, such as `(2, 8)`. An *offset* is the place of a device in the box, counted
 from this device. It is a `Point`: one number for each dim of the box. This device is at
-`route.home`, offset 0, and `route.device_at(me, offset)` is the device at an offset. A table and
-the offset of an owner name one share of a block. A round of a `Route` is {step: offsets}: in a
-scatter, each device sends the blocks whose owners are at `offsets` to the device at offset `step`.
-If a block's owner is at offset o from the sender, the owner is at `offset_after(o, step)` from the
-receiver. After k hops of the same step, the owner is at `offset_after(o, step, k)` from the device
-that has the block. `pairs(step)` lists the messages of one hop of a scatter as pairs (sender,
-receiver); `pairs(step, back=True)` lists the messages of the same hop of a gather.
+`route.home`, offset 0, and `route.device_at(me, offset)` is the device at an offset. The pair
+(table, offset of the owner) identifies one share of one block. A round of a `Route` is
+{step: offsets}: in a scatter, each device sends the blocks whose owners are at `offsets` to the
+device at offset `step`. If a block's owner is at offset o from the sender, the owner is at
+`offset_after(o, step)` from the receiver. After k hops of the same step, the owner is at
+`offset_after(o, step, k)` from the device that has the block. `pairs(step)` lists the messages of
+one hop of a scatter as pairs (sender, receiver); `pairs(step, back=True)` lists the messages of the
+same hop of a gather.
 
 Consecutive rounds are a *chain* if, in each table, each round but the first sends exactly the
 blocks that arrived in the round before, as in a ring. A long chain becomes a loop, so that the
@@ -429,9 +430,10 @@ def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     XLA cannot fuse the writes into the operation that uses the result.
 
     Without the barrier, XLA may fuse some of the writes, such as the last, with that operation. In
-    the fused code, a product and a sum of the operation may be rounded once instead of twice. Each
-    device writes another block last, so replicas would drift apart. The CPU's compiler removes an
-    optimization barrier, so on a CPU a loop takes the barrier's place.
+    the fused code, a product and a sum of the operation may be rounded once instead of twice. The
+    block written last is a different block on each device. So devices would round equal numbers
+    differently, and replicas would drift apart. The CPU's compiler removes an optimization barrier,
+    so on a CPU a loop takes the barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

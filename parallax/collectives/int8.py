@@ -197,10 +197,11 @@ def quantized_reduce_scatter(
 
     Raises:
         ValueError: `block_size` is below 1; a leaf lacks the dim `scatter_dimension`, or this dim
-            cannot be cut into a block for each device; or no `shard_map` over the axis is around
-            the call.
+            cannot be cut into equal parts, one for each device; or no `shard_map` over the axis is
+            around the call.
     """
-    # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
+    # The reduce-scatter and the all-gather of one array, in int8. `drop_in` makes from this pair a
+    # function like that of `lax`, with its options, types and derivative.
     slices = _slices(block_size)
 
     def quantized_leaf(x):
@@ -230,7 +231,8 @@ def quantized_all_gather(
         ValueError: `block_size` is below 1; a leaf lacks the dim `axis`; or no `shard_map` over the
             axis is around the call.
     """
-    # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
+    # The reduce-scatter and the all-gather of one array, in int8. `drop_in` makes from this pair a
+    # function like that of `lax`, with its options, types and derivative.
     slices = _slices(block_size)
 
     def quantized_leaf(x):

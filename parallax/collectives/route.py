@@ -91,11 +91,12 @@ class Route:
 
     @property
     def home(self) -> Point:
-        """Returns the offset of the block that a device owns: 0 along each dim of the box."""
+        """Returns the offset of the block that belongs to the device itself: a tuple of zeros, one
+        for each dim of `shape`."""
         return (0,) * len(self.shape)
 
     def points(self) -> list[Point]:
-        """Returns all points of the box (of the shape `shape`), in row-major order."""
+        """Returns all points of the box of devices, in row-major order."""
         return list(itertools.product(*map(range, self.shape)))
 
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:

@@ -190,24 +190,24 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
-        # A step moves along box k only.
+        # A step moves along the box of route k only.
         homes = [[route.home] for route in routes]
         # A message carries all blocks that differ only along the boxes of routes that run later.
         for sends in routes[k].rounds:
             messages = {}
             for step, offsets in sends.items():
-                # `_points_at` joins o, along box k, with each offset in `spans` along other boxes.
+                # `_points_at` joins o, for route k, with the offsets in `spans` of other routes.
                 blocks = [point for o in offsets for point in _points_at(spans, k, o)]
-                # With `homes` there is one such point: the step, with 0 along all other boxes.
+                # With `homes` there is one point: the step for route k, 0 for all other routes.
                 messages[_points_at(homes, k, step)[0]] = blocks
             rounds.append(messages)
     return Route(sum((route.shape for route in routes), ()), rounds)
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns all points of the joined box that have `point` along the dims of route `k`.
+    """Returns all tuples that join one point per route: `point` for route `k`, and a point of
+    `spans[i]` for every route i except k.
 
-    Along the dims of each other route i, such a point has one of the points `spans[i]`. `spans[k]`
-    is not used.
+    The tuples are points of the joined table's box (see `product`).
     """
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

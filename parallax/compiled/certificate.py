@@ -32,7 +32,8 @@ from parallax.compiled import hlo
 
 
 class Entry(NamedTuple):
-    """All collectives of one kind along the same axes, on one device, in one call of a program.
+    """The collectives of one kind along the same axes, with the same `conditional` and `unbounded`,
+    on one device, in one call of a program.
 
     Attributes:
         kind: XLA's name of the collectives, such as "collective-permute".
@@ -42,8 +43,8 @@ class Entry(NamedTuple):
         bytes: the bytes of the results, summed over all runs; for a permute, the bytes that a
             device receives.
         hops: the length of the longest chain of collectives of this kind along these axes. In a
-            chain each collective waits for the collective before it. All entries of the same `kind`
-            and `axes` have the same `hops`, since one chain may include collectives of each entry.
+            chain each collective waits for the collective before it. Entries that differ only in
+            `conditional` or `unbounded` have the same `hops`, since a chain may go through both.
         conditional: whether the collectives are in a branch that may not be taken. The collectives
             of all branches are counted.
         unbounded: whether the collectives are in a loop of unknown length, counted as one trip.

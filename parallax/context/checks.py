@@ -135,8 +135,8 @@ def _compares_counts(
     counts = dict(counts)
 
     def read(atom):
-        """Returns the ids of the counts on which `atom` depends. `atom` is an operand of an
-        equation, or a result of the program."""
+        """Returns the ids that the table `counts` has for `atom`, an operand of an equation or a
+        result of the program. A literal number has no ids."""
         return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
 
     for eqn in program.eqns:

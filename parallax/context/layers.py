@@ -57,12 +57,11 @@ def comms(
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 
-    # Between the layers, a sequence is split over the context axis and over the axes by which
-    # `inner` splits tokens: `local_tokens` selects a device's part, `token_shards` is the number of
-    # parts, and `over_tokens` are these axes. Inside the layers, after `inner` has gathered, a
-    # sequence is split over the context axis only: `context_tokens` selects this larger part, and
-    # `context_shards` is the number of these parts. By default the ring replaces the model's
-    # attention.
+    # Three fields are about the tokens between layers, which the context axis and `inner` split:
+    # `local_tokens` selects a device's part, `token_shards` is the number of parts, and
+    # `over_tokens` are the axes. Two fields are about the tokens inside a layer, which only the
+    # context axis splits: `context_tokens` selects the device's part, and `context_shards` is the
+    # number of parts. `wrap_attention` replaces the model's attention, by default by the ring.
     return inner_comms._replace(
         local_tokens=inner_tokens,
         token_shards=inner_comms.token_shards * context_axis.size(),

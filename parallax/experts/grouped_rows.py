@@ -4,10 +4,10 @@ Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor
 result for this row. An id equal to the number of experts on the device means no expert.
 
 Each block has rows for one expert; *filling rows* fill up the expert's last block. Each row of a
-block has two indices. `written` is the index of the row of the result to add to, and `pair` is the
-index of the row's pair. Filling rows must add nothing to the results, so both of their indices are
-out of range. For an index out of range `_take` gives 0, and `_add` adds nothing. An expert has
-`trained` arrays, which are differentiated, and `others`, which are not.
+block has three indices: `read` is the row of x that it copies, `written` the row of the result to
+add to, and `pair` the row's pair. Filling rows must add nothing to the results, so their `written`
+and `pair` are out of range: there `_take` gives 0, and `_add` adds nothing. An expert has `trained`
+arrays, which are differentiated, and `others`, which are not.
 
 Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
@@ -165,10 +165,11 @@ def _table(
         before = jnp.where(expert > 0, ends[expert - 1], 0)
         place = starts[expert] + (j - before) * size + within
         is_pair = place < starts[expert + 1]  # false for filling rows
-        # Filling rows repeat the last pair of the expert, so that they read a row of x that exists.
+        # Filling rows copy the row of x of the expert's last pair. The expert computes them too,
+        # and might turn rows of zeros into NaN, as a norm does.
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
-        # To write to, filling rows get numbers out of range, which a scatter drops.
+        # The `written` and the `pair` of filling rows are out of range, so they add nothing.
         return Block(expert, read, jnp.where(is_pair, read, rows), jnp.where(is_pair, pair, pairs))
 
     return block, ends[-1]

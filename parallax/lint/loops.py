@@ -72,10 +72,9 @@ class Loop:
         could stand after the loop. `aval` is the type of `value`, and `where` the source line of
         the sum.
         """
-        # A sum that depends on a carry must stay in the loop, and so must the sums that were added
-        # to this carry: each iteration needs the carry's value. The new sum is not spoiled itself.
-        # But a new carry that it is added to has these spoiled parts too, and `only_added` takes no
-        # sums from such a carry.
+        # If `value` depends on a carry, each iteration needs this carry's value. So the carry is
+        # spoiled, and its sums stay in the loop. The new sum stays too: its result has the spoiled
+        # carry as a part, and `only_added` takes no sums from a carry with a spoiled part.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))

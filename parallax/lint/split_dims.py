@@ -175,6 +175,8 @@ class _Operation:
         """Returns the facts about a slice. For a dim that is sliced with a stride above 1, no
         `Part` is kept, since the slice's elements are not neighbours in the dim."""
         strides = self.params["strides"] or itertools.repeat(1)
+        # `starts` becomes a dict: for each dim with stride 1, the index of the slice's first
+        # element along it. `shapes[0]` is the shape of the result, the slice.
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
         return self._part(inputs[0], starts, self.shapes[0])
@@ -194,8 +196,9 @@ class _Operation:
 
         If a sliced dim is split, the slice is recorded: the set `parts` of the result's dim gets
         this slice as its only element. Different slices of one split dim must not be combined with
-        each other, since a device cuts both from its own block of the dim. If a gate and a value
-        are stacked along the split dim, a device would combine two parts of the gate.
+        each other, since a device cuts both from its own block of the dim. For example, a gate and
+        the units that the gate multiplies may be stacked along the split dim. The first device's
+        block has only elements of the gate: its two slices are two parts of the gate.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():

@@ -104,10 +104,12 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 def _shard_maps(
     program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
 ) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
-    """Yields each `shard_map` of a program, with the value of each operand. An operand's value is
-    None unless the operand is an argument or a constant that reaches the `shard_map` unchanged.
+    """Yields each `shard_map` of a program, with the value of each operand. The value is known if
+    the operand is one of `arguments` that is known, or a constant of whole numbers, and reaches the
+    `shard_map` unchanged. Otherwise the value is None.
 
-    A `shard_map` inside a call, such as a call of `jit`, is found too.
+    A `shard_map` inside a call, such as a call of `jit`, is found too. In the body of a `scan`, the
+    values are those of the first iteration, such as the first slice of an argument.
     """
     jaxpr = jaxprs.opened(program)  # without the values of its constants
     # Not strict: only a `ClosedJaxpr` has the values of its constants (`consts`).

@@ -54,8 +54,8 @@ class Dim(NamedTuple):
 
     Attributes:
         split: the axes along which devices have different elements of the dim.
-        within: the axes of a split dim that a reshape turned into several dims, of which this dim
-            is not the outermost; empty if there was no such reshape.
+        within: the axes of a split dim that a reshape turned into an outer dim and inner dims, if
+            this dim is one of the inner dims; else empty.
         rows: whether the dim runs over the rows (examples) of the batch.
         drawn: whether each index of the dim has random numbers of its own.
         counted: whether the elements were computed from an `iota` along the dim; the `iota`
@@ -167,9 +167,10 @@ class Value(NamedTuple):
         """Returns facts about one array, joined from `self` and `value`, which are both about this
         array.
 
-        `differs`, `trip`, `constant`, `narrow`, `summed` and `parts` are those of `self`. `dims`,
-        `terms`, `shared`, `shard`, `fed` and `chosen` are those of `value`. These two groups of
-        facts are computed apart.
+        The facts about dims (`dims`, `terms` and `shared`) and about the origin, which is what the
+        array was computed from (`shard`, `fed` and `chosen`), are those of `value`: they have
+        functions of their own, `dims_after` and `origin_facts`. All other facts are those of
+        `self`.
         """
         return value._replace(
             differs=self.differs,

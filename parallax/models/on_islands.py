@@ -121,15 +121,15 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
     """Returns the form in which a state of islands is stored, so that any layout can read the
     checkpoint. Without a pipeline, the result is None.
 
-    A `DiskForm` is a pair of functions: one converts a state into the stored form, and the other
-    converts it back. Both treat each model in the state as `decoder.stored` treats the model of one
-    island: on disk the blocks are [layers, ...], in the order of the model. If the step's
-    `decoder.Compute` has a schedule, pass it as `schedule`. None means the schedule that the layout
-    names.
+    A `DiskForm` has two functions: `to_disk` converts a state into the stored form, and `from_disk`
+    converts a stored state back. Both treat each model in the state as `decoder.stored` treats the
+    model of one island: on disk the blocks are [layers, ...], in the order of the model. If the
+    step's `decoder.Compute` has a schedule, pass it as `schedule`. None means the schedule that the
+    layout names.
 
-    Raises:
-        ValueError: when the state is converted: its fragments have only some chunks of each stage,
-            and the schedule does not place the chunks in the order of the layers.
+    `to_disk` raises `ValueError` if a fragment (the part of the model that one round exchanges) has
+    only some chunks of each stage, and the schedule does not place the chunks in the order of the
+    layers.
     """
     if schedule is not None and np.array_equal(
         schedule.placed.ravel(), range(schedule.placed.size)
@@ -146,8 +146,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
         return _on_all_models(state, whole.to_disk)
 
     def from_disk(state):
-        """Returns the state that `to_disk` converted. A fragment of the model may have fewer layers
-        than the model, so the number of layers is read from the islands' models."""
+        """Returns a stored state in the form that it had before `to_disk`. A fragment may have
+        fewer layers than the model, so the number of layers is read from the islands' models."""
         blocks = eqx.filter(family.where(state.inner.model), meshes.is_array)
         layers = jax.tree.leaves(blocks)[0].shape[1]  # [islands, layers, ...]
         form = decoder.stored(family, layout, schedule=schedule, layers=layers)
@@ -179,8 +179,9 @@ def _on_all_models(state: islands.State, change: Callable[[Any], Any]) -> island
 
 
 def _check_all_chunks(family: Family, layout: Layout, state: islands.State) -> None:
-    """Raises `ValueError` if a fragment of the model has only some chunks of each stage: the
-    placement of all chunks does not give the order of such a fragment's layers."""
+    """Raises `ValueError` if a fragment, the part of the model that one round exchanges, has only
+    some chunks of each stage. The fragment's arrays do not say which chunks these are, so the order
+    of their layers is not known."""
 
     def is_model(leaf):
         return isinstance(leaf, family.model)

@@ -185,7 +185,7 @@ class _Update:
         unnamed = axes.difference(*by_dim)
         # An axis that the spec does not name may split any dim, so each dim counts as split by it.
         # Then `whole` is only an upper bound. That is enough: `of_any_size` uses `whole` as the
-        # bound of a symbolic size, and `_split_alike` does not rely on the shapes of an open leaf.
+        # bound of a symbolic size, and `_split_alike` does not rely on it if `is_open` is True.
         # Axes that split only the gradient (ZeRO-1) do not count: the parameter is whole already.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))
@@ -285,8 +285,8 @@ class _Update:
         )
 
     def fails_on_whole_leaves(self) -> bool:
-        """Returns whether the update also fails on whole leaves. Returns False if the specs leave
-        open which dim of a leaf is split: the shapes of whole leaves are then unknown."""
+        """Returns whether the update also fails on whole leaves. Returns False if `is_open` is True
+        for a leaf: the shape of the whole leaf is then unknown."""
         if any(leaf.is_open for leaf in self.leaves):
             return False
         try:
@@ -428,6 +428,9 @@ class _Update:
         has, lacks = "optimizer state", "no gradient"
         if path in with_gradient:
             has, lacks = "a gradient", "no state in the optimizer"
+        # The two numbers in the message count the leaves with a gradient and those with state. The
+        # argument `trainable` of step.init chooses the leaves for which the optimizer has state, so
+        # the gradient function must differentiate exactly these leaves.
         message = (
             f"{self.at}: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The "
             f"leaves that the gradient function differentiates ({len(with_gradient)}; it gives "
@@ -448,11 +451,12 @@ class _Update:
 def _split_alike(a: _Leaf, b: _Leaf) -> bool:
     """Returns whether the leaves `a` and `b` are surely split along the same dim. A leaf is split
     along the dim whose size on a device differs from its size in the whole leaf. So the result is
-    True if `a` and `b` have equal shapes on a device and as whole leaves, the same single axis
-    splits both, and neither is open."""
+    True if `a` and `b` have equal shapes on a device and as whole leaves, and the same single axis
+    splits both. If `is_open` is True for a leaf, its split dim is unknown, and the result is False.
+    """
     same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-    # A leaf is open if it is split over an axis that its spec does not name. That axis may
-    # split any dim of the leaf, and the shapes of the leaf do not tell which dim.
+    # If `is_open` is True, the leaf's spec does not name an axis that splits the leaf. That axis
+    # may split any dim, and `whole` is only an upper bound: the shapes do not tell which dim.
     is_open = a.is_open or b.is_open
     # Two axes might split the dims of one leaf in another order than those of the other.
     return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes

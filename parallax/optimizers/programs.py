@@ -144,7 +144,8 @@ class _Elements(jaxprs.Following):
 
     def constant(self, aval: Any, value: Any) -> Value:
         """Returns the `Value` of a constant of the type `aval`, which the update reads by closure.
-        If the constant differs between devices, `mixes` of the `Value` says so."""
+        If the constant differs between devices, `mixes` of the `Value` says so. Otherwise `leaves`
+        is {`WHOLE`}, or empty for a single number. The type alone decides, so `value` is unused."""
         if split_over(aval):
             return Value(mixes="it uses a value from outside that differs between devices")
         return same_everywhere(aval)

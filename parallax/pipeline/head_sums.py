@@ -8,11 +8,11 @@ stage's `x` is the model's output. So `psum(loss(x))` over the stages is wrong, 
 index makes the terms of early stages zero. Such a factor depends on no argument of the program, so
 the factor is computed here for every early stage.
 
-The head's program is read equation by equation. The `Terms` of a value say whether the value
-depends on the `x` of an early stage (`early`). A value that depends on no argument of the program
-is called a number (`is_number`). `indexed` says whether a value depends on the stage's index.
-`by_index` is the function from a stage's index to the number on that stage, or None if the number
-is not computed. If a value was gathered from all stages, `gathered` is the dim in which the `x` of
+The head's program is read equation by equation. The `Terms` of a value have five fields. `early`
+says whether the value depends on the `x` of an early stage, `is_number` whether it depends on no
+argument of the program, and `indexed` whether it depends on the stage's index. If `is_number` is
+True, `by_index` is the function from a stage's index to the value on that stage, or None if the
+value is unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of
 all stages stand one after the other.
 
 `_Sums` inherits from `jaxprs.FollowingAlong`: `run` computes the `Terms` of a program's results,
@@ -46,7 +46,8 @@ class Terms(NamedTuple):
             computed here.
         indexed: whether the value depends on the stage's index.
         by_index: the function from a stage's index to the value on that stage. None if `is_number`
-            is False, or if the value is unknown: it may have more than `SMALL` elements.
+            is False, or if the value is unknown, for example because an equation's result has more
+            than `SMALL` elements.
         gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
             stand one after the other; None for other values.
     """
@@ -108,8 +109,8 @@ class _Sums(jaxprs.FollowingAlong):
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
-        # By default, the result depends on all that any operand depends on. The result of `met`
-        # never counts as a number (`is_number`) here, even if all operands do.
+        # By default, the result depends on all that any operand depends on. `is_number` is False
+        # here even if it is True for all operands; `_number` below sets it to True.
         joined = self.met(operands)._replace(is_number=False)
         # A sum over the stages is a collective that is no gather, and whose result is the same on
         # all stages. The result of a gather is followed, since the program may sum its gathered dim
@@ -188,9 +189,9 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _branch(self, which: Terms, cases: Sequence[Terms]) -> Terms:
         """Returns the `Terms` of one result of a conditional: the joined `Terms` of the result in
-        the branches that early stages run. If the result is a number (`is_number`) in every branch,
-        `by_index` of the returned `Terms` gives this number on each stage. `which` has the `Terms`
-        of the branch's index, and `cases` the `Terms` of the result in each branch."""
+        the branches that early stages run. If the result depends on no argument (`is_number`) in
+        every branch, `by_index` of the returned `Terms` gives the result on each stage. `which` has
+        the `Terms` of the branch's index, and `cases` the `Terms` of the result in each branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
         known = [value.by_index for value in (which, *cases) if value.by_index]
@@ -231,8 +232,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns the array of a number (`is_number`) on each early stage; `value` has the `Terms`
-        of the number. Returns an empty list if the arrays are unknown."""
+        """Returns a list with one array for each early stage: the value that `value.by_index` gives
+        for this stage. Returns an empty list if the values are unknown."""
         if value.by_index is None:
             return []
         try:
@@ -249,14 +250,15 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
         """Returns the `Terms` of `select_n(which, *cases)`: the joined `Terms` of the cases that
-        early stages select. `which` has the `Terms` of the array with the index of each element's
-        case; the callers check that this array is a number (`is_number`). If its values are
+        early stages select. `which` has the `Terms` of the indices of the selected cases; the
+        callers check that these indices depend on no argument (`is_number`). If the indices are
         unknown, no case is joined, so the check reports no sum of the selected values."""
-        # `_before_the_last` gives this array on each early stage, or no array if it is unknown.
+        # `_before_the_last` gives the indices on each early stage, or nothing if they are unknown.
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
-        # Some case is no number (see the callers), so the result is none, whatever cases are taken.
+        # The callers pass at least one case whose `is_number` is False. So the result's `is_number`
+        # is False too, even if that case is not taken.
         return self.met([cases[case] for case in taken])._replace(is_number=False)
 
 

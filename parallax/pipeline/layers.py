@@ -198,8 +198,8 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
         ValueError: dim 0 of the blocks and dim 0 of the placement differ, or the number of layers
             is not a multiple of v P.
     """
-    # Chunk c of stage s is group c P + s of the result, and group `placement[c, s]` of `blocks`. So
-    # the raveled placement has, for each group of the result, the group to take.
+    # The layers of chunk c of stage s are group c P + s of the result, and group `placement[c, s]`
+    # of `blocks`. So the raveled placement has, for each group of the result, the group to take.
     return _reordered("pipeline.to_placement", blocks, placement, np.ravel(placement))
 
 
@@ -222,8 +222,8 @@ def _reordered(
     v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns an array like `w`, [chunks, layers / chunks, ...]. Group k of the result is group
-        `order[k]` of `w`."""
+        """Returns `w`, [chunks, layers / chunks, ...], with its layers in the new order. The layers
+        are v P groups of equal size: group k of the result is group `order[k]` of `w`."""
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(

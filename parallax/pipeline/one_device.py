@@ -58,22 +58,24 @@ def unpipelined(
     `placed` of a schedule. Each chunk then has its own `position` and its own auxiliary values: the
     arrays of `stages` are [vP, ...].
 
-    Without a placement, the layers run in the order in which they are stored. The chunks with the
-    same number c on all stages run as one chunk, at position c, so a stage that uses `position`
-    needs the placement. The stored order is the model's order only if chunk c of stage p is at
-    position c P + p (a looped placement).
+    Without a placement, the layers run in the order in which they are stored, as v chunks: entry c
+    of the arrays, with the layers of chunk c of every stage, runs as one chunk at position c. The
+    pipeline has other positions, so a `stage` that uses `position` needs the placement. The stored
+    order is the model's order only if chunk c of stage s is at position c P + s (a looped
+    placement).
     """
 
     def loss(params, batch):
         """Returns the loss, or `(loss, aux)`, of the whole batch."""
         arrays, static = eqx.partition(blocks(params), eqx.is_array)
         if placement is not None:
-            arrays = from_placement(arrays, placement)
+            arrays = from_placement(arrays, placement)  # same shapes, layers in the model's order
             places = placement.size
             # One entry for each place: [v, L / v, ...] -> [vP, L / (vP), ...].
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         params_of_places = []
-        # The parameters and the position of each place, or without a placement of each chunk.
+        # The parameters and the position of each chunk: vP chunks, one for each place, or v chunks
+        # without a placement.
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             of_place = eqx.combine(jax.tree.map(operator.itemgetter(place), arrays), static)
             position = jnp.asarray(place, jnp.int32)

@@ -120,7 +120,8 @@ def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the forward pass of a chunk. The model's first chunk runs on the embedding's output, and
     any other chunk on an activation that arrived. Keeps the output as `sent`, the message of this
     tick."""
-    # The slots have messages. `taken` reads from `jobs.x` only how many dims each message has.
+    # `taken` gives the message in this slot. Its argument `jobs.x` says how many dims each leaf
+    # has: a buffer with one dim more has a dim of slots.
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -132,7 +133,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     arrived from a stage or from the head. Keeps the cotangent of x as `sent`, the message of this
     tick."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
-    # `taken` reads from `jobs.moving` only how many dims each message has.
+    # `taken` gives the cotangent in this slot. Its argument `jobs.moving` says how many dims each
+    # leaf has: a buffer with one dim more has a dim of slots.
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
     # Activations and cotangents use the same messages, so a cotangent is sent with all leaves of x:

@@ -231,10 +231,10 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def head_inputs(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments that follow `(params, x)`: a microbatch, as a part of the
-        batch, and the microbatch's number, which taps (records of values) use."""
-        # `counts` says whether this stage's loss is used. Where it is not, the number for taps is
-        # -1. So the number may differ between the stages, and is typed so.
+        """Returns the head's arguments that follow `(params, x)`: the rows of one microbatch, and
+        the microbatch's number for taps (records of values)."""
+        # `counts` says whether this stage's loss is used. If it is not, the number for taps is -1.
+        # So the number may differ between the stages, and is typed as varying.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )

@@ -35,8 +35,9 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
     """Returns `(forward, backward)`. `forward` saves the residuals of `jax.vjp`, except for arrays
     of its arguments `trained` and `given`: `backward` takes these two arguments too.
 
-    Nothing is computed twice. `jax.vjp` returns `transposed` as a tree whose leaves are the
-    residuals, so the residuals can be taken out and put back.
+    Nothing is computed twice. `jax.vjp` returns the function of the backward pass, `transposed`, as
+    a tree whose leaves are the residuals. So `forward` takes the leaves out, and `backward` puts
+    them back.
     """
     # `forward` writes here the structure of that tree, and where to find each of its leaves.
     # `backward`, which JAX traces later, reads both. Each trace of `forward` writes the same.
@@ -57,9 +58,9 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns the function `transposed`, rebuilt from its residuals. A residual without an
-        index in `of_last_trace` is the next array of `saved`. Any other residual is the array of
-        `trained` and `given` with this index."""
+        """Returns the function `transposed`, rebuilt from its residuals. A residual whose index in
+        `of_last_trace` is None is the next array of `saved`. Any other residual is taken, by its
+        index, from the list of the arrays of `trained` and `given`."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]

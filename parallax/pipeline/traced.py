@@ -7,9 +7,9 @@ that names the parameter. A program is a jaxpr with the values of its constants,
 `opened(program)` is the jaxpr without these values. `operands(x)` are the values from which JAX
 computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
 type says that the value may differ between the axis's devices. `Following`, a base class from
-`parallax.jaxprs`, computes a property of each value in a program: here, whether the value depends
-on a late argument. Its method `run` reads the program. Its method `met` returns the property of an
-equation's result, from the properties of the equation's operands.
+`parallax.jaxprs`, computes a property of each value in a program. Here the property is whether the
+value depends on any argument but the first, the parameters. The method `run` reads the program. The
+method `met` returns the property of an equation's result, from the properties of its operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -191,8 +191,8 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
 
 
 def moves_early(traced: Traced) -> bool:
-    """Returns whether a collective in a function depends on no argument but the first, the
-    parameters: such a collective could run before the previous tick has ended."""
+    """Returns whether the function has a collective that depends on no argument but the first, the
+    parameters. That collective could run before the previous tick has ended."""
     # For each array among the arguments, whether it is ready only in its tick: all but the
     # parameters, argument 0. `used` is a tree like the arguments.
     is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]

@@ -457,7 +457,8 @@ def device_flops(config: Config, layout: Layout, batch: int) -> Number:
 
 def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     """Returns the floating-point operations of one device, in all calls of its stage and of the
-    head together. `size` has the numbers of these calls."""
+    head together. `size.forward`, `size.backward`, `size.weights` and `size.heads` count the calls.
+    """
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     # The share of (query, key) pairs that is computed. In zigzag order a device has the queries of
@@ -501,7 +502,7 @@ def _passes(
     kernel: bool,
 ) -> Number:
     """Returns the bytes that a device reads and writes between matmuls, in all calls of its stage
-    together. `size` has the numbers of these calls: `forward`, `backward` and `weights`.
+    together. `size.forward`, `size.backward` and `size.weights` count these calls.
 
     A pipeline also copies the arrays that a layer keeps into a slot of a buffer, and later out of
     the slot. The bytes of these copies count too. If the backward pass runs the whole stage again,
@@ -509,12 +510,13 @@ def _passes(
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
+    # The arguments of functions of `residuals`, which give the bytes of a layer's arrays.
     sizes = config, everything_kept, batch, hardware.short
     arrays = residuals.between_products(*sizes, kernel=kernel)
     again = recomputed(layout)
     # A forward or backward call goes over these arrays `PASSES` times: it writes them, reads them,
     # and works on them in between. A backward call also runs a share of the forward call again
-    # (`again.passes`). A call of W only multiplies.
+    # (`again.passes`). A call for the weights' gradients only multiplies.
     passes = PASSES * arrays * size.layers * (size.forward + size.backward * (1 + again.passes))
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
@@ -527,9 +529,10 @@ def _passes(
         * size.layers
         * (size.forward + size.backward)
     )
-    # W may have jobs of its own. Then I also copies the arrays that it computes for W (`handed`)
-    # into a slot, and W copies them and the kept arrays out. `check` refuses such a layout if it
-    # computes arrays again, so a layer keeps everything (`residuals.everything`).
+    # The weights' gradients may have jobs of their own (`deferred`), after the backward calls. Then
+    # a backward call also copies arrays for such a job (`handed`) into a slot, and the job copies
+    # these and the kept arrays out. `check` refuses such a layout if it computes arrays again, so a
+    # layer keeps everything (`residuals.everything`).
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         kept = residuals.everything(*sizes, kernel=kernel)

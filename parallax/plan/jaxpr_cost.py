@@ -186,8 +186,9 @@ class Reading:
         known |= {var: self._constant(var) for var in jaxpr.constvars}
         # For each equation, whether each of its results is needed; None if the equation is not.
         _, needed_results = self.needed(jaxpr, used)
-        # How many operations read each variable. An equation without results, such as a print, is
-        # not counted (its `needed` is `()`): it puts its operands into buffers anyway.
+        # How many operations read each variable. Two kinds of equations are not counted: those that
+        # are not needed (None), and those without results (the empty tuple), such as a print, which
+        # puts its operands into buffers anyway.
         uses = Counter(
             atom
             for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)
@@ -201,6 +202,7 @@ class Reading:
         for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True):
             if needed is not None:
                 operands = [self._read(atom, known) for atom in eqn.invars]
+                # `_once` adds the equation's operation, unless an equal equation was added before.
                 results = self._once(eqn, operands, needed, [uses[var] for var in eqn.outvars])
                 known |= zip(eqn.outvars, results, strict=True)
         # A result that nobody needs is an empty value.
@@ -308,9 +310,11 @@ class Reading:
 
     def _apart(self, value: Value) -> Value:
         """Returns the value that a barrier makes of `value`. The new value has the buffer of
-        `value`. A `value` without a buffer gets one. The method `_once` never merges an equation
-        that reads the new value with an equation that reads the old value. A value that is made
-        only of literals is returned unchanged."""
+        `value`. A `value` without a buffer gets one. The new value is its own `root`, and the
+        method `_once` compares operands by the ids of their roots. So `_once` never merges an
+        equation that reads the new value with an equation that reads the old value. A value that is
+        made only of literals is returned unchanged."""
+        # `hold` gives the buffer to the root, and updates only the root's `reads`.
         buffer = self.hold(value) if value.root.reads else None
         return (
             value

@@ -41,13 +41,13 @@ class Recomputed(NamedTuple):
     whole_stage: bool
 
     def products(self, layers: int, last: float) -> float:
-        """Returns a share, from 0 to 1: how much of the work of a stage's matmuls with weights the
-        backward pass repeats. The stage has `layers` layers.
+        """Returns a share, from 0 to 1, of the work of a stage's matmuls with weights. The backward
+        pass does this share of the work again. The stage has `layers` layers.
 
         No gradient of a layer needs the result of the layer's last matmul, which is only added to
         the residual stream. So this matmul does not run again. There is an exception: if the whole
         stage runs again, each layer but the last repeats this matmul for the layer after it. `last`
-        is the share of a layer's weights that the last matmul has.
+        is the last matmul's share of a layer's weights.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 

@@ -3,7 +3,8 @@
 A `StepOfCell` is one equation of the program. Steps that do not communicate form segments. A
 segment is compiled apart from the rest of the program, and runs for one cell after another. A
 collective works on the stacks of all cells together. A *key* is a number that identifies one value
-of the program.
+of the program. `Walk.once` computes equal equations only once; the body of a loop or of a branch
+has a walk of its own (`in_loop`), so that its results are not used outside.
 """
 
 import dataclasses
@@ -89,9 +90,9 @@ class Walk:
         """Returns `f(*operands)`, computed only once for each combination of `key` and operands.
         Two operands are the same if they are one object, or NumPy arrays with equal bytes.
 
-        So a program has no two equal instructions. XLA would merge equal instructions: before it
-        simplifies a program for several devices, but after it simplifies a program for one device.
-        The two orders can give programs that round differently.
+        So a program has no two equal instructions. XLA would merge equal instructions. In a
+        program for several devices, XLA merges first and then simplifies. In a program for one
+        device, XLA simplifies first. The two orders can give programs that round differently.
         """
         same = [x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in operands]
         entry = (key, *same, *map(jax.typeof, operands))
@@ -129,11 +130,11 @@ class Walk:
         steps that have not run yet. A segment is compiled apart from the rest of the program.
 
         The segment has the first step of `left`, and each later step that meets three conditions.
-        The step need not run by itself, as a collective must (its field `alone` is false). All its
-        operands have been computed, or are results of steps of the segment. The axes along which
-        its operands vary over the cells (logical devices) are those of the first step. This choice
-        depends only on the program and on the number of cells along each axis, so a segment's
-        kernels are the same on every mesh.
+        The step may run together with other steps: its field `alone` is false. Each operand of the
+        step has been computed, or is a result of a step of the segment. The step's operands vary
+        over the cells (logical devices) along the same axes as the first step's operands. The
+        choice of steps depends only on the program and on the number of cells along each axis, so a
+        segment's kernels are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()
@@ -205,6 +206,8 @@ class Walk:
                 f"({jaxprs.origin(eqn)}). Give the groups an axis of their own."
             )
         rules = {"scan": self._scan, "cond": self._cond}
+        # A `while` runs only for one cell at a time: a collective inside of it is refused below,
+        # since the cells may need different numbers of iterations.
         if not self.cells.counts:
             rules["while"] = self._while
         if name in rules:
@@ -231,7 +234,9 @@ class Walk:
             )
         if jaxprs.called(eqn) is not None:
             if params.get("prevent_cse") and params.get("differentiated"):
-                operands = lax.optimization_barrier(list(operands))  # values are computed again
+                # In the backward pass of a checkpoint. The barrier keeps XLA from using the values
+                # of the forward pass instead.
+                operands = lax.optimization_barrier(list(operands))
             return self.run(jaxprs.closed(params)[0], operands)
         return self._local(eqn, operands)
 

@@ -233,9 +233,10 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The kind of each stage's job in each tick: 0 none, 1 forward, 2 input gradient, 3 weight
-        gradient. Valid only if the schedule runs per stage (`per_stage`), since a stage then has at
-        most one job in a tick."""
+        """The kind of each stage's job in each tick: 0 none, 1 forward (F), 2 input gradient (I), 3
+        weight gradient (W). Valid only if the schedule runs per stage (`per_stage`): a stage then
+        has at most one job in a tick, and the lane "backward" has only I, no B."""
+        # `lanes` is in the order forward, backward, weight. `_frozen` makes a read-only int32 copy.
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
 
@@ -333,8 +334,9 @@ class Schedule:
 
         Each stage runs its jobs in the order in which the tables have them. A job starts once its
         stage is free and its input is there. The output of a job is on its own stage at once, and
-        on other stages after the time `hop`. The costs are those of `makespan`, and `hop` is a time
-        in the same unit. With `hop=0` no job is later than in `lockstep`.
+        on other stages after the time `hop`, which is in the unit of the costs. The costs are those
+        of `makespan`: by default `backward` is 1 if the weight gradient is a separate job, and else
+        2. With `hop=0` no job starts later than in the result of the method `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes  # the stage and the chunk of each place
@@ -432,8 +434,9 @@ class Schedule:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All activations and cotangents that one job leaves for another, even if both jobs are on
-        one stage.
+        """All activations and cotangents that one chunk passes to the next or the previous chunk of
+        the model, even on the same stage, and the head's cotangents. What a chunk keeps for its own
+        later jobs is no message: see `slots` and `deferred_slots`.
 
         The head computes the loss from the output of the model's last chunk of layers. The head's
         cotangent is made in the tick of that chunk's forward job, and on the same stage (`last`).

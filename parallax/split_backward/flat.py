@@ -195,10 +195,11 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))
-    # If a trip reads a carry, the trip before must compute it, and may read more carries for this.
-    # So carries are added until no more are found. Carry i is operand consts + i and result i;
-    # `inits()` are the indices of the carries among the operands.
+    # If a trip reads a carry, the trip before must compute that carry, and may read more carries
+    # for it. So carries are added to `results` until no more are found. Carry i is operand
+    # consts + i of the scan, the same argument of the body, and result i of both.
     while True:
+        # `needed` are the variables of the body that the results depend on within one trip.
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}
         with_carries = results | {i - loop.consts for i in operands if i in loop.inits()}
