@@ -3,7 +3,7 @@
 A list of `Split`s says which dims of a leaf are split, and over which axes. A whole leaf has an
 empty list. `A[I_X]` is split over axis X, and `{U_X}` is a sum over X that was not taken yet.
 An `Axis` is the names of some mesh axes, with the algorithm of the collectives over them.
-`types.axes` returns an axis name, or several, as a tuple.
+`types.axes` returns a tuple of axis names, also for a single name.
 """
 
 from collections.abc import Sequence

@@ -217,10 +217,10 @@ def _laid(
     """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: for each dim of the torus, its pieces. The product of the pieces, one for each axis of
-            the mesh, is the length of the dim. The cores on a chip count as one more dim, the last.
-        lines: for each dim, one laying from `_lines`. Along the dim, a device has a coordinate for
-            each axis of the mesh. The laying's element at these coordinates is the device's place.
+        cut: for each dim of the torus, its pieces: factors of the dim's length, one for each axis
+            of the mesh. The cores on a chip count as one more dim, the last.
+        lines: for each dim, one laying from `_lines`: an array with one dim for each axis of the
+            mesh, of the size of the axis's piece. Its elements are places along the torus's dim.
         paths: for each axis, one array from `_paths`, the order in which the axis's ring visits the
             axis's devices.
         sizes: the sizes of the mesh's axes.

@@ -339,8 +339,8 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """Returns the new values of flags for `change`, a dict that has the new values of
-    fields of the layout and of sizes, by name.
+    """Returns the new values of flags. `change` has new values by name: those of fields
+    of the layout, and of the settings' sizes.
 
     The default sizes of data, stage and tensor depend on each other. So if the change
     has at least one of these axes, and the user did not set the flags of all three, the

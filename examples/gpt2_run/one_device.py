@@ -65,6 +65,6 @@ def summary(record: dict) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """Returns one line, by `summary`, for each record that has both losses; "" if no
-    record has both."""
+    """Returns one line, made by `summary`, for each record that has the losses of both
+    runs; "" if there is no such record."""
     return "\n".join(summary(record) for record in compared(records))

@@ -205,9 +205,6 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns all tuples that join one point per route: `point` for route `k`, and a point of
-    `spans[i]` for every route i except k.
-
-    The tuples are points of the joined table's box (see `product`).
-    """
+    """Returns all tuples that join one point per route, in the order of the routes: `point` for
+    route `k`, and a point of `spans[i]` for every route i except k."""
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

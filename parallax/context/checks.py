@@ -135,8 +135,8 @@ def _compares_counts(
     counts = dict(counts)
 
     def read(atom):
-        """Returns the ids that the table `counts` has for `atom`, an operand of an equation or a
-        result of the program. A literal number has no ids."""
+        """Returns the entry of `atom` in `counts`: the ids of the counts (arrays 0, 1, 2, ...) on
+        which `atom` depends. `atom` is an operand or a result; a literal number depends on none."""
         return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
 
     for eqn in program.eqns:

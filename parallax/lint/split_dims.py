@@ -516,9 +516,9 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 
 
 def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the facts about a collective's result, given the facts about its operand, `value`:
-    the facts about the dims, and the terms. A term is a device's part of a reduction over several
-    devices. The collective ends the terms along its own axes, so they are left out.
+    """Returns the `Value` of a collective's result, with its `dims` and `terms`, from the `Value`
+    of the operand, `value`. A term is a device's part of a reduction over devices. The collective
+    completes reductions along its own axes, so the result has no terms along them.
 
     `before` is the shape of the operand, and `after` is the shape of the result.
     """

@@ -104,9 +104,9 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 def _shard_maps(
     program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
 ) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
-    """Yields each `shard_map` of a program, with the value of each operand. The value is known if
-    the operand is one of `arguments` that is known, or a constant of whole numbers, and reaches the
-    `shard_map` unchanged. Otherwise the value is None.
+    """Yields each `shard_map` of a program, with the value of each operand. The value is None if it
+    is not known. It is known only of arrays that reach the `shard_map` unchanged: constants of
+    whole numbers, and arguments of the program that are not None in `arguments`.
 
     A `shard_map` inside a call, such as a call of `jit`, is found too. In the body of a `scan`, the
     values are those of the first iteration, such as the first slice of an argument.

@@ -54,8 +54,8 @@ class Dim(NamedTuple):
 
     Attributes:
         split: the axes along which devices have different elements of the dim.
-        within: the axes of a split dim that a reshape turned into an outer dim and inner dims, if
-            this dim is one of the inner dims; else empty.
+        within: if a reshape cut a split dim into several dims, and this dim is one of them but not
+            the outermost: the axes of the split dim. Else empty.
         rows: whether the dim runs over the rows (examples) of the batch.
         drawn: whether each index of the dim has random numbers of its own.
         counted: whether the elements were computed from an `iota` along the dim; the `iota`
@@ -167,10 +167,9 @@ class Value(NamedTuple):
         """Returns facts about one array, joined from `self` and `value`, which are both about this
         array.
 
-        The facts about dims (`dims`, `terms` and `shared`) and about the origin, which is what the
-        array was computed from (`shard`, `fed` and `chosen`), are those of `value`: they have
-        functions of their own, `dims_after` and `origin_facts`. All other facts are those of
-        `self`.
+        The facts about dims (`dims`, `terms`, `shared`) are those of `value`, and so are the facts
+        about the origin (`shard`, `fed`, `chosen`): what the array was computed from. Two functions
+        compute these facts: `dims_after` and `origin_facts`. All other facts are those of `self`.
         """
         return value._replace(
             differs=self.differs,

@@ -58,10 +58,10 @@ def unpipelined(
     `placed` of a schedule. Each chunk then has its own `position` and its own auxiliary values: the
     arrays of `stages` are [vP, ...].
 
-    Without a placement, the layers run in the order in which they are stored, as v chunks: entry c
-    of the arrays, with the layers of chunk c of every stage, runs as one chunk at position c. The
-    pipeline has other positions, so a `stage` that uses `position` needs the placement. The stored
-    order is the model's order only if chunk c of stage s is at position c P + s (a looped
+    Without a placement, the layers run in the order in which they are stored, as v chunks. Entry c
+    of the arrays has the layers of chunk c of every stage, and runs as one chunk, at position c.
+    The pipeline has other positions, so a `stage` that uses `position` needs the placement. The
+    stored order is the model's order only if chunk c of stage s is at position c P + s (a looped
     placement).
     """
 

@@ -232,7 +232,7 @@ class Programs:
 
     def head_inputs(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
         """Returns the head's arguments that follow `(params, x)`: the rows of one microbatch, and
-        the microbatch's number for taps (records of values)."""
+        the microbatch's index, which taps (records of values) use."""
         # `counts` says whether this stage's loss is used. If it is not, the number for taps is -1.
         # So the number may differ between the stages, and is typed as varying.
         return self.rows(microbatch), varying(

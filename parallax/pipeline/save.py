@@ -58,9 +58,9 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns the function `transposed`, rebuilt from its residuals. A residual whose index in
-        `of_last_trace` is None is the next array of `saved`. Any other residual is taken, by its
-        index, from the list of the arrays of `trained` and `given`."""
+        """Returns the function `transposed`, rebuilt from its residuals. `of_last_trace` has an
+        index for each residual. If the index is None, the residual is the next array of `saved`.
+        Otherwise it is the array with this index among those of `trained` and `given`."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]

@@ -68,7 +68,7 @@ class Frame:
     """The operations of a program, of a branch of a conditional or of a loop's body, in order."""
 
     def __init__(self):
-        """Makes an empty frame, before the first operation is read."""
+        """Makes a frame without operations."""
         self.operations: list[Operation] = []
         # The operands and results of each equation, by a key that equal equations share. An equal
         # equation gets these results, and is not computed again.

@@ -97,10 +97,10 @@ class Nested(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A device has a link of its own in each of its groups,
-        the `link` of the group's `Level`. A message uses the sender's own link only in the smallest
-        group that has both the sender and the receiver. The message also leaves each smaller group
-        that has the sender, by links that the smaller group's devices share (see `Level.shared`).
+        message, and the bytes of one message. A device is in one group of each level, and has a
+        link of its own there (`Level.link`). A message uses the sender's own link only in the
+        smallest group that has both the sender and the receiver. The message also leaves each
+        smaller group that has the sender, by links that the group's devices share (`Level.shared`).
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0

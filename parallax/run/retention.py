@@ -199,8 +199,8 @@ def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
     """Returns the folders that stay because of a measured loss. One is the folder of the newest
     checkpoint whose manifest has a measured loss. The search goes through the steps `newest`
     (newest first), then through `others`, and ends at this checkpoint. A manifest whose `format` is
-    not `record.FORMAT` cannot be read here, but may have a measured loss. So each folder that the
-    search meets with such a manifest is returned too. Folders with a damaged manifest are left out.
+    not `record.FORMAT` cannot be read here, but may have a measured loss. So a folder with such a
+    manifest is returned too, if the search reaches it. A damaged manifest's folder is left out.
 
     Raises `OSError` if the storage fails while a manifest is read. This function runs in the last
     part of a save; after the error `writer.Writer` repeats that part.

@@ -3,8 +3,8 @@
 A `StepOfCell` is one equation of the program. Steps that do not communicate form segments. A
 segment is compiled apart from the rest of the program, and runs for one cell after another. A
 collective works on the stacks of all cells together. A *key* is a number that identifies one value
-of the program. `Walk.once` computes equal equations only once; the body of a loop or of a branch
-has a walk of its own (`in_loop`), so that its results are not used outside.
+of the program. `Walk.once` computes equal equations only once. The body of a loop or of a branch
+has a walk of its own (`in_loop`): `once` uses no value from inside the body outside of it.
 """
 
 import dataclasses
@@ -133,8 +133,8 @@ class Walk:
         The step may run together with other steps: its field `alone` is false. Each operand of the
         step has been computed, or is a result of a step of the segment. The step's operands vary
         over the cells (logical devices) along the same axes as the first step's operands. The
-        choice of steps depends only on the program and on the number of cells along each axis, so a
-        segment's kernels are the same on every mesh.
+        choice of steps depends only on the program and on the number of cells along each axis, not
+        on the devices, so a segment's kernels are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()

@@ -235,7 +235,7 @@ class Schedule:
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
         """The kind of each stage's job in each tick: 0 none, 1 forward (F), 2 input gradient (I), 3
         weight gradient (W). Valid only if the schedule runs per stage (`per_stage`): a stage then
-        has at most one job in a tick, and the lane "backward" has only I, no B."""
+        has at most one job in a tick, and no job computes both gradients."""
         # `lanes` is in the order forward, backward, weight. `_frozen` makes a read-only int32 copy.
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
