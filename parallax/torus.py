@@ -219,8 +219,9 @@ def _laid(
     Args:
         cut: for each dim of the torus, its pieces: factors of the dim's length, one for each axis
             of the mesh. The cores on a chip count as one more dim, the last.
-        lines: for each dim, one laying from `_lines`: an array with one dim for each axis of the
-            mesh, of the size of the axis's piece. Its elements are places along the torus's dim.
+        lines: for each dim of the torus, one array from `_lines`. The array has one dim for each
+            axis of the mesh, as long as the axis's piece. Its elements are places along the torus's
+            dim.
         paths: for each axis, one array from `_paths`, the order in which the axis's ring visits the
             axis's devices.
         sizes: the sizes of the mesh's axes.

@@ -79,7 +79,8 @@ def algorithm(
 
 def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algorithm:
     """Returns the algorithm that has the table `maker(*sizes)` for axes of these sizes; usable as a
-    decorator. For axes of 2 and 4 devices it calls `maker(2, 4)`; `algorithm` calls `maker(8)`.
+    decorator. For axes of 2 and 4 devices, this algorithm calls `maker(2, 4)`; an algorithm that is
+    made by the function `algorithm` calls `maker(8)`.
     """
     name = name or maker.__name__
     # The algorithm keeps `maker` itself as its attribute `table`. The tables give no all-to-all, so

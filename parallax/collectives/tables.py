@@ -205,6 +205,6 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns all tuples that join one point per route, in the order of the routes: `point` for
-    route `k`, and a point of `spans[i]` for every route i except k."""
+    """Returns all points whose coordinates are those of one point of each route, one after another:
+    those of `point` for route `k`, and those of a point of `spans[i]` for every other route i."""
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

@@ -44,7 +44,8 @@ class Entry(NamedTuple):
             device receives.
         hops: the length of the longest chain of collectives of this kind along these axes. In a
             chain each collective waits for the collective before it. Entries that differ only in
-            `conditional` or `unbounded` have the same `hops`: a chain may have collectives of both.
+            `conditional` or `unbounded` have the same `hops`, since one chain may have collectives
+            of several such entries.
         conditional: whether the collectives are in a branch that may not be taken. The collectives
             of all branches are counted.
         unbounded: whether the collectives are in a loop of unknown length, counted as one trip.

@@ -222,8 +222,8 @@ def _reordered(
     v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns `w`, [chunks, layers / chunks, ...], with its groups in the new order: group k of
-        the result is group `order[k]` of `w`."""
+        """Returns `w`, [chunks, layers / chunks, ...], with its groups of layers in the new order:
+        group k of the result is group `order[k]` of `w`."""
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(

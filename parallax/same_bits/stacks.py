@@ -4,8 +4,8 @@ A `Stack` is an array with one variable's values in all cells of the device. The
 that are named after a collective compute this collective. Each takes the collective's axes, the
 parameters of its equation and a stack, and returns a stack. `of_all` gathers the values of all
 cells along the collective's axes, in one dim. `own` returns a stack from an array with one dim for
-this device's cells along these axes. In the arrays of both, this dim comes after those of `rest`,
-the axes of the stack that the collective does not name, and before the dims of a cell's value.
+this device's cells along these axes. This dim comes after the dims of `rest` (the axes of the stack
+that the collective does not name) and before the dims of a cell's value.
 """
 
 import itertools

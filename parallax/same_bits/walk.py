@@ -4,7 +4,7 @@ A `StepOfCell` is one equation of the program. Steps that do not communicate for
 segment is compiled apart from the rest of the program, and runs for one cell after another. A
 collective works on the stacks of all cells together. A *key* is a number that identifies one value
 of the program. `Walk.once` computes equal equations only once. The body of a loop or of a branch
-has a walk of its own (`in_loop`): `once` uses no value from inside the body outside of it.
+has a walk of its own (`in_loop`), so no value of the body is used outside the body by `once`.
 """
 
 import dataclasses

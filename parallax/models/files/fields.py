@@ -147,8 +147,8 @@ class Fields:
             computes. If a file leaves the field out, the first of its supported values counts; the
             file of a new model states this value.
         derived: a function that takes the model's numbers, a dict with the names in `numbers` as
-            keys, and returns a table like `only`. `save` writes such a field only if `new` returns
-            it, and writes the value from `new`.
+            keys, and returns a table like `only`. `save` writes a field of this table only if `new`
+            returns the field, and writes the value from `new`.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
         new: a function that takes the same dict as `derived`, and returns the fields of a new
             model's file that are in neither `numbers` nor `only`.
