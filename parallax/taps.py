@@ -281,7 +281,7 @@ def _lowered(
     context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
 ) -> Any:
     """Returns the lowering of a tap: its first operand. Adds a callback to Python that reports the
-    first operand, unless the tap is LINEAR.
+    first operand, unless `way` is LINEAR.
 
     The callback gets NumPy arrays and calls no function of JAX. `jax.debug.callback` would make JAX
     arrays first. A read of such an array needs a thread, and if callbacks of other devices occupy

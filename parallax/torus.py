@@ -152,7 +152,7 @@ def hops(
     An axis of one device has no hop. The result for it is 1, a factor that changes no cost.
 
     Args:
-        box: the chips along each dim of the torus.
+        box: the number of chips along each dim of the torus.
         rings: whether each dim closes in a ring.
         cores: the number of devices on a chip.
         sizes: the sizes of the mesh's axes.
@@ -177,7 +177,7 @@ def coordinates(
     The last coordinate is the core on the chip; the others are the chip's place on the torus.
 
     Args:
-        box: the chips along each dim of the whole torus.
+        box: the number of chips along each dim of the whole torus.
         rings: whether each dim closes in a ring.
         cores: the number of devices on a chip; a message between two of them crosses no link.
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
@@ -338,9 +338,9 @@ def _costs(
     """Returns the mean cost of a hop of an axis's ring: an array [paths, layings of dim 0, layings
     of dim 1, ...].
 
-    `_paths` gives the paths that the ring may take. `_lines` gives the layings of a dim: arrays of
-    the devices' places along the dim. The cost of a hop is the number of links that the hop
-    crosses, with a small addition for long hops.
+    `_paths` gives the paths that the ring may take. `_lines` gives the layings of a dim: each of
+    them is an array with the place of each device along the dim. The cost of a hop is the number of
+    links that the hop crosses, with a small addition for long hops.
 
     Args:
         axis: the index of the axis.

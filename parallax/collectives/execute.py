@@ -64,8 +64,8 @@ def scatter(
             the share that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: consecutive rounds that form a chain (see `_chains`) run as a loop if there are
-            more than this number; by default `UNROLLED`.
+        unrolled: the largest number of rounds of a chain (see `_chains`) that are unrolled. A
+            longer chain runs as a loop. By default `UNROLLED`.
     """
     me = axis_index(axis_name)
     # For each table, the partial sums that have arrived, by offset. If an offset is missing, no sum
@@ -118,8 +118,8 @@ def gather(
         result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: consecutive rounds that form a chain (see `_chains`) run as a loop if there are
-            more than this number; by default `UNROLLED`.
+        unrolled: the largest number of rounds of a chain (see `_chains`) that are unrolled. A
+            longer chain runs as a loop. By default `UNROLLED`.
     """
     me = axis_index(axis_name)
     # `copies[table][offset]` is this device's copy of the block whose owner is at `offset`.

@@ -135,8 +135,8 @@ def _compares_counts(
     counts = dict(counts)
 
     def read(atom):
-        """Returns the ids of the counts on which `atom`, an operand or a result, depends. A count is
-        an array with the values 0, 1, 2, ...; a literal number depends on no count."""
+        """Returns the ids of the counts on which `atom`, an operand or a result, depends. A count
+        is an array with the values 0, 1, 2, ...; a literal number depends on no count."""
         return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
 
     for eqn in program.eqns:

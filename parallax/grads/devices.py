@@ -383,10 +383,10 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
     No gradient is summed twice. Without `reduced=picked`, `averaged` declares the block's
-    parameters varying, so the block sums nothing, and `averaged` sums at the end. Without the
-    wrapped block, the picked parameters are not varying, so JAX itself sums their gradients in the
-    backward pass, by `jax.lax`. The block sums a gradient in float32 or wider, and rounds the sum
-    to the parameter's dtype.
+    parameters varying, so the block sums nothing, and `averaged` sums at the end. With
+    `reduced=picked`, but a block that is not wrapped, the picked parameters are not varying, so JAX
+    itself sums their gradients in the backward pass, by `jax.lax`. The block sums a gradient in
+    float32 or wider, and rounds the sum to the parameter's dtype.
 
     Args:
         function: a block; its first argument is the tree of parameters.

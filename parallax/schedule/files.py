@@ -139,8 +139,8 @@ def _is_of_torch(header: list[str]) -> bool:
 
 
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
-    """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
-    Each job gets the first tick in which it can run.
+    """Returns the schedule of a file in torch's form. Each row of the file has the jobs of one
+    rank, in their order. Each job gets the first tick in which it can run.
 
     A whole backward job (B) is read as an input-gradient job (I) and then a weight-gradient job
     (W), since a file of torch may have B beside I and W. If a cell has two jobs that torch
