@@ -232,6 +232,7 @@ class Walk:
                 f"same_bits.spmd has no rule for `{name}` ({jaxprs.origin(eqn)}). Use psum, "
                 "all_gather, psum_scatter, ppermute, all_to_all, scan or cond there."
             )
+        # A call that does not communicate; `flat_program` has opened the others.
         if jaxprs.called(eqn) is not None:
             if params.get("prevent_cse") and params.get("differentiated"):
                 # In the backward pass of a checkpoint. The barrier keeps XLA from using the values
