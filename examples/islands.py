@@ -67,8 +67,8 @@ def adamw(steps):
 
 
 def train(devices, prepared, model_of, *, steps, tokens, held_out, model=None, first=0):
-    """The held-out losses by step, the bytes that a device sends to the other island
-    each time that it does, and the model."""
+    """Returns the held-out losses by step, the bytes that a device sends to the other
+    island in each exchange (every `EVERY` steps), and the trained model."""
     window = functools.partial(data.batch, seed=0, length=CONFIG.context)
     evaluated_on = jnp.asarray(window(held_out, step=0, size=8 * BATCH))
 

@@ -1,7 +1,8 @@
 """Activation checkpointing: the backward pass recomputes some results instead of keeping them.
 
 Each function takes a block of layers and returns a block that computes the same results, as in
-`gpt2.loss(..., remat=remat.products)`. For a block of B x T tokens, width D and H heads:
+`gpt2.loss(..., remat=remat.products)`. The bytes below are for a block that is one transformer
+layer, with width D and H heads, on B x T tokens:
 
     none       keeps all: 34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
     gathers    keeps all but the results gathered over devices; the gathers run twice

@@ -8,8 +8,8 @@ An all-reduce is a reduce-scatter and then an all-gather. Here the two are separ
 computation between them (residual stream, norms, dropout) is done on each device for only its share
 of the tokens, instead of for all tokens on every device. `gather_from` gathers the tokens before a
 column-parallel layer. `reduce_scatter_to` sums the partial results after a row-parallel layer, and
-scatters the tokens. Each of the two is the other's transpose, and together they send as many bytes
-as Megatron's pair of operations, the all-reduces of the forward and the backward pass.
+scatters the tokens. Each of the two operations is the transpose of the other. In each pass, forward
+or backward, the two together send as many bytes as Megatron's one all-reduce in this pass.
 
 Each device uses the parameters that are the same on all devices (norms, biases, positions) only for
 its own tokens. So the gradients of these parameters are terms of a sum: wrap the gradient function
@@ -50,7 +50,7 @@ def gather_from(
     def scatter(cotangent):
         return axis.reduce_scatter(cotangent, scatter_dimension=1, tiled=True)
 
-    # `axis` may name an algorithm, such as a ring, by which its collectives send. `linear` makes
+    # `axis` may have an algorithm, such as a ring, by which its collectives send. `linear` makes
     # `scatter` the backward pass, so that the backward pass uses the reduce-scatter of this
     # algorithm. `name` is the result's name.
     return linear(x, forward=gather, backward=scatter, name=remat.GATHERED)
@@ -65,7 +65,7 @@ def reduce_scatter_to(
     `gather_from`.
 
     Raises:
-        ValueError: the tokens are not a multiple of the devices.
+        ValueError: the number of tokens is not a multiple of the number of devices.
     """
     axis = Axis.of(axis)
     _check(x.shape[1], axis)
@@ -86,7 +86,7 @@ def column(
 
     `weight` and `bias` are this device's parts, split along the outputs. `all_gather_matmul` may be
     `collectives.matmul.all_gather_matmul`, with which a device multiplies some tokens while it
-    receives others. `on_tpu` is that of `tensor.column`.
+    receives others. `on_tpu` has the same meaning as in `tensor.column`.
 
     Raises:
         ValueError: the number of the weight's rows is not the number of inputs of `x`.
@@ -108,16 +108,18 @@ def row(
     matmul_reduce_scatter: Callable[..., Any] | None = None,
     on_tpu: bool = False,
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """Returns the result of a row-parallel layer, which sums and scatters the products:
+    """Returns the result of a row-parallel layer. The devices' products are terms of a sum over the
+    axis X, marked `{U_X}`. The sum is split by tokens, and the bias is added:
     `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
 
-    `x` and `weight` have this device's inputs, and `bias` has all outputs. `matmul_reduce_scatter`
-    may be `collectives.matmul.matmul_reduce_scatter`, with which a device multiplies while it sends
-    and receives partial sums. `on_tpu` is that of `tensor.row`.
+    `x` (A) and `weight` (W) have this device's inputs, and `bias` (b) has all outputs. With
+    `on_tpu` the gradient of the bias is a product with ones, which is faster on TPUs.
+    `matmul_reduce_scatter` may be the function of this name in `collectives.matmul`, with which a
+    device multiplies while it sends and receives partial sums.
 
     Raises:
-        ValueError: the tokens are not a multiple of the devices, or the weight does not take the
-            inputs of this device.
+        ValueError: the number of tokens is not a multiple of the number of devices, or the weight
+            does not take the inputs of this device.
     """
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
@@ -137,7 +139,7 @@ def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Ar
     All devices have `x` whole, so nothing is sent.
 
     Raises:
-        ValueError: the size of `dim` is not a multiple of the devices.
+        ValueError: the size of `dim` is not a multiple of the number of devices.
     """
     axis = Axis.of(axis)
     _check(x.shape[dim], axis)
@@ -157,13 +159,14 @@ def comms(
     a `tensor.Comms`, the record of the functions by which a model's layers send data.
 
     The vocabulary is split over `axis` and also over the axes `shared`, such as the stages of a
-    pipeline. `all_tokens` and `sum_partials` communicate over the axes `shared` by Megatron's pair,
-    `tensor.copy_to` and `tensor.reduce_from`.
+    pipeline. Over the axes `shared`, `all_tokens` communicates by `tensor.copy_to`, and
+    `sum_partials` by `tensor.reduce_from` (Megatron's pair).
 
     By default each layer gathers and then multiplies, or multiplies and then scatters. With the
     functions of `collectives.matmul`, a layer multiplies while it gathers or scatters, hop by hop.
-    `on_tpu` is that of `tensor.column` and `tensor.row`. The functions in the returned `Comms`
-    raise `ValueError` if the number of tokens is not a multiple of the number of devices.
+    `on_tpu` makes the layers compute in the way that is fastest on TPUs (see `tensor.column`). The
+    functions in the returned `Comms` raise `ValueError` if the number of tokens is not a multiple
+    of the number of devices.
     """
     axis = Axis.of(axis)
 
@@ -176,10 +179,9 @@ def comms(
         return tensor.reduce_from(reduce_scatter_to(x, axis), shared)
 
     def all_tokens_alike(x):
-        """Gathers the rows `x` of all devices, one row for each token (dim 1). The result is typed
-        as the same on all devices. No gradient flows through the gather, since a cast to this type
-        (`replicated`) has no derivative. A mixture of experts gathers the experts' ids with this
-        function."""
+        """Returns `x` of all devices, gathered along dim 1, the tokens. `replicated` types the
+        result as the same on all devices. `replicated` has no derivative, so `stop_gradient` makes
+        the gradient zero. A mixture of experts gathers the experts' ids with this function."""
         gathered = axis.all_gather(lax.stop_gradient(x), axis=1, tiled=True)
         return replicated(gathered, axis.names)
 
@@ -205,18 +207,18 @@ def comms(
 
 
 def overlapping(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Comms:
-    """Returns the communication of sequence parallelism, as `comms` does, with layers that use
-    `collectives.matmul` to multiply some tokens while others are being sent.
+    """Returns a `tensor.Comms` for layers that multiply some tokens while they send other tokens.
 
-    The functions of `collectives.matmul` send to both neighbours in the ring of devices at the same
-    time, whatever the algorithm that `axis` names. That algorithm is used only outside the layers,
-    such as for the vocabulary.
+    It is the result of `comms` with `all_gather_matmul` and `matmul_reduce_scatter` of
+    `collectives.matmul`. In the layers, these two functions send to both neighbours in the ring of
+    devices at the same time. If `axis` has an algorithm, such as `ring("tensor")`, the algorithm is
+    used only outside the layers, such as for the vocabulary.
 
     Args:
         axis: the axis over which tokens and layers are split.
         shared: axes over which the vocabulary is split in addition to `axis`, such as the stages of
             a pipeline.
-        on_tpu: that of `tensor.column` and `tensor.row`.
+        on_tpu: whether the layers compute in the way that is fastest on TPUs (see `tensor.column`).
     """
     return comms(
         axis,
@@ -228,7 +230,7 @@ def overlapping(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) 
 
 
 def _check(tokens: int, axis: Axis) -> None:
-    """Raises `ValueError` unless the tokens are a multiple of the devices of the axis."""
+    """Raises `ValueError` unless the axis's number of devices divides the number of tokens."""
     devices = axis.size()
     if tokens % devices:
         raise ValueError(

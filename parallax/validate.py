@@ -57,7 +57,8 @@ class Fault(NamedTuple):
 
     Attributes:
         needed: the sentence that says what was needed and what was given. The sentence is a format
-            string: a name in braces is replaced by that name with its value.
+            string: a name in braces, such as {stage}, is replaced by the name and its value, such
+            as `stage=4`.
         changes: the cures, the best first. A cure is a change of fields or sizes that removes the
             fault, as a dict of new values by name.
         note: words that follow the first cure in the message.
@@ -133,11 +134,12 @@ def refusal(
 
     Args:
         fields: a layout's fields by name.
-        sizes: an empty dict, to check the fields alone; or a dict with layers, heads, hidden, rows
-            (of the embedding: the vocabulary's size with padding), batch (sequences) and tokens (of
-            a sequence), and perhaps experts, devices and processes.
-        wording: how the message writes sizes and changes: for Python or for a command line, for
-            example.
+        sizes: the sizes in `SIZES`, and perhaps those in `OPTIONAL_SIZES`, by name. `hidden` counts
+            the hidden units of a feed-forward, `rows` the rows of the padded vocabulary, `batch`
+            the sequences, and `tokens` the tokens per sequence. With an empty dict, only the fields
+            are checked.
+        wording: the form in which the message writes sizes and changes: `PYTHON`, `TEXT` (for a
+            command line), `JSON` or a form of the caller's own.
         written: the fields that the caller wrote, by name; all other fields have their defaults. A
             `wording` may repeat these fields in the proposed change, so that it is complete.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a
@@ -173,8 +175,7 @@ def proposal(texts: Sequence[str], note: str = "") -> str:
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:
-    """Returns whether these fields are valid for a layout, and whether this layout fits these
-    sizes."""
+    """Returns whether these fields make a valid layout that fits these sizes."""
     return next(faults(fields, _with_experts(sizes)), None) is None
 
 
@@ -218,9 +219,9 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     The other faults are fields without effect, fields that exclude each other, and sizes that do
     not fit the layout.
 
-    With `to_repair`, the faults come in the order in which `repaired` cures them: first those of
-    the axes, whose product is the number of devices, and then those of the sizes (such as the
-    batch) that must be multiples of the sizes of axes.
+    With `to_repair`, the faults come in the order in which `repaired` cures them. Faults of the
+    axes then come before faults of the model and the batch, since the sizes of the model and the
+    batch must be multiples of the sizes of axes.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
@@ -415,8 +416,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """Returns the number that must divide the tokens of a sequence, and the sentence of the fault
-    for tokens that are not a multiple of this number."""
+    """Returns the number that must divide the number of tokens of a sequence, and the sentence that
+    says so, for a `Fault`."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -493,8 +494,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     """Returns new sizes of axes, by name, so that the product of all axes is the machine's number
     of devices. If possible, only `data` changes.
 
-    If the product of all axes but `data` does not divide the number of devices, each of these axes
-    gets the size closest to its old size by which both the devices and the model can be split.
+    If the product of all axes but `data` does not divide the number of devices, these axes get new
+    sizes: those that fit the devices and the model, as close as possible to the old ones.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]

@@ -227,28 +227,28 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
     [
         (
             lambda model, aux: {**model, "mean": aux["mean"].astype(jnp.float32)},
-            "after_update must keep the form of mean, .* dtype.'float64'.*; it returned .* "
+            "after_update must keep three things of mean: .* dtype.'float64'.* and returned .* "
             "dtype.'float32'",
         ),
         (
             lambda model, aux: {**model, "mean": aux["mean"][:4]},
-            r"after_update must keep the form of mean, .*\(8,\).*; it returned .*\(4,\)",
+            r"after_update must keep three things of mean: .*\(8,\).* and returned .*\(4,\)",
         ),
         (
             lambda model, aux: {**model, "rate": 0.25},
-            "after_update must keep rate, which is 0.5; it returned 0.25. A leaf that is not",
+            "after_update must return rate as 0.5; it returned 0.25. A leaf that is not",
         ),
         (
             lambda model, aux: {**model, "rate": aux["loss"]},
-            r"after_update must keep rate, which is 0.5; it returned float64\[\]",
+            r"after_update must return rate as 0.5; it returned float64\[\]",
         ),
         (
             lambda model, aux: {**model, "seen": 3},
-            r"after_update must keep seen, which is int32\[\]; it returned 3",
+            r"after_update must return seen as int32\[\]; it returned 3",
         ),
         (
             lambda model, aux: {**model, "call": jnp.sin},
-            "after_update must keep call, which is .*tanh.*; it returned .*sin",
+            "after_update must return call as .*tanh.*; it returned .*sin",
         ),
         (
             lambda model, aux: {
@@ -280,8 +280,8 @@ def test_after_that_makes_replicas_differ_is_refused():
 
     state, train = counting(own_rows, mesh.make(data=8))
     message = (
-        r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). Take "
-        r"means over the axes first"
+        r"after_update must keep three things of mean: .*\(\)\) and returned .*\('data',\)\). If "
+        r"the axes differ, average the array over the new axes"
     )
     with pytest.raises(ValueError, match=message), jax.numpy_dtype_promotion("standard"):
         train(state, np.zeros((16, 8)))

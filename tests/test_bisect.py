@@ -256,11 +256,27 @@ def _meant(grad, axis):
     return lambda net, batch: lax.pmean(grad(net, batch), "data")
 
 
+def _unchecked(grad, axis):
+    """The loss is averaged, and each device keeps the gradients of its shares. `grads.averaged`
+    would refuse the product of own rows with a share."""
+
+    def unchecked(net, batch):
+        value, gradients = grad(net, batch)
+        return lax.pmean(value, "data"), gradients
+
+    return unchecked
+
+
 # Weights split over the data axis are refused, and the fourth mistake there is a step that waits
 # for ever.
 ON_PURPOSE = {
     "rows and weights split over one axis": (
-        {"weights": P("data"), "of": P("data"), "joined": lambda x: ring.all_reduce(x, "data")},
+        {
+            "weights": P("data"),
+            "of": P("data"),
+            "joined": lambda x: ring.all_reduce(x, "data"),
+            "grad": _unchecked,
+        },
         "hidden",
         "not computed, at 75% of the places",
     ),
@@ -275,6 +291,10 @@ ON_PURPOSE = {
 @pytest.mark.parametrize("name", ON_PURPOSE)
 def test_what_is_wrong_on_purpose_is_named(name):
     options, where, kind = ON_PURPOSE[name]
+    if options["grad"] is _unchecked:
+        checked, arguments = purpose_run(4, **options | {"grad": grads.averaged})()
+        with pytest.raises(ValueError, match=r"down, here of shape .2, 1., differs along 'data'"):
+            jax.eval_shape(checked, *arguments)
     found = first(purpose_run(1), purpose_run(4, **options))
     assert str(found.key) == where
     assert kind in found.diagnosis
@@ -292,6 +312,39 @@ def test_rounding_is_told_from_other_mistakes(dtype):
 def test_a_factor_is_no_rounding():
     right = np.random.default_rng(0).standard_normal((4, 8))
     assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "key"])
+def test_copies_of_whole_numbers_that_differ_are_reported(dtype):
+    """Replicas may have drifted apart in a step's number or a random key too."""
+    devices = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def run(differs):
+        kind = "uint32" if dtype == "key" else dtype
+        copies = np.zeros(4, kind), np.asarray([0, 0, differs, 0], kind)
+        placed = [jax.device_put(x, d) for x, d in zip(copies, jax.devices()[:2], strict=True)]
+        sharding = mesh.shardings(P(), devices)
+        numbers = jax.make_array_from_single_device_arrays((4,), sharding, placed)
+        if dtype == "key":
+            numbers = jax.random.wrap_key_data(numbers, impl="rbg")
+        return bisect.of_tree({"step": numbers})
+
+    assert bisect.compare(run(False), run(False)).first is None
+    found = bisect.compare(run(False), run(True)).first
+    assert str(found.key) == "result.step"
+    assert "different copies" in found.diagnosis
+
+
+def test_imaginary_parts_are_compared():
+    def run(factor):
+        def step(x):
+            return jnp.fft.ifft(bisect.tap(jnp.fft.fft(x) * factor, "spectrum", P())).real
+
+        return lambda: (step, (jnp.arange(8.0),))
+
+    assert bisect.compare(run(1), run(1)).first is None
+    found = bisect.compare(run(1), run(jnp.asarray([1, 1, 1, 1, 1, 1, 1, 1j]))).first
+    assert (str(found.key), found.index) == ("spectrum", (7, 0))
 
 
 @pytest.mark.sweep(3, "wholes")

@@ -458,12 +458,14 @@ ERRORS = {
         "q": (2, 8, 2, 2),
         "heads": (8, 2),
     },
-    "a device has 3 of the 12 heads of queries, so it cuts in two a group of 2, which": {
+    "a device has 3 of the 12 heads of queries, so it splits the 2 heads of queries "
+    "that share a head of keys into unequal parts: 3 is neither a multiple nor a divisor of 2. "
+    "Use another number of devices on the axis: a divisor or a multiple of the 6 heads of keys.": {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(heads of queries, heads of keys) of the whole model": {"heads": (6, 4)},
-    "a device has 3 tokens (6 over 2 devices), which must be a multiple of 2, its number of "
-    "chunks. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
+    "the number of tokens of a device, 3 (6 over 2 devices), must be a multiple of 2, the number "
+    "of chunks of a device. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
         "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
@@ -501,7 +503,7 @@ def test_keys_that_nobody_picked_are_refused():
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "q, of 2 heads, differs along ['tensor'], and k, of 2 heads, is the same there"
+            "q, of 2 heads, varies along ['tensor'], and k, of 2 heads, does not. If ['tensor']"
         ),
     ):
         jax.eval_shape(mesh.spmd(f, mesh=over, in_specs=specs, out_specs=specs[0]), q, k)
@@ -546,6 +548,24 @@ def counts_of_a_function(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
 
 
+def table_of_numpy(q, k, v, *, positions):
+    seen = np.tril(np.ones((q.shape[1], k.shape[1]), bool))
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
+def bias_in_a_function(q, k, v, *, positions):
+    """The bias is a constant of a function under `jit`."""
+    apart = np.abs(np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None])
+    bias = -0.5 * apart[None, None].astype(np.float32)
+    return jax.jit(functools.partial(jax.nn.dot_product_attention, bias=bias))(q, k, v)
+
+
+def first_keys(q, k, v, *, positions):
+    """A constant mask of keys alone. Each device has all keys, in the order of the sequence."""
+    seen = np.broadcast_to(np.arange(k.shape[1]) < 5, (q.shape[1], k.shape[1]))
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
 def all_of_them(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -562,12 +582,20 @@ def gathered_shape(attend, n=4, order=context.zigzag):
 
 
 @pytest.mark.parametrize(
-    "attend", [tril_of_shapes, of_jax, window_by_difference, counts_of_a_function]
+    "attend",
+    [
+        tril_of_shapes,
+        of_jax,
+        window_by_difference,
+        counts_of_a_function,
+        table_of_numpy,
+        bias_in_a_function,
+    ],
 )
 def test_a_mask_by_its_own_count_is_refused(attend):
     said = (
-        "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for its "
-        "mask. But the 8 queries of a"
+        "context.gathered: attend ignores positions=, and counts queries and keys from 0 for its "
+        "mask or bias. But the 8 queries of a"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         gathered_shape(attend)
@@ -583,7 +611,13 @@ def test_a_mask_by_its_own_count_is_refused(attend):
 
 
 @pytest.mark.parametrize(
-    "attend", [all_of_them, window_by_positions, functools.partial(context.blockwise, kernel=SMALL)]
+    "attend",
+    [
+        all_of_them,
+        first_keys,
+        window_by_positions,
+        functools.partial(context.blockwise, kernel=SMALL),
+    ],
 )
 def test_attention_that_needs_no_count_is_not_refused(attend):
     assert gathered_shape(attend) == (2, 32, 4, 2)

@@ -532,7 +532,7 @@ def test_a_region_declared_to_be_short():
     assert (found.kind, "declared" in found.harm) == (WIDE, True)
     short = [jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for leaf in (ROWS, WEIGHTS)]
     assert lint.program(f, *short, compute=jnp.bfloat16) == []
-    with pytest.raises(ValueError, match="needs a 16-bit type as `compute`; got"):
+    with pytest.raises(ValueError, match="needs a floating-point type of 16 bits or fewer as"):
         lint.program(f, ROWS, WEIGHTS, compute=jnp.float32)
 
 

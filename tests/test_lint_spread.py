@@ -148,6 +148,18 @@ def groups_of_a_device(net, x):
     return row(h, net["down"])
 
 
+def softmax_of_the_shard_without_a_dim_of_size_1(net, x):
+    h = column(x[:, :1], net["up"]).reshape(len(x), -1)
+    h = h / jnp.sum(jnp.exp(h), -1, keepdims=True)  # wrong
+    return x + row(h, net["down"])[:, None]
+
+
+def softmax_of_the_whole_without_a_dim_of_size_1(net, x):
+    h = column(x[:, :1], net["up"]).reshape(len(x), -1)
+    h = h / lax.psum(jnp.sum(jnp.exp(h), -1, keepdims=True), "tensor")
+    return x + row(h, net["down"])[:, None]
+
+
 def norm_in_a_loop(net, x):
     def layer(x, _):
         h = column(x, net["up"])
@@ -278,6 +290,12 @@ PAIRS = [
     Pair(REDUCED, softmax_of_the_shard, softmax_of_the_whole, ("reduce_sum",)),
     Pair(REDUCED, norm_by_a_product, norm_of_each_head, ("dot_general",)),
     Pair(REDUCED, groups_of_the_whole, groups_of_a_device, ("groups that are cut",)),
+    Pair(
+        REDUCED,
+        softmax_of_the_shard_without_a_dim_of_size_1,
+        softmax_of_the_whole_without_a_dim_of_size_1,
+        ("float32[2,4]",),
+    ),
     Pair(REDUCED, norm_in_a_loop, norm_of_the_stream_in_a_loop, ("reduce_sum",)),
     Pair(
         PARTS,

@@ -655,7 +655,7 @@ def test_what_cannot_be_found_is_told():
     with pytest.raises(
         ValueError,
         match=(
-            r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Use more "
+            r"search: no layout of 2 devices fits: each device has 32 GB, .*needs .*Use more "
             r"devices"
         ),
     ):

@@ -184,9 +184,9 @@ def test_no_token_follows_logits_that_are_not_finite(bad):
     [
         (
             {"tokens": -1},
-            "needs tokens of 0 or more and a window of 1 or more; got tokens -1, window 4",
+            "needs 0 or more tokens to draw, and a window of 1 or more; got tokens=-1, window=4",
         ),
-        ({"window": 0}, "got tokens 3, window 0"),
+        ({"window": 0}, "got tokens=3, window=0"),
         ({"top_k": 0}, "a top_k of 1 or more, or None for all; got 0"),
         ({"prompt": []}, "a prompt of one token or more; got none"),
         ({"temperature": np.ones(2)}, "sample needs a finite temperature"),
@@ -317,7 +317,7 @@ def test_a_batch_of_nothing_and_arrays_that_are_gone_are_refused():
     for shape in ((0, 6), (2, 1)):
         with pytest.raises(
             ValueError,
-            match=r"gpt2 needs one sequence or more, each of one input token .*; got inputs of ",
+            match=r"gpt2 needs one or more sequences of one or more input tokens; got inputs of ",
         ):
             gpt2.loss(model, (jnp.zeros(shape, jnp.int32), None))
     copy = jax.tree.map(jnp.copy, model)

@@ -83,8 +83,8 @@ def damaged(folder, copy, kind):
     ("kind", "message"),
     [
         ("missing", r"00003\.bin: needed a file of 300 bytes, found no file"),
-        ("short", r"00003\.bin: needed 300 bytes, the file has 298"),
-        ("bit", r"00003\.bin: needed the hash \w+\.\.\., the file has other bytes"),
+        ("short", r"00003\.bin: needed a file of 300 bytes, found 298 bytes"),
+        ("bit", r"00003\.bin: needed bytes with the hash \w+\.\.\., found other bytes"),
         ("manifest", r"manifest\.json: the manifest is damaged"),
     ],
 )
@@ -190,7 +190,9 @@ def test_a_link_that_leads_out_is_refused(own, tmp_path):
 def test_four_bytes_a_token_declared_as_two_are_refused(tmp_path):
     """Sizes and hashes may be right, and all halves below the vocabulary."""
     content = TOKENS.astype("<u4").tobytes()
-    message = "needed tokens of 2 bytes .vocabulary 300., but every second one is 0"
+    message = (
+        "needed tokens of 2 bytes .vocabulary 300., found that every second number is at most 0"
+    )
     (tmp_path / "text.bin").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         data.read(tmp_path / "text.bin", vocabulary=300)
@@ -234,8 +236,8 @@ def test_a_file_that_is_cut_short_later_gives_a_line(own, tmp_path):
     np.testing.assert_array_equal(found[np.arange(600)], TOKENS[:600])
     for source, name, size in ((found, "00004", 300), (of_text, "text", 2000)):
         line = (
-            rf"{name}\.bin: needed the file of {size} bytes that was opened before; it was cut "
-            r"short or written to since"
+            rf"{name}\.bin: the file was cut short or written to after this run first opened it; "
+            rf"it had {size} bytes then, and has 0 bytes now\."
         )
         with pytest.raises(manifest.Damaged, match=line):
             source[np.array([599, 600, 601][1:] if source is found else [599, 600])]
@@ -248,7 +250,7 @@ def test_a_file_that_is_written_over_later_gives_a_line(own):
         file.write(b"\xff\xff")
     with pytest.raises(
         manifest.Damaged,
-        match=r"00001\.bin: needed the file of 300 bytes that was opened before; it was cut short",
+        match=r"00001\.bin: the file was cut short or written to after this run first opened it",
     ):
         found[np.array([150])]
     np.testing.assert_array_equal(found[np.arange(150)], TOKENS[:150])
@@ -312,7 +314,8 @@ def test_four_bytes_a_token_without_a_record_are_refused(tmp_path_factory, vocab
     )
     with pytest.raises(
         ValueError,
-        match=r"needed tokens of 2 bytes .vocabulary 65536., but every second one is \d+ or less",
+        match=r"needed tokens of 2 bytes .vocabulary 65536., found that every second number is at "
+        r"most \d+",
     ):
         data.read(path, vocabulary=65_536)
 
@@ -366,7 +369,7 @@ def test_bytes_are_read_once_or_not_at_all(own, tmp_path, reads):
     assert not reads
     for changed in (path, own / "00005.bin"):
         changed.write_bytes(changed.read_bytes()[::-1])
-        message = rf"{changed.name}: needed the hash \w+\.\.\., the file has other bytes"
+        message = rf"{changed.name}: needed bytes with the hash \w+\.\.\., found other bytes"
         with pytest.raises(manifest.Damaged, match=message):
             both()
         both(check_bytes=False)

@@ -14,7 +14,7 @@ import make_compiled_fixtures as made
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallax import draw, hardware, mesh, plan
+from parallax import draw, grads, hardware, mesh, plan
 from parallax.__main__ import main
 from parallax.collectives import ring
 from parallax.compiled import (
@@ -137,6 +137,8 @@ def test_links_of_a_torus_and_of_a_switch():
     cube = links.torus(hardware.TPU_V4, [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
     assert cube.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
     assert cube.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
+    long = links.torus(hardware.TPU_V4, [(k % 8, k // 8 % 4, k // 32) for k in range(128)])
+    assert [len(long.path(0, k)) for k in range(8)] == [0, 1, 2, 3, 4, 3, 2, 1]
     assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {
         "data": 1.25,
         "tensor": 1.0,
@@ -439,7 +441,8 @@ def test_operations_and_bytes_of_a_gpu_program():
 def test_refusals(capsys):
     with pytest.raises(
         ValueError,
-        match=r"needs a machine of one of a100, .*v4, v5e.*; got 'v9:2x2'\. Examples: v5e:2x4",
+        match=r"needs a machine with one of the chips a100, .*v4, v5e.*; got 'v9:2x2'\. "
+        r"Examples: v5e:2x4",
     ):
         targets.target("v9:2x2")
     with pytest.raises(
@@ -578,6 +581,36 @@ class TestCompiled:
     @pytest.mark.parametrize("what", ["all_gather", "all_reduce"])
     def test_computed_once(self, what):
         check_once(hlo.module(made.guarded(targets.target("v5e:2x4"), what).text), what)
+
+    @pytest.mark.parametrize("how", ["averaged", "summed", "reduced in the backward pass"])
+    def test_sums_of_bfloat16_gradients_stay_wide(self, how):
+        """A compiler may add in bfloat16, if a program uses only sums that are rounded to it."""
+        there = targets.target("v5e:2x4")
+        world = mesh.make(devices=there.devices, data=8)
+        block = lambda weight, x: jnp.tanh(x @ weight)
+        if how == "reduced in the backward pass":
+            block = grads.reduced_in_backward(block, "data")
+
+        def loss(weights, x):
+            x = jax.lax.scan(lambda x, weight: (block(weight, x), None), x, weights)[0]
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        reduce = grads.summed if how == "summed" else grads.averaged
+        reduced = (lambda weights: weights) if "pass" in how else None
+        grad = reduce(jax.value_and_grad(loss), "data", reduced=reduced)
+        step = mesh.spmd(
+            lambda weights, x: grad(weights, x)[1],
+            mesh=world,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+        )
+        shapes = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=mesh.shardings(spec, world))
+            for shape, spec in (((4, 128, 128), P()), ((1024, 128), P("data")))
+        )
+        program = targets.compile(jax.jit(step), *shapes, target=there)
+        sums = re.findall(r"(\w+)\[(?:4,)?128,128\]\S* all-reduce(?:-start)?\(", program.text)
+        assert sums == ["f32"]
 
     def test_refusals(self, capfd):
         with pytest.raises(ValueError, match=r"the compiler has no 'v5e:3x5'"):

@@ -195,7 +195,7 @@ REFUSED = {  # (function, states, what is said)
     "another type": (
         lambda m, x: m.all_gather(x, "x", to="unreduced"),
         {},
-        "all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got "
+        "all_gather: `to` must be 'varying', 'invarying' or 'reduced', as in lax.all_gather; got "
         "'unreduced'.",
     ),
 }

@@ -1,8 +1,8 @@
 """Guesses the kind of mistake from a wrong value and the right one.
 
-Each guess is a function of two arrays, the right and the wrong value, which are in float64 and have
-the same shape. The function returns a text with the mistake, or "" if this mistake does not explain
-the wrong value.
+Each guess is a function that looks for one kind of mistake. Its first two arguments are the right
+and the wrong value, arrays in float64 of the same shape. The function returns a text that describes
+the mistake, or "" if a mistake of this kind does not explain the wrong value.
 """
 
 import itertools
@@ -28,9 +28,9 @@ def diagnose(
     microbatches: int,
     differs: Sequence[str] = (),
 ) -> str:
-    """Returns a text with the kind of mistake, such as "summed 4 times: the size of data" if the
-    mesh axis "data" has 4 devices. The text is the first guess that explains the wrong value, or
-    "no known kind".
+    """Returns a text that names the kind of mistake, such as "summed 4 times: the size of data" if
+    the mesh axis "data" has 4 devices. The text is the first guess that explains the wrong value,
+    or "no known kind".
 
     Args:
         right: the right value.
@@ -65,7 +65,7 @@ def diagnose(
 
 
 def _largest(x: np.ndarray) -> float:
-    """Returns the largest absolute number; 0 for an empty array."""
+    """Returns the largest absolute value of the elements; 0 for an empty array."""
     return float(np.max(np.abs(x), initial=0))
 
 
@@ -92,9 +92,9 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
-    """Returns a text with the factor, and the axes whose size is this factor, if the wrong value is
-    a multiple of the right one; else "". `counts` has the sizes of the axes and the number of
-    microbatches.
+    """Returns a text if the wrong value is a multiple of the right one, else "". The text has the
+    factor, and the axes whose size is the factor or its inverse. `counts` has the sizes of the axes
+    and the number of microbatches.
     """
     # The factor f that makes `wrong - f * right` smallest (least squares).
     squares = float(np.vdot(right, right))
@@ -139,9 +139,9 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text that says that the runs seem to have used different random keys, if the two
-    values are 0 in different places, for example by different dropout masks; else "". The text has
-    the share of places in which exactly one of the two values is 0. Both values must have zeros."""
+    """Returns a text if the two values have zeros in different places, such as those of two dropout
+    masks; else "". The text says that the runs used different random keys, and gives the share of
+    places in which exactly one of the values is 0."""
     # A share below FEW may be chance. Two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):

@@ -7,8 +7,8 @@ Algorithms are values. Call `ring.all_reduce(x, "data")` in place of `lax.psum(x
 `ring("data")` to a function that takes an axis. The module `tuning` measures links, and must be
 imported explicitly: `from parallax.collectives import tuning`.
 
-A file of this package is imported when a name of the file is first used. So a layer that takes an
-axis does not import all algorithms.
+Each file of this package is imported at the first use of the file or of a name that the file
+defines. So a layer that takes an axis does not import all algorithms.
 """
 
 from importlib import import_module

@@ -2,7 +2,7 @@
 
 A table is a `Route`, a list of rounds {step: offsets}. In a round each device sends a message to
 the device that is `step` places after it. The message holds the blocks for the devices that are
-`offsets` places after the sender.
+`offsets` places after the sender. Here `offsets` is `[step]`: only the receiver's own block.
 
 `A[I_X, J]` is split along dim I over the n devices of axis X. `A[I, J_X]` is split along dim J.
 """
@@ -81,10 +81,10 @@ def all_to_all(
     """
 
     def leaf(x):
-        """Returns one array after the all-to-all.
+        """Returns the result of the all-to-all for one array, `x`.
 
-        `linear_collective` states the transpose of the all-to-all. JAX itself would derive the
-        transpose hop by hop.
+        `linear_collective` gives JAX the transpose, `backward`. JAX would otherwise transpose each
+        message of `forward` separately.
         """
         # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)

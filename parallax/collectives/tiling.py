@@ -102,7 +102,7 @@ def _scatter_slices(x, dim: int, routes, axis_name) -> list:
 
     def slice_of(part, device):
         """Returns the slice of this device's `x` that is summed on `device`, cut to the share that
-        table number `part` carries."""
+        the table `routes[part]` carries."""
         start, share_length = shares[part]
         return lax.dynamic_slice_in_dim(x, device * length + start, share_length, dim)
 
@@ -117,8 +117,8 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
     shares = shares_of(length, len(routes))
 
     def write(result, part, device, block):
-        """Returns `result` after `block` is written into it. `block` is the share of `device`'s
-        slice that table number `part` carries."""
+        """Writes `block` into `result`, and returns `result`. `block` is a share of the slice of
+        `device`: the share that the table `routes[part]` carries."""
         start, _ = shares[part]
         return lax.dynamic_update_slice_in_dim(result, block, device * length + start, dim)
 
@@ -133,7 +133,8 @@ def _gather_slices(blocks, dim: int, routes, axis_name):
 
 
 def _keeps_tiles(shape: tuple[int, ...], dim: int, n: int) -> bool:
-    """Returns whether n equal slices along `dim` are whole tiles of 8 x 128, in the last two dims.
+    """Returns whether n equal slices along `dim` cut no tile. A tile is 8 x 128 numbers in the last
+    two dims.
 
     A vector has no such tiles, so for a vector the result is False.
     """
@@ -157,7 +158,7 @@ def _in_rows(flat, size: int, blocks: int):
         multiple = 128 * blocks * (size // flat.size)
         raise ValueError(
             f"An array of {size} numbers needs a dim whose size is a multiple of {multiple}. "
-            "Pad it, or cut it in two."
+            "Pad a dim to such a size, or cut the array into arrays of less than 2**31 numbers."
         )
     return flat.reshape(-1, 128)
 

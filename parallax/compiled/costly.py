@@ -2,11 +2,13 @@
 
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
 
-A *computation* is a list of instructions with a name, such as a loop's body. `line.called` has the
-computations that an instruction runs, each with its number of runs. This number is 0 for a loop
-whose text does not state its number of iterations (trips). `line.counted` is the mean number of
-iterations of a loop in one iteration of the loop around it, if tracing wrote this number into the
-loop's name; if not, `line.counted` is 0.
+A *computation* is a named list of instructions, such as a loop's body. The `called` of an
+`hlo.Instruction` has the computations that the instruction runs, each with its number of runs. For
+the body of a loop, this is the number of iterations (trips), or 0 if the number is unknown.
+
+A loop with a name such as "head.3_of_8" stands inside an outer loop, and has 3 trips in 8 trips of
+the outer loop. The `counted` of this loop's `hlo.Instruction` is the mean number of trips, 3/8. A
+`counted` of 0 means that the mean is unknown, since the loop has no such name.
 """
 
 import itertools
@@ -29,7 +31,7 @@ class Costly(NamedTuple):
         name: the instruction's name in the program's text.
         opcode: the instruction's operation, such as "fusion".
         result: the type of the instruction's result, such as "f32[8,16]{1,0}".
-        line: the source line, as "file:line"; "" if the text does not tell.
+        line: the source line, as "file:line"; "" if it is unknown.
     """
 
     seconds: float
@@ -63,8 +65,8 @@ def instructions(
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
         """Returns the costs of the instructions of a computation that runs `times` times in a step.
 
-        `times` is a fraction if the number of trips of a loop is a mean. The number of runs of an
-        instruction is rounded down.
+        `times` may be a fraction such as 3/8, since for some loops only the mean number of trips is
+        known. The number of runs of an instruction is rounded down.
         """
         expensive = []
         for line in program[name]:

@@ -68,13 +68,14 @@ class Instruction(NamedTuple):
     Attributes:
         name: the name of the instruction's result.
         result: the type of its result, such as "f32[8,16]{1,0}"; for a tuple, the types of its
-            elements without the brackets around them.
+            elements without the parentheses around them.
         opcode: the operation, such as "dot".
         operands: the names of the instruction's operands, and of other instructions that it waits
             for.
         attributes: the text after the operands.
-        trips: the number of iterations (trips) of a loop whose text does not state this number.
-            `module` reads the number from the loop's condition; 0 if the condition does not tell.
+        trips: the number of iterations (trips) of a loop, read from its condition. It is 0 for a
+            loop of unknown length, for a loop whose `attributes` state the number, and for any
+            instruction that is no loop.
     """
 
     name: str
@@ -195,8 +196,8 @@ def collectives(f: Callable[..., Any], *arguments: Any) -> list[Op]:
 
 
 def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
-    """Returns the collectives of a compiled program or of its text. Each collective is repeated as
-    often as it runs.
+    """Returns the collectives of a compiled program or of its text. A collective that runs k times
+    is k times in the list.
 
     Raises:
         ValueError: a collective is in a loop of unknown length.
@@ -241,8 +242,8 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
 
 def _instruction(name: str, definition: str) -> Instruction:
     """Returns the instruction of a line `name = definition`. The definition is the text `type
-    opcode(operands), attributes`; the type of a tuple is in brackets."""
-    # `_closed` returns the text inside the first bracket, and the text after it.
+    opcode(operands), attributes`; the type of a tuple is in parentheses."""
+    # `_closed` returns the text inside the first pair of parentheses, and the text after it.
     if definition.startswith("("):
         result, call = _closed(definition)
     else:
@@ -266,8 +267,8 @@ def runs(program: Module) -> Iterator[Run]:
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
         """Yields the collectives of the computation `name`, which runs `times` times. `conditional`
-        says that the computation is in a branch and may run less often. `unbounded` says that the
-        computation is in a loop of unknown length and may run more often.
+        says that the computation is in a branch, so it may run less often than `times`. `unbounded`
+        says that it is in a loop of unknown length, so it may run more often than `times`.
         """
         for instruction in program[name]:
             if instruction.collective:
@@ -292,9 +293,9 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     that is or contains a collective, and that does not wait for the end of the first.
 
     While threads still run a loop, XLA's CPU backend may begin a later instruction that does not
-    use the loop's results. A collective of the loop and one of the later instruction can then meet
-    in one rendezvous, and the process aborts: "Id can't be larger than the number of participating
-    threads". `cpu.sequence_after` makes the later instruction wait for the loop.
+    use the loop's results. A collective of the loop and a collective of the later instruction can
+    then meet in one rendezvous, and the process aborts: "Id can't be larger than the number of
+    participating threads". `cpu.sequence_after` makes the later instruction wait for the loop.
     """
     program = module(compiled)
 
@@ -346,7 +347,8 @@ def _named(text: str) -> np.ndarray:
 
     Each axis is reshaped to three dims. For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8),
     and the middle dim is the named part; for `'a'` alone, the middle dim is the whole axis. The
-    middle dims of all named axes are moved last, since they number the members of a group.
+    middle dims of all named axes become the last dims of the array, since they number the members
+    of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}
@@ -373,8 +375,8 @@ def _named(text: str) -> np.ndarray:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """Returns the text inside the first bracket, and the text after it. `text` must begin with a
-    bracket."""
+    """Returns the text inside the first pair of brackets, and the text after this pair. `text` must
+    begin with an opening bracket."""
     depth = 0
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

@@ -35,8 +35,8 @@ class Machine(NamedTuple):
 
     Attributes:
         hardware: the rates of the chip, such as `hardware.TPU_V5E`.
-        places: for each device its coordinates on the torus, or, if a switch joins the devices, the
-            index of the device alone.
+        places: for each device a tuple of its coordinates on the torus. If a switch joins the
+            devices, the tuple has one number: the index of the device.
         groups: for each device the index of its slice of TPUs, or of its server.
         sizes: the length of each dim of the torus; an empty tuple if there is a switch.
         cores: the number of devices that share a chip.

@@ -1,10 +1,11 @@
 """The checks of attention over split tokens.
 
 Some checks trace a function and read its *program*, a jaxpr: these checks look for operations that
-send, or for masks that are made from counts. A *count* is an array 0, 1, 2, ... (`iota`) that the
-program makes itself. `jaxprs.opened` drops the constants of a jaxpr; `jaxprs.called` returns the
-inner jaxpr of a `jit` or `checkpoint`; `jaxprs.closed` returns all inner jaxprs. An operand of an
-equation is a variable or a literal number.
+send, or for masks that are made from counts. A *count* is an array with the values 0, 1, 2, ...
+(`iota`) that the program makes itself. An operand of an equation is a variable or a literal number.
+An equation may have inner jaxprs among its parameters: `jaxprs.called` returns the inner jaxpr of a
+`jit` or `checkpoint`, and `jaxprs.closed` all inner jaxprs of one equation. `jaxprs.opened` returns
+a jaxpr without the values of its constants.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -16,6 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from parallax import jaxprs
@@ -55,18 +57,19 @@ def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[...
 def check_places(
     attend: Callable[..., Any], arrays: tuple[Any, ...], options: dict[str, Any], tokens: int
 ) -> None:
-    """Raises `ValueError` if `attend` makes its mask from arrays 0, 1, 2, ... of its own, and not
-    from `positions`.
+    """Raises `ValueError` if `attend` makes its mask or bias from *counts*, or from a constant, and
+    not from `positions`. A count is an array with the values 0, 1, 2, ... that `attend` makes
+    itself.
 
-    `attend` is traced, and refused if its program compares two *counts* (arrays 0, 1, 2, ... that
-    the program makes itself) and no result of the program depends on `positions`. Attention without
-    a mask compares no counts, so it passes.
+    `attend` is traced. If a result of its program depends on `positions`, `attend` passes. If no
+    result does, `attend` is refused in two cases: its program compares two counts, or has a
+    constant mask or bias. Attention without a mask and without a bias passes.
 
     Args:
         attend: the attention function.
         arrays: the arguments of `attend`, (q, k, v).
-        options: the keyword arguments of `attend`: perhaps `segments`, and `positions`, a pair of
-            the positions of the queries and the positions of the keys.
+        options: the keyword arguments of `attend`: always `positions`, the pair (positions of the
+            queries, positions of the keys), and `segments` if there are any.
         tokens: the number of tokens of a whole sequence.
     """
     positions = options["positions"]
@@ -78,14 +81,34 @@ def check_places(
     program = jax.make_jaxpr(of_positions)(positions)
     opened = jaxprs.opened(program)
     uses_positions = _reached(opened, {*opened.invars}) & set(opened.outvars)
-    if not uses_positions and _compares_counts(opened, {})[0]:
+    if uses_positions:
+        return
+    queries, keys = arrays[0].shape[1], arrays[1].shape[1]
+    if _compares_counts(opened, {})[0] or _has_constant_mask(program, (queries, keys)):
         raise ValueError(
-            "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for "
-            f"its mask. But the {positions[0].shape[0]} queries of a device need not be the first "
-            f"{positions[0].shape[0]} of the {tokens} tokens in the order of the sequence. Compare "
-            "positions[0], of the queries, with positions[1], of the keys, as context.blockwise "
-            "does."
+            "context.gathered: attend ignores positions=, and counts queries and keys from 0 for "
+            f"its mask or bias. But the {queries} queries of a device need not be the first "
+            f"{queries} of the {tokens} tokens in the order of the sequence. Compare positions[0], "
+            "of the queries, with positions[1], of the keys, as context.blockwise does."
         )
+
+
+def _has_constant_mask(program: Any, scores: tuple[int, int]) -> bool:
+    """Returns whether a program has a constant [..., queries, keys], such as a mask or a bias, that
+    is not the same for all queries.
+
+    A constant is the same on all devices, but their queries have different positions. `scores` is
+    (queries, keys).
+    """
+    for constant in getattr(program, "consts", ()):
+        # q, k and v may be constants of the program too, as tracers, which have no numbers here.
+        if isinstance(constant, Tracer) or np.shape(constant)[-2:] != scores:
+            continue
+        numbers = np.asarray(constant)
+        if np.any(numbers != numbers[..., :1, :]):
+            return True
+    bodies = [body for eqn in jaxprs.opened(program).eqns for body in jaxprs.closed(eqn.params)]
+    return any(_has_constant_mask(body, scores) for body in bodies)
 
 
 def _reached(program: Any, start: set[Any]) -> set[Any]:
@@ -101,18 +124,19 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 def _compares_counts(
     program: Any, counts: dict[Any, frozenset[int]]
 ) -> tuple[bool, list[frozenset[int]]]:
-    """Returns whether a program compares a count along one dim with a count along another dim, as a
-    mask does, and the ids of the counts on which each result of the program depends. A count is an
-    array 0, 1, 2, ... that the program makes itself.
+    """Returns two things: whether a program compares a count along one dim with a count along
+    another dim; and, if it does not, the ids of the counts on which each of its results depends.
 
-    `counts` maps each argument of the program to the ids of the counts on which the argument
-    depends. The id of a count (an array 0, 1, 2, ...) is Python's `id` of the equation that makes
-    the array.
+    A count is an array with the values 0, 1, 2, ... that the program makes itself. A causal mask
+    compares a count of the queries with a count of the keys. The id of a count is Python's `id` of
+    the equation that makes the array. `counts` maps each argument of the program to the ids of the
+    counts on which the argument depends.
     """
     counts = dict(counts)
 
     def read(atom):
-        """Returns the ids of the counts on which an operand or a result depends."""
+        """Returns the ids of the counts on which `atom`, an operand or a result, depends. A count
+        is an array with the values 0, 1, 2, ...; a literal number depends on no count."""
         return frozenset() if jaxprs.is_literal(atom) else counts.get(atom, frozenset())
 
     for eqn in program.eqns:
@@ -152,11 +176,11 @@ def check_kernel(
 ) -> None:
     """Raises `ValueError` if a kernel's scores depend on distances between tokens.
 
-    A window and ALiBi make scores depend on distances. `attention` calls a kernel on one chunk of
-    the tokens without the chunk's place, so such scores would be wrong. The kernel is traced on one
+    A window and ALiBi make scores depend on distances. `attention` does not tell a kernel the
+    places of its chunks in the sequence, so such scores would be wrong. The kernel is traced on one
     head. The *tables* in its program, arrays [tokens, tokens] that do not depend on q, k and v, are
-    evaluated. A table that is not constant on each side of its diagonal depends on distances.
-    Tables made in a loop or inside a Pallas kernel are not found.
+    evaluated. A table that is not constant on each side of its diagonal is taken to depend on
+    distances. Tables made in a loop or inside a Pallas kernel are not found.
 
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
@@ -237,7 +261,8 @@ def _constant_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
         arrays = map(np.asarray, jax.jit(jaxpr_as_fun(of_tables))(*zeros))
 
     def by_tokens(array):
-        """Returns a table with its two dims of tokens first: [tokens, tokens, other]."""
+        """Returns the table `array` with its two dims of tokens moved to the front, and all other
+        dims joined: [tokens, tokens, other]."""
         dims = [dim for dim, size in enumerate(array.shape) if size == tokens]
         return np.moveaxis(array, dims, (0, 1)).reshape(tokens, tokens, -1)
 
@@ -276,7 +301,7 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
     """Returns whether an equation sends data along some of the axes `names`, and along no other.
 
     A gather of weights (ZeRO-3) may go over the axes `names` and the data axis together. Such a
-    gather does not count, since it is no attention.
+    gather does not count, since it is not part of the attention.
     """
     # `_SENDS` are the beginnings of the names of all primitives that send.
     if not eqn.primitive.name.startswith(_SENDS):
@@ -303,9 +328,9 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
     if tokens % chunks or not tokens:
         next_multiple = max(1, -(-tokens // chunks)) * chunks
         raise ValueError(
-            f"context.attention: a device has {tokens} tokens ({tokens * n} over {n} devices), "
-            f"which must be a multiple of {chunks}, its number of chunks. Use sequences of "
-            f"{next_multiple * n} tokens, or order=context.contiguous."
+            f"context.attention: the number of tokens of a device, {tokens} ({tokens * n} over {n} "
+            f"devices), must be a multiple of {chunks}, the number of chunks of a device. Use "
+            f"sequences of {next_multiple * n} tokens, or order=context.contiguous."
         )
     if segments is not None:
         check_segments("context.attention", segments, q.shape[:2])
@@ -325,9 +350,9 @@ def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
 def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     """Raises `ValueError` if the shapes, types or heads of q, k and v do not fit each other.
 
-    If q varies along an axis and k does not, it is possible that the axis splits the heads of q. So
-    k must then have one head: with several heads, the queries of a device would need only some of
-    them. `name` is the caller's name, for the message.
+    If q varies along an axis and k does not, the axis may split the heads of q. Then attention
+    would give some heads of q the wrong heads of k, unless k has only one head. So k must have one
+    head in this case. `name` is the caller's name, for the message.
     """
     H, G = q.shape[2], k.shape[2]
     if (
@@ -344,14 +369,14 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     if not G or H % G:
         raise ValueError(
             f"{name}: the number of heads of q, {H}, must be a multiple of that of k and v, {G}. "
-            "Select the key heads that these query heads use."
+            f"Pass only the heads of k and v that these {H} heads of q use."
         )
     q_axes = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if q_axes and G > 1:
         raise ValueError(
-            f"{name}: q, of {H} heads, differs along {q_axes}, and k, of {G} heads, is the same "
-            f"there. If the heads are split over {q_axes}, select the key heads that these query "
-            "heads use. If they are not split, pass k and v through lax.pcast(..., to='varying')."
+            f"{name}: q, of {H} heads, varies along {q_axes}, and k, of {G} heads, does not. If "
+            f"{q_axes} splits the heads of q, pass only the heads of k and v that the device's "
+            "heads of q use. If not, pass k and v through lax.pcast(..., to='varying')."
         )
 
 
@@ -395,13 +420,15 @@ def _check_heads_of_model(name: str, H: int, G: int, heads: tuple[int, int]) -> 
     needed = max(1, H // group)
     cuts_a_group = H % group and group % H
     if needed != G or cuts_a_group:
-        fit = (
-            f"cuts in two a group of {group}, which shares a head of keys"
+        fault = (
+            f"splits the {group} heads of queries that share a head of keys into unequal parts: "
+            f"{H} is neither a multiple nor a divisor of {group}. Use another number of devices on "
+            f"the axis: a divisor or a multiple of the {all_keys} heads of keys."
             if cuts_a_group
-            else f"needs {needed} of the {all_keys} heads of keys"
+            else f"needs {needed} of the {all_keys} heads of keys; the number of heads of its k is "
+            f"{G}. Select the heads of keys that the device's queries use."
         )
         raise ValueError(
             f"{name}: on an axis of {all_queries // H} devices, a device has {H} of the "
-            f"{all_queries} heads of queries, so it {fit}; the number of heads of its k is "
-            f"{G}. Select the heads of keys that the device's queries use."
+            f"{all_queries} heads of queries, so it {fault}"
         )

@@ -4,8 +4,8 @@ Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n 
 `[T_X]`, `[H_X]` and `[G_X]` are split over the axis.
 
 With n devices on the axis, a device sends (n - 1)/n of its queries, keys, values and result. The
-number of query heads must be a multiple of n. `vary_alike` gives q, k and v one type;
-`whole_segments` gathers the segments of whole sequences.
+number of query heads must be a multiple of n. `vary_alike` types q, k and v as varying along the
+same axes. `whole_segments` gathers the `segments` (each token's document) of whole sequences.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def ulysses(
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. The
             first head that `attend` gets is head `axis_index * H / n` of the model, for H query
-            heads and n devices. With ALiBi, choose the slopes by that number.
+            heads and n devices. With ALiBi, choose a head's slope by the head's index in the model.
         axis: the axis or axes that the tokens are split over.
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.

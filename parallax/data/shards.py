@@ -1,5 +1,5 @@
-"""Stores a text that is too large for one file in several token files with a manifest. The files
-are read as one long array. To make a batch, only the windows of the batch are read.
+"""Stores a text in several token files with a manifest, for a text that is too large for one file.
+The files are read as one long array. To make a batch, only the windows of the batch are read.
 
     folder/manifest.json    the vocabulary, the dtype of a token, and for each shard the number of
                             its tokens, its size in bytes and its hash
@@ -83,8 +83,9 @@ def write(
     """Stores the `pieces` of a text, one after another, in files of `shard_tokens` tokens each; the
     last file may be shorter.
 
-    At a time, memory holds no more of the text than the tokens of one file and one of the `pieces`.
-    The manifest is written last, so `read` refuses a folder that was not written to the end.
+    At any time, memory holds no more of the text than the tokens of one file and one of the
+    `pieces`. The manifest is written last, so `read` refuses a folder that was not written to the
+    end.
 
     Raises `ValueError` if a token is outside the vocabulary, if there are no tokens, or if the
     folder already has a manifest.

@@ -42,7 +42,7 @@ class Gated(eqx.Module):
 
         def normal(key, *shape):
             """Returns matrices of normal random numbers, divided by the square root of the number
-            of rows of a matrix, which are its inputs."""
+            of a matrix's rows. Each row of a matrix multiplies one input of the matrix."""
             scale = jnp.asarray(shape[-2] ** 0.5, dtype)
             return jax.random.normal(key, shape, dtype) / scale
 
@@ -60,7 +60,8 @@ class Mixture(eqx.Module):
 
     Attributes:
         router: the matrix from a token to logits.
-        experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
+        experts: a tree of any kind whose arrays have a first dim of experts. In `moe` a device has
+            only its own experts.
         bias: numbers added to the experts' scores, only to choose the experts. The bias has no
             gradient; `rebalanced` changes it. None or `()` means no bias.
     """
@@ -81,18 +82,18 @@ def moe(
     comms: Comms = tensor.comms(()),  # noqa: B008, a frozen choice
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """Returns each token's weighted sum of its experts' results, `x[B_X, T, D] -> y[B_X, T, D]`,
-    and the router's `Statistics`, such as the load, of this device's sequences. X stands for the
-    axes that split the batch; `axis` is one of them.
+    and the router's `Statistics` of this device's sequences. X stands for the axes that split the
+    batch. `axis` names one or more of these axes, or none (`()`).
 
     The experts are split over `axis`. For each token, the result equals the weighted sum of the
     results of all experts, where experts that were not chosen have the weight 0. Add the result to
     the residual stream.
 
     The axis that splits the experts also splits the batch. It may be the data axis, another axis
-    that splits the data (name both in `grads.averaged`), or several axes. An expert receives the
-    tokens of all devices, so its gradient is a sum over all these tokens already. `grads.averaged`
-    and `zero.reduce_scattered` therefore only divide this gradient: they sum only over axes along
-    which a parameter is the same.
+    that splits the data (name both in `grads.averaged`), or several axes. An expert receives its
+    tokens from all devices of `axis`, so its gradient is already a sum over these devices. Along
+    `axis`, `grads.averaged` and `zero.reduce_scattered` therefore only divide this gradient: they
+    sum only over axes along which a parameter is the same.
 
     Args:
         x: this device's tokens.
@@ -108,8 +109,8 @@ def moe(
 
     Raises:
         ValueError: the devices together do not have as many experts as the router; `x` is the same
-            on the devices of `axis`; there are no tokens; `route` chooses no experts for them; or
-            an error of `route`, `dispatch` or `compute`.
+            on the devices of `axis`; there are no tokens; or `route` chooses no experts for the
+            tokens. The errors of `route`, `dispatch` and `compute` are raised too.
     """
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)
@@ -123,7 +124,7 @@ def moe(
         raise ValueError(
             "experts.moe needs 1 token or more, and 1 expert or more for each; got x of shape "
             f"{x.shape}, and `route` chose experts of shape {routing.experts.shape}. Pass a batch "
-            "with tokens, and a router that chooses."
+            "with tokens, and a router that chooses an expert for each token."
         )
     # If `comms` splits the tokens, they are gathered here, so that each device computes all tokens
     # with its share of the hidden width. Backward, `all_tokens` sums the devices' gradients; the

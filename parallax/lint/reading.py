@@ -4,16 +4,17 @@ mistakes.
 A *fact* is one thing that the lint knows about a value (an array), such as "it differs along
 'data'". The facts about an operation's results are computed from the facts about its operands. A
 `Value` has the facts about one value. `differs` are the axes along which the value differs between
-devices. `trip` is the depth of the innermost loop that changes the value. If the value is a linear
-function of sums or carries in a loop, `parts` are these sums and carries. `shard` is the argument
-from which elementwise operations, reshapes, transposes and gathers made the value. `constant` says
-that the value was made only of numbers written into the program, and `narrow` is the 16-bit type
-that the value was cast from.
+devices. `trip` is the depth of the innermost loop that changes the value. `parts` are the carries
+of the innermost loop, and the sums over devices in its body, on which the value depends linearly.
+`shard` is the argument from which the value was made by elementwise operations, reshapes,
+transposes and all-gathers. `constant` says that the value was made only of numbers written into the
+program, and `narrow` is the 16-bit type that the value was cast from.
 
-A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` is the collective
-that a node is, or None if the node is no collective. A collective of this library is one equation,
-whose jaxpr `ours` returns. `map` is the `shard_map` around the current operation; outside any
-`shard_map` it is None. `silent` is true while mistakes are not noted.
+A `Flat` program is a list of operations (`Node`s), whose values have ids. `sent` has the kind and
+the axes of a collective; `sent` is None if the node is no collective. A collective of this library
+is one equation; the function `ours` returns the equation's jaxpr. `map` is the `shard_map` around
+the current operation; outside any `shard_map` it is None. While `silent` is true, mistakes are not
+noted.
 """
 
 import contextlib
@@ -40,14 +41,14 @@ class Reading:
     Attributes:
         narrow: whether all products should be in 16 bits.
         findings: the mistakes so far.
-        silent: true while no mistakes are noted, for example while a loop's body is read again and
+        silent: whether mistakes are ignored, for example while a loop's body is read again and
             again until the facts about its carries no longer change.
         map: the `shard_map` around the current operation; None if there is none.
         loops: the loops around the current operation, the outermost first.
         predicates: the conditionals and `while` loops around the current operation, each with the
             axes along which its predicate differs between devices.
-        known: the facts about all values of each program, by `id(program)`, from the last reading
-            that was not silent.
+        known: the facts about all values of a `Flat` (the program, or a body inside it), by the
+            `id` of the `Flat`. While `silent` is true, no facts are stored.
     """
 
     def __init__(self, *, narrow: bool):
@@ -74,13 +75,16 @@ class Reading:
         """Returns a jaxpr as a list of operations. `node` is the operation that contains the jaxpr;
         None for the whole program.
 
-        A later call returns the same list, since a loop's body is read several times.
+        A later call with the same `jaxpr` and `node` returns the same list. This saves time, since
+        a loop's body is read several times.
         """
-        # One jaxpr may stand in several operations, each with a scope of its own. The program keeps
-        # the jaxprs, and `_flats` keeps the operations, so no `id` is used for two of them.
+        # One jaxpr may stand in several operations. Each has a scope of its own: the calls,
+        # conditionals and loops around it. The program keeps the jaxprs, and `_flats` keeps the
+        # operations, so no `id` is used for two of them.
         key = id(jaxpr), id(node)
         if key not in self._flats:
-            # Predicates are ids of values in the outer program, and mean nothing in this one.
+            # The ids of the values that decide whether `node` runs mean nothing in this jaxpr,
+            # whose values get ids of their own.
             scope = node.scope._replace(predicates=()) if node else Scope()
             self._flats[key] = Flat(jaxpr, self.ours, scope)
         return self._flats[key]
@@ -98,7 +102,7 @@ class Reading:
         return self._ours[id(eqn)]
 
     def note(self, finding: Finding | None) -> None:
-        """Notes a mistake, unless the reading is silent. If `finding` is None, nothing is noted."""
+        """Notes a mistake. Notes nothing while `silent` is true, or if `finding` is None."""
         if finding and not self.silent:
             self.findings.setdefault(finding, finding)
 
@@ -163,9 +167,8 @@ class Reading:
 
     @contextlib.contextmanager
     def _under(self, predicates: list[tuple[str, frozenset[str]]]) -> Iterator[None]:
-        """Adds `predicates` to those of the reading, for the operations that are read inside the
-        `with`. Each predicate is a pair: "cond" or "while", and the axes along which the predicate
-        differs between devices."""
+        """Adds `predicates` to `self.predicates` until the `with` block ends. Each predicate is a
+        pair: "cond" or "while", and the axes along which the predicate differs between devices."""
         outside = self.predicates
         self.predicates = [*outside, *predicates]
         yield
@@ -199,22 +202,27 @@ class Reading:
         ]
 
     def _plain(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts about each whole result, not those about its dims, for an operation
-        that does not communicate."""
+        """Returns the facts about each result of an operation that does not communicate, given the
+        facts about its operands (`inputs`). The facts about dims are left to `dims_after`."""
         if node.name in mistakes.PRODUCTS and not self.silent:
+            # A matmul in 32 bits or more is a mistake if an operand is, or was, in 16 bits.
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
         if node.name == "axis_index":
             # Along an axis of one device nothing differs.
             axes = in_tuple(node.eqn.params["axis_name"])
             return [Value(differs=self._of_several_devices(axes))]
-        if node.name != CHOSEN:  # the branches of a conditional were read as part of this program
+        # A `CHOSEN` operation makes a result of a conditional, whose branches were read as part of
+        # this program.
+        if node.name != CHOSEN:
             self._read_inner_jaxprs(node, inputs)
         # The sums and carries of the innermost loop that the result is a linear function of. They
         # are found only in the last reading of a loop's body, which is not silent.
         parts = frozenset()
         if self.loops and not self.silent:
             parts = self.loops[-1].through(node.eqn, inputs)
-        if node.name == "optimization_barrier":  # each result is its own operand
+        # Each result of a barrier is one operand, so it keeps only those `parts` that this operand
+        # has.
+        if node.name == "optimization_barrier":
             return [
                 joined([value], narrow=value.narrow, parts=parts & value.parts) for value in inputs
             ]
@@ -326,8 +334,9 @@ class Reading:
         the loop. No mistakes are noted.
 
         Facts are propagated through the body until the facts about its carries no longer change.
-        The carries stand at the places `carries` of `arguments`. At these places, the facts about
-        the carries are replaced by those that hold in every iteration.
+        `arguments` has the facts about the body's arguments, and `carries` the indices of the
+        carries in `arguments`. The facts at these indices are replaced by those that hold in every
+        iteration.
         """
         was_silent, self.silent = self.silent, True
         self.loops.append(loop)  # loops inside count it for their depth
@@ -337,7 +346,7 @@ class Reading:
             returned = self.propagate(program, arguments)
             changed = False
             for j, i in enumerate(carries):
-                # A carry is its first value, or the result of an earlier iteration.
+                # A carry is its initial value, or the result of an earlier iteration.
                 steady = either(arguments[i], returned[j])._replace(trip=loop.depth)
                 # `summed` is only for messages.
                 changed |= steady._replace(summed=()) != arguments[i]._replace(summed=())
@@ -352,9 +361,9 @@ class Reading:
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
     ) -> list[Value]:
         """Returns the facts about the results of a loop's body, and notes the mistakes in the body.
-        One kind of mistake is a sum over devices that could be taken once, after the loop. The
-        carries stand at the places `carries` of `arguments`, with the facts that hold in every
-        iteration.
+        One kind of mistake is a sum over devices that could be taken once, after the loop.
+        `arguments` has the facts about the body's arguments that hold in every iteration, and
+        `carries` the indices of the carries in `arguments`.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
@@ -372,8 +381,8 @@ class Reading:
     # Collectives and conditionals
 
     def _collective(self, node: Node, inputs: list[Value]) -> list[Value]:
-        """Returns the facts about each whole result of a collective, not those about its dims, and
-        notes mistakes with the collective.
+        """Returns the facts about the results of a collective, without the facts about their dims,
+        and notes mistakes with the collective.
 
         The mistakes are a collective that some devices may not reach, a sum of numbers that are
         equal on all devices, and a collective that sends the same numbers in every iteration of a
@@ -416,10 +425,9 @@ class Reading:
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
-        """Notes a conditional whose predicate differs between devices, if the types of some
-        operands or results do not vary along the axes along which the predicate differs. An axis
-        does not count if the predicate's own type does not vary along it: an earlier operation
-        lost this axis.
+        """Notes a conditional whose predicate differs along an axis, if an operand or a result is
+        typed as the same on all devices of this axis. The axis is ignored if the predicate itself
+        is typed so: then an earlier operation, not the conditional, dropped the axis from the type.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.
@@ -451,11 +459,12 @@ def _ignore(*mistake: Any) -> None:
 
 
 def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
-    """Returns the axes that split the dims of each result of a loop's body (`program`).
+    """Returns the `Dims` of each result of a loop's body (`program`): for each dim, the axes that
+    split the dim.
 
-    The carries come first. They are split like their first values; `shards` has the fact `shard`
-    about each first value. The split of a carry without a `shard` is not known (None), nor is that
-    of the stacked outputs.
+    The carries come first. A new carry is split like the old carry. `shards` has the fact `shard`
+    of each old carry, and `shard.dims` are the carry's `Dims`. If `shard` is None, the `Dims` are
+    not known, and the entry is None. The entries of the stacked outputs are None too.
     """
     dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]
@@ -467,15 +476,15 @@ def _after_loop(
     """Returns the facts about a loop's results, outside of the loop.
 
     Args:
-        returned: the facts that hold in every iteration about the body's results: the carries, and
-            the outputs that the loop stacks.
-        carries: those facts about the carries that are true at the beginning of every iteration.
+        returned: the facts about the body's results, first the carries and then the outputs that
+            the loop stacks. The facts hold in every iteration.
+        carries: the facts about the carries that hold at the beginning of every iteration.
         predicate: the facts about a `while` loop's predicate; for a `scan`, which has no predicate,
             the facts that any constant has.
         depth: the number of loops around this one.
     """
     outside = [value.stacked() for value in returned[len(carries) :]]
-    # `carries` join the first values and the body's results, so their facts about dims and about
+    # `carries` join the initial values and the body's results, so their facts about dims and about
     # what a carry was computed from always hold. The other facts are those of the body's results: a
     # loop is taken to run at least once.
     outside = [

@@ -30,7 +30,7 @@ POSITIVE = Bound("of more than 0", lambda value: 0 < value < math.inf)
 
 
 class Checked(NamedTuple):
-    """Checks the fields of a frozen configuration, and stores them as `int` and `float`.
+    """Checks the fields of a configuration, and converts them to `int` and `float` in place.
 
     Each method raises `ValueError` if a field fails its check. The message names this field.
 
@@ -43,8 +43,8 @@ class Checked(NamedTuple):
     config: Any
 
     def whole(self, *fields: str, least: int = 1, most: int = LARGEST) -> None:
-        """Checks that these fields are whole numbers from `least` to `most`, and stores them as
-        `int`.
+        """Checks that these fields are whole numbers from `least` to `most`, and makes them `int`s
+        in place.
         """
         for field in fields:
             value = getattr(self.config, field)
@@ -63,7 +63,7 @@ class Checked(NamedTuple):
             object.__setattr__(self.config, field, number)
 
     def real(self, *fields: str, bound: Bound) -> None:
-        """Checks that these fields are real numbers within `bound`, and stores them as `float`."""
+        """Checks that these fields are real numbers in `bound`; makes them `float`s in place."""
         for field in fields:
             value = getattr(self.config, field)
             try:  # nan stands for a value that is no number, since no `Bound` holds for nan

@@ -65,10 +65,10 @@ class Value:
 
 
 class Frame:
-    """The operations of a program or of a loop's body, in order."""
+    """The operations of a program, of a branch of a conditional or of a loop's body, in order."""
 
     def __init__(self):
-        """Begins a frame without operations."""
+        """Makes a frame without operations."""
         self.operations: list[Operation] = []
         # The operands and results of each equation, by a key that equal equations share. An equal
         # equation gets these results, and is not computed again.

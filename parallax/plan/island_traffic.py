@@ -32,15 +32,16 @@ def terms(
         config: the model's sizes.
         layout: the layout of one island.
         islands: the number of islands.
-        axis: the axis of the islands, with an algorithm or without one, or an `ErrorFeedback` of
-            that axis, as `islands.local` takes it. The default is a ring along `island`.
+        axis: the axis of the islands, with an algorithm or without one, or an `ErrorFeedback` (int8
+            collectives along that axis), as in `islands.local`. The default is a ring along
+            `island`.
         itemsize: bytes of a parameter.
     """
 
     def found() -> Iterator[Term]:
         """Yields a `Term` (a kind of collective) for each array of the model. The changes of
-        parameters are sent in float32 (4 bytes) or wider. If `axis` is an `ErrorFeedback`, the
-        changes are sent in int8, as `quantized` sends them."""
+        parameters are numbers of 4 bytes (float32) or more. An `ErrorFeedback` sends them as int8,
+        so it is counted like `quantized`."""
         wide = max(itemsize, 4)
         along = (
             quantized("island")
@@ -64,9 +65,9 @@ def terms(
 
 
 def told(config: Config, layout: Layout, *, islands: int, every: int) -> str:
-    """Returns a line with the bytes that a device sends to other islands, per round and per step.
-    The line has the bytes for changes of the parameters that are sent exactly, and for changes that
-    are sent in int8. A round comes once in `every` steps."""
+    """Returns a line with the bytes that a device sends to other islands, per round and per step,
+    if all changes of the parameters are sent in float32. The line also has the bytes per step if
+    all changes are sent in int8. A round comes once in `every` steps."""
     if islands < 1 or every < 1:
         raise ValueError(
             f"Islands need --islands and --every of 1 or more; got --islands {islands} --every "

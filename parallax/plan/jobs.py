@@ -33,13 +33,14 @@ class Jobs(NamedTuple):
             tick.
         weights: ticks with gradients of the stages' weights.
         slots: places in the buffer of residuals; each place has the residuals of one chunk for one
-            microbatch. In lockstep, one place may be for stages without a job, which write too.
+            microbatch. In lockstep, a stage without a job writes residuals too, and may need one
+            more place for them.
         deferred: places for the arrays that the job I (the input's gradient) keeps for the job W
             (the weights' gradients), which runs later.
         arrivals: places for arrays that have come from other stages and wait for their job.
         hops: messages to other stages.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
+        leaves: calls of the embedding's backward pass.
     """
 
     forward: int

@@ -30,7 +30,7 @@ KEYS = {
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays and the Python numbers of a tree, each as a dict by path. A complex number
-    becomes a list of its two parts.
+    becomes a list of its real and its imaginary part.
 
     Raises:
         ValueError: two leaves have the same path, or a Python number is not finite.
@@ -76,9 +76,9 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses: the stored
-    arrays may have other shapes than those of `like`, whose shardings then do not fit. `like` holds
-    arrays or shapes; nothing is computed.
+    """Returns `to_disk(like)` with a `jax.ShapeDtypeStruct` in place of each array. The compiler
+    chooses the shardings: the arrays of `to_disk(like)` may have other shapes than those of `like`,
+    so the shardings of `like` may not fit. `like` holds arrays or shapes; nothing is computed.
     """
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
@@ -112,8 +112,8 @@ def _of_arrays(
     statics = []
 
     def of_arrays(arrays):
-        """Returns the arrays of the result of `f` for the whole tree: `arrays`, and the leaves that
-        are no arrays. Adds the other leaves of the result, as a tree, to the list `statics`."""
+        """Calls `f` on `tree` with `arrays` in place of its arrays, and returns the arrays of the
+        result. Adds the other leaves of the result, as a tree, to the list `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
         return result
@@ -130,7 +130,8 @@ def check_same(
 
     def kinds(numbers):
         """Returns a dict from the name of each Python number to `[type, shape]`, the form that
-        `Record.arrays` has for arrays. A complex number is stored as a list of its two parts.
+        `Record.arrays` has for arrays. In `numbers`, a complex number is a list: its real and
+        its imaginary part.
         """
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
@@ -166,8 +167,8 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
     def leaf(path, leaf):
         """Returns the stored number or array with this path, in the type of `leaf`, the leaf of
-        `like` at this path. A complex number was stored as a list of its parts, and random keys as
-        integers.
+        `like` at this path. A complex number was stored as a list of its real and its imaginary
+        part, and random keys were stored as integers.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:
@@ -246,7 +247,8 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
     """
 
     def array(leaf):
-        """Returns an array unchanged, and a new array for a `jax.ShapeDtypeStruct`."""
+        """Returns `leaf` if it is an array. For a `jax.ShapeDtypeStruct`, returns a new array with
+        its shape, dtype and sharding."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)

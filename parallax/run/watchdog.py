@@ -35,11 +35,11 @@ class Watchdog:
     work, so that the argument `first` limits the whole start.
 
     Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end such
-    a phase without the other ranks. A rank that waits is probably held up by another rank, so it
-    prints its message `peers.GRACE` seconds after the time limit of the step. The rank at fault
-    prints first, at the time limit itself. It prints the stacks of its threads too, and ends the
-    job. If that rank cannot print, because it is stopped, is gone or holds Python's lock, the other
-    ranks name it, by `Peers.culprit`.
+    a phase without the other ranks. A rank that waits is probably held up by another rank. So after
+    the step's time limit, the waiting rank lets `peers.GRACE` seconds pass before it prints its
+    message. The rank at fault prints first, at the time limit itself. It prints the stacks of its
+    threads too, and ends the job. If that rank cannot print, because it is stopped, is gone or
+    holds Python's lock, the other ranks name it, by `Peers.culprit`.
 
     Args:
         job: the job that `processes.initialize` returned.
@@ -81,8 +81,8 @@ class Watchdog:
 
     def step(self, number: int, phase: str = "begin") -> None:
         """Notes that step `number` begins now, and sets the phase of this rank to `phase`. The time
-        of the step is counted from now on. The steps are also counted, since the first step after
-        a start, whatever its number, is compiled and may take longer.
+        of the step is counted from now on. The steps are also counted, because the first step after
+        a start is compiled and may take longer, whatever its number.
         """
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()
@@ -98,7 +98,7 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        """The seconds that the current step may take. Until the second step begins the limit is
+        """The seconds that the current step may take. Until the second step begins, the limit is
         `first`, because the first step is compiled.
         """
         return self.seconds if self._steps > 1 else self.first

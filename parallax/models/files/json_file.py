@@ -23,11 +23,13 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{error} {AGAIN}") from error
     nested = content.count(b"{") + content.count(b"[")
     if nested > MOST:
-        raise ValueError(f"{file} has {nested} objects and lists; needed {MOST} at most. {AGAIN}")
+        raise ValueError(
+            f"{file} has {nested} objects and lists; at most {MOST} are allowed. {AGAIN}"
+        )
     try:
         fields = json.loads(content.decode("utf-8-sig"), parse_int=_integer)
     except ValueError as error:
-        raise ValueError(f"{file} is not whole JSON ({error}). {AGAIN}") from error
+        raise ValueError(f"{file} is not valid JSON ({error}). {AGAIN}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold a JSON object; got a {type(fields).__name__}. {AGAIN}")
     return fields
@@ -48,6 +50,6 @@ def _integer(digits: str) -> int:
     """
     if len(digits.lstrip("-")) > DIGITS:
         raise ValueError(
-            f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"
+            f"an integer of {len(digits)} digits, {digits[:10]}...; at most {DIGITS} are allowed"
         )
     return int(digits)
