@@ -787,7 +787,7 @@ PIPELINE = (
             ("else waits != 1", "else waits < 1"),
             ("waits < 1 if per_stage", "waits < 0 if per_stage"),
             ("if idle.size and not per_stage", "if False"),
-            ("if not per_stage and not np.array_equal", "if per_stage and not np.array_equal"),
+            ("if not per_stage and not is_looped", "if per_stage and not np.array_equal"),
         )
     ),
     Mutant(

@@ -170,6 +170,15 @@ def test_a_tree_without_arrays_needs_no_rule():
     assert rules.specs({"f": jax.nn.relu, "n": 3}, rules.first()) == {"f": None, "n": None}
 
 
+def test_a_rule_and_a_tree_in_each_other_s_place_are_refused():
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    for call in (rules.specs, rules.audit, rules.explain):
+        with pytest.raises(
+            ValueError, match=r"a tree without arrays .* Exchange the two arguments"
+        ):
+            call(rules.match("**", P()), model)
+
+
 def test_rules_are_values():
     assert rules.match("a", P("x")) == rules.match("a", P("x"))
     assert (

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +30,7 @@ from parallax.layout import Layout
 from parallax.models import decoder
 from parallax.models.family import Family
 from parallax.schedule import Schedule
+from parallax.schedule.places import is_looped
 from parallax.trees import DiskForm
 
 
@@ -131,9 +131,7 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
     only some chunks of each stage, and the schedule does not place the chunks in the order of the
     layers.
     """
-    if schedule is not None and np.array_equal(
-        schedule.placed.ravel(), range(schedule.placed.size)
-    ):
+    if schedule is not None and is_looped(schedule.placed):
         schedule = None  # it places the chunks in the order of the layers
     whole = decoder.stored(family, layout, schedule=schedule)
     if whole is None:

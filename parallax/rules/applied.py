@@ -13,7 +13,7 @@ dims that the `fsdp` must not split.
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,13 +105,7 @@ def audit(
     placements, refusals = _placements(tree, rule)
     # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
     if mesh is not None:
-        for wrapper in {
-            # The key is the identity, so that an `fsdp` that is used twice gives one error, and
-            # needs no hash.
-            id(wrapper): wrapper
-            for p in placements
-            for wrapper in p.wrappers
-        }.values():
+        for wrapper in _each_once(p.wrappers for p in placements):
             refusals += _size_refusals(wrapper, mesh)
     # `stacked` are the axes that split the dim of layers in every leaf, such as the axis of a
     # pipeline's stages. A spec without such an axis is not advised: each device would run all
@@ -157,6 +151,11 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
     rules that give no leaf a spec, `keep` patterns that match no leaf, and leaves without a spec.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
+    if not arrays and any(map(is_array, jax.tree.leaves(rule))):
+        raise ValueError(
+            "The first argument is the tree and the second is the rule; got a tree without arrays "
+            "and a rule that has arrays. Exchange the two arguments."
+        )
     # The loop goes over the innermost rules (parts), not over the leaves, so that a rule that
     # places no leaf is found. `taken` maps the index of a leaf in `arrays` to its placement. In a
     # tree without arrays every rule would be idle, so none counts as idle.
@@ -179,15 +178,10 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
-    # Every glob in the `keep` of an `fsdp` must match a leaf. Each `fsdp` is checked once, by
-    # identity.
-    for wrapper in (
-        {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values()
-        if arrays
-        else ()
-    ):
+    # Every glob in the `keep` of an `fsdp` must match a leaf.
+    for wrapper in _each_once(wrappers for _, wrappers in _parts(rule)):
         for pattern in wrapper.keep:
-            if not any(matches_glob(pattern, path) for path, _ in arrays):
+            if arrays and not any(matches_glob(pattern, path) for path, _ in arrays):
                 what = f"keep pattern {pattern!r} of rule {wrapper} {_no_match(pattern, arrays)}"
                 refusals.append(
                     Refusal(
@@ -267,6 +261,12 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
         yield from _parts(rule.inside, (rule, *wrappers))
     else:
         yield rule, wrappers
+
+
+def _each_once(groups: Iterable[tuple[fsdp, ...]]) -> list[fsdp]:
+    """Returns each `fsdp` of the groups once, so that each gives its errors once."""
+    # The key is the identity: an `fsdp` need not have a hash.
+    return list({id(wrapper): wrapper for group in groups for wrapper in group}.values())
 
 
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:

@@ -51,6 +51,12 @@ def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
     return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 
 
+def is_looped(placement: Placement) -> bool:
+    """Returns whether the placement is that of `looped_placement`: the order in which arrays
+    [chunks, stages, ...] have the chunks is then the order of the model."""
+    return np.array_equal(np.ravel(placement), np.arange(np.size(placement)))
+
+
 class Interval(NamedTuple):
     """The ticks, `start` to `stop` - 1, in which a slot (memory for one job's array) is in use."""
 

@@ -48,6 +48,7 @@ from parallax.schedule.places import (
     checked_placement,
     coloured,
     fewest,
+    is_looped,
     looped_placement,
 )
 
@@ -583,7 +584,7 @@ def _check(schedule: Schedule) -> None:
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
     # Only a schedule that runs per stage may have another placement. To run so, it needs a weight
     # table, and at most one job of a stage in a tick: the error asks for these.
-    if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
+    if not per_stage and not is_looped(schedule.placed):
         raise ValueError(
             f"The placement {schedule.placed.tolist()} is not that of looped_placement, so the "
             "schedule needs a table of weight gradients, and no stage may have two jobs in one "
