@@ -39,8 +39,8 @@ def mean(
     block_tokens: int | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
-    `x[B, D], table[V_X, D], targets[B] -> scalar`, for B tokens of width D. The softmax is over all
-    rows of the table, on all devices; this device has V_X of them.
+    `x[*batch, D], table[V_X, D], targets[*batch] -> scalar`, where `*batch` are all dims of tokens.
+    The softmax is over all rows of the table, on all devices; this device has V_X of them.
 
     It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
     with the same number of matrix products: three for value and gradient, one for only the value.

@@ -96,8 +96,10 @@ class Hardware:
         device, and the record is returned unchanged."""
         if self.cores > 1 or not self.torus or devices != 2 * math.prod(self.torus):
             return self
-        # A device adds received bytes at half of the chip's bandwidth (gamma). The two devices
-        # share the chip's links: `link` and `networks` count this for fast links.
+        # If `cores` is 2, the record is of one device already. `domain` counts devices, two for
+        # each chip. A device adds received bytes at half of the chip's bandwidth (gamma). The two
+        # devices share the chip's links, so a byte takes twice as long (beta): for `slow` this is
+        # counted here, and for `fast` where `cores` is read, in `link` and `plan.networks`.
         fast, slow = (link._replace(gamma=2 * link.gamma) for link in (self.fast, self.slow))
         return dataclasses.replace(
             self,
@@ -114,8 +116,8 @@ class Hardware:
     def link(self, span: int, links: float = 1.0) -> Link:
         """Returns the times of a hop in a group of devices: the seconds per hop (`alpha`), per byte
         sent (`beta`) and per received byte that the device adds to its own numbers (`gamma`). A
-        domain is a set of devices that fast links join. The hop is over fast links if all devices
-        of the group are in one domain; else it is over the network.
+        domain is a set of devices that fast links join. The hop is over fast links if a domain has
+        at least `span` devices; else it is over the network.
 
         Args:
             span: the number of devices from the first device of the group to the last, in the order
@@ -230,12 +232,13 @@ def named(name: str) -> Hardware:
     links costs the time of all these links.
 
     Raises:
-        ValueError: the chip is not known, or the sizes of the torus are not whole numbers.
+        ValueError: the chip is not known, the sizes of the torus are not whole numbers of 1 or
+            more, or the chip is a GPU, which has no torus.
     """
     key, _, sizes = name.lower().partition(":")
     # Names such as "TPU v5p" are known too.
     key = key if key in KNOWN else key.replace("tpu", "").strip(" -_")
-    torus = tuple(int(size) for size in sizes.split("x") if size.isdigit())
+    torus = tuple(int(size) for size in sizes.split("x") if size.isdecimal() and int(size))
     # `torus` leaves out sizes that are not whole numbers; its text then differs from `sizes`.
     if key not in KNOWN or "x".join(map(str, torus)) != sizes:
         raise ValueError(
@@ -244,5 +247,9 @@ def named(name: str) -> Hardware:
         )
     if not torus:
         return KNOWN[key]
+    if KNOWN[key].platform != "tpu":
+        raise ValueError(
+            f"hardware.named takes the sizes of a torus only for TPUs; got {name!r}. Use {key!r}."
+        )
     # The fast links join only the chips of this slice.
     return dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus))

@@ -11,10 +11,12 @@ values and `|` joins them. The method `Following.met` combines the facts about s
 the facts about a value that is computed from all of them; by default it joins them by `|` too.
 
 One kind of fact is a `Reach`: the arguments of the program that a value depends on. A `Reach` is
-three masks with a bit for each argument. The mask `at_all` has all arguments on which the value
+five masks with a bit for each argument. The mask `at_all` has all arguments on which the value
 depends. The mask `alone` has those on which the value depends through a chain of operations without
 a collective. The mask `met` has those arguments of `alone` that such a chain combines with data
-(the batch), as a matmul combines a weight with activations.
+(the batch), as a matmul combines a weight with activations. The mask `sent` has the arguments that
+a collective has sent on the way to the value. The mask `multiplied` has the arguments that a matmul
+multiplied with this device's own data, before a collective sent the argument or the data.
 """
 
 import functools
@@ -242,11 +244,14 @@ def uses(
     own = [Reach(1 << i, 1 << i) for i in range(count)]
     of_weights = dict(zip(map(id, weights), own[arguments:], strict=True))
     ways = _Ways(axis, of_data, of_constants=1 << count, of_weights=of_weights)
+    # The data that differ between devices are a device's own data.
     for i, aval in enumerate(types(opened(closed).invars)):
         if data[i] and axis in collective_types.axes_of_type(aval):
             ways.own_data |= 1 << i
+    # `run` also collects in `passed_on` the arguments that go into a `ppermute`.
     reaches = ways.run(closed, own[:arguments])
-    # In a ring written by hand, the data may travel instead: a device uses its own rows first.
+    # In a ring written by hand, the data may travel instead: a device uses its own rows first, and
+    # passes them on. Such data no longer count as own data, so the program is read again.
     if ways.own_data & ways.passed_on:
         ways.own_data &= ~ways.passed_on
         reaches = ways.run(closed, own[:arguments])
@@ -255,7 +260,6 @@ def uses(
         """Returns a list of bools: bool i says whether the bit of argument i is set in `mask`."""
         return [bool(mask >> i & 1) for i in range(count)]
 
-    # `ways.run` has collected in `passed_on` the arguments that go into a `ppermute`.
     return [
         Uses(bits(reach.at_all), bits((reach.met | reach.multiplied) & ~ways.passed_on))
         for reach in reaches
@@ -418,11 +422,14 @@ class _Ways(FollowingAlong):
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int, of_weights: dict[int, Reach]):
-        """Begins with empty masks `own_data` and `passed_on`. The argument `data` is the mask of
-        the arguments that are arrays of the batch. A mask has one further bit, which stands for all
-        constants that differ between devices; `of_constants` is the mask with only this bit. These
-        constants count as data too, unless their ids are in `of_weights`."""
+        """Begins with empty masks `own_data` and `passed_on`: the function `uses` sets `own_data`,
+        and the method `plain` adds to `passed_on`. The argument `data` is the mask of the arguments
+        that are arrays of the batch. A mask has one further bit, which stands for all constants
+        that differ between devices; `of_constants` is the mask with only this bit. These constants
+        count as data too, unless they are weights: `of_weights` has the `Reach` of each weight, by
+        the id of its array."""
         super().__init__(axis)
+        # Such a constant has its bit only in the mask `at_all`: it is data, and no weight.
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.of_weights = of_weights
         self.own_data = self.passed_on = 0
@@ -449,6 +456,8 @@ class _Ways(FollowingAlong):
         # a use of a weight with data.
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
+        # `multiplied` gets the arguments in each operand that are multiplied with own data of this
+        # device in the other operand, if no collective has sent them or the data.
         if name in ("dot_general", "conv_general_dilated"):
             for weight, activations in (operands, reversed(operands)):
                 if activations.at_all & self.own_data & ~activations.sent:

@@ -86,7 +86,8 @@ def column(
 
     `weight` and `bias` are this device's parts, split along the outputs. `all_gather_matmul` may be
     `collectives.matmul.all_gather_matmul`, with which a device multiplies some tokens while it
-    receives others. `on_tpu` has the same meaning as in `tensor.column`.
+    receives others. `on_tpu` chooses what is fastest on TPUs: the gradient of the bias is a product
+    with ones, and without `all_gather_matmul`, a weight `[I, n, H, K]` is applied in n products.
 
     Raises:
         ValueError: the number of the weight's rows is not the number of inputs of `x`.

@@ -89,8 +89,9 @@ def _is_users_file(file_name: str) -> bool:
     """Returns whether a file is the user's: it is not in this package, in `_LIBRARIES` or in
     Python's standard library. Files of any other installed package count as the user's."""
     # Frozen modules and functions made by beartype have names such as "<frozen ...>". Lines typed
-    # into a prompt ("<stdin>", "<ipython...") are the user's.
-    if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):
+    # into a prompt ("<stdin>", "<ipython...") or a doctest are the user's. "<string>", the name of
+    # code run by `python -c`, is also that of the methods that a dataclass gets.
+    if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython", "<doctest")):
         return False
     # Installed packages lie inside the folder of the standard library.
     standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)

@@ -320,7 +320,7 @@ def _check_form(path: str, new: Any, old: Any) -> None:
         )
 
     def form(x):
-        return jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x)
+        return jnp.shape(x), x.dtype, varying_axes(x)
 
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
@@ -472,7 +472,8 @@ def planned(
 
     def init(given=None):
         """Returns the state of the model `given`, whose arrays are whole; if `given` is None, the
-        state of a new model."""
+        state of a new model. Only the arrays of `given` are used: the static leaves are those of
+        `make_model` in any case."""
         return with_static(make_in_place(given))
 
     return Planned(init, with_static(shapes), specs)
@@ -515,9 +516,9 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in a tree like
-    `shapes`. `shapes` is a model in which a `jax.ShapeDtypeStruct` stands for each array. Each
-    process must have every array of `given` as a whole. Raises `ValueError` if the number, the
-    shapes or the dtypes of the arrays are not those of `shapes`."""
+    `shapes`. `shapes` is a model with a `jax.ShapeDtypeStruct` in place of each array, and None in
+    place of each other leaf. Each process must have every array of `given` as a whole. Raises
+    `ValueError` if the number, the shapes or the dtypes of the arrays are not those of `shapes`."""
     arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):

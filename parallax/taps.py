@@ -331,10 +331,11 @@ def _differentiated(primals, tangents, **params):
     `tap_p`. `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents;
     `params` are the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
-    # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
-    # LINEAR tap is the tap of the cotangent. A second derivative differentiates a FORWARD tap
-    # again, and taps of other ways: the new tangents get no tap, since reports of their cotangents
-    # would be added to those of the first derivative.
+    # The first derivative of a FORWARD tap puts a LINEAR tap on the tangent. The LINEAR tap reports
+    # nothing, and its transpose is the tap of the cotangent. The mark of the result is then
+    # `differentiated` (see below). A tap with such a mark, or of another way, is differentiated
+    # only in a second derivative. There the tangent gets no tap: reports of its cotangent would be
+    # added to those of the first derivative.
     mark, tangent = params["mark"], tangents[0]
     is_first = params["way"] == FORWARD and not mark.differentiated
     # `ad.Zero`, JAX's symbol for a tangent that is 0, is not tapped.
@@ -363,6 +364,8 @@ def _batched(arguments, dims, *, mark, way, recorder):
     # A `vmap` in a model is taken to run over rows of the batch, so its dim gets `BATCH` below.
     # If the layer, the microbatch or a position were mapped, one callback would report several.
     mapped = [other_dim is not None for other_dim in others]
+    # First the device's index along each axis in `mark.sizes`, then two numbers: the microbatch and
+    # the layer. All other operands are positions.
     if any(mapped[len(mark.sizes) + 2 :]):
         raise ValueError(
             f"bisect.tap: jax.vmap maps the argument `places` of the tap {mark.path}. Pass "

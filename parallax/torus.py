@@ -61,15 +61,16 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """Returns `devices` in an array of the shape `sizes`: TPUs are placed by their coordinates.
 
-    Devices that are not TPUs keep the order given. For GPUs this order is machine by machine, so
-    the last axes stay inside a machine. A slice is a group of TPUs on one torus. Devices of several
-    slices are taken slice by slice, so that only the first axes of the mesh connect devices of
-    different slices. TPUs are not placed by their coordinates if the coordinates do not form a
-    complete box, or if the axes cannot be split between the slices.
+    Devices of several slices are taken slice by slice, so that only the first axes of the mesh
+    connect devices of different slices. A slice is a group of TPUs on one torus, or of GPUs that
+    JAX gives one `slice_index`. Inside a slice, devices that are not TPUs keep the order given. For
+    GPUs this order is machine by machine, so the last axes stay inside a machine. TPUs are not
+    placed by their coordinates if the coordinates do not form a complete box, or if the axes cannot
+    be split between the slices.
 
     Args:
-        devices: the devices, as many as the product of `sizes`. A TPU has `coords`, `core_on_chip`,
-            `device_kind` and perhaps `slice_index`.
+        devices: the devices, as many as the product of `sizes`. A TPU has `coords`, `core_on_chip`
+            and `device_kind`; a TPU or GPU may have `slice_index`.
         sizes: the sizes of the mesh's axes.
     """
     slices: dict[int, list[Any]] = {}
@@ -360,9 +361,10 @@ def _costs(
         steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
-            # `places` is [digit of this axis, digits of all other axes]; a digit is an axis's
-            # coordinate in its piece. The links between two digits of the axis are the mean over
-            # the other digits.
+            # `places` is [i, others]: the place along the dim of each device, by its coordinate i
+            # along this axis and its coordinates along all other axes. `links`, [i, j, others], is
+            # the number of links between the devices with the coordinates i and j. `mean(-1)` is
+            # the mean over the others, and `tensordot` adds up over i and j.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
             # The square, with the small weight `FAR`, makes one long hop among short ones worse

@@ -146,7 +146,7 @@ def refusal(
             misspelt name; "" if there is none. The `fields` were read from this text with the
             mistake corrected.
     """
-    sizes = _with_experts(sizes)  # 1 expert if the model gives no number
+    sizes = _with_experts(sizes)  # 1 expert if a model gives no number; an empty dict stays empty
     # A mistake in the text comes first. The cure of this fault changes nothing, since `fields` are
     # right already. `format_map` below reads braces as names, so the braces of the text are
     # escaped.
@@ -196,8 +196,9 @@ def repaired(
         # With `to_repair`, the first fault is the one to cure next.
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
-            # A name that is both a field and a size, `processes`, has the value of the field. From
-            # True to 1 is a change too, so `_differs` compares the types as well.
+            # Only `processes` is both a field and a size. The field counts: in `before` the fields
+            # come last, and in `after` `_without_fields` leaves out the size. From True to 1 is a
+            # change too, so `_differs` compares the types as well.
             before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
             differing = {
                 name: value for name, value in after.items() if _differs(value, before[name])
@@ -453,7 +454,7 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     devices, processes = _devices(fields), fields["processes"]
     if devices % processes == 0:
         return
-    fewer_processes = {"processes": closest_divisor(devices, processes)}
+    closest_processes = {"processes": closest_divisor(devices, processes)}
     # If the machine fixes the number of processes, another `data` is the cure, the smaller one
     # first, since it needs no more devices than there are now. `data` must be a multiple of
     # processes / gcd(others, processes): the product of the other axes, `others`, has the other
@@ -465,7 +466,7 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     yield Fault(
         "Layout: each process must have as many devices as the others; got {processes} for "
         f"{devices} devices.",
-        other_data[::-1] if "processes" in sizes else (fewer_processes,),
+        other_data[::-1] if "processes" in sizes else (closest_processes,),
     )
 
 
@@ -503,6 +504,7 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         return {"data": devices // others}
     splits = {
         "tensor": math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes)),
+        "context": sizes.get("tokens", 0),
         "stage": sizes.get("layers", 0),
         "expert": sizes.get("experts", 0),
     }

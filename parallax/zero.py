@@ -257,9 +257,10 @@ def _mean_share(
     # Along the other splits all devices have the same gradient, so each device cuts its share out
     # of that gradient.
     total = shards.take(total, [split for split in splits if split not in scattered])
-    # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
-    # along these the gradient is already a sum. Along any other axis all devices have the same
-    # gradient, which is already a mean. `over` keeps only the names in `axis`.
+    # To get the mean, a sum is divided by the number of devices. Along `local` the sum was taken
+    # above. Along axes on which the parameter itself varies, such as the experts' axis, the
+    # gradient came as a sum. Along any other axis all devices have the same gradient, which is
+    # already a mean. `over` keeps only the names in `axis`.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
 

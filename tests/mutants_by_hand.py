@@ -2555,7 +2555,7 @@ TRACED = (
     ),
     Mutant(
         "Reading._shard_map",
-        "root.buffer.bytes = nbytes(var.aval)",
+        "buffer.bytes = self.blocks[buffer] = max(block, self.blocks.get(buffer, 0))",
         "pass",
         "test_trace.py::test_a_step_by_hand",
     ),

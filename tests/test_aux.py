@@ -168,6 +168,7 @@ def counted():
     """A weight, and what `after` counts."""
     return {
         "w": normal(0, 8),
+        "key": jax.random.key(0),
         "seen": jnp.zeros((), jnp.int32),
         "mean": jnp.zeros(8),
         "rate": 0.5,
@@ -188,7 +189,8 @@ def counted_grad(model, batch):
 
 def update_counts(model, aux):
     mean = model["rate"] * model["mean"] + (1 - model["rate"]) * aux["mean"]
-    return {**model, "seen": model["seen"] + 1, "mean": mean}
+    key = jax.random.fold_in(model["key"], 1)
+    return {**model, "key": key, "seen": model["seen"] + 1, "mean": mean}
 
 
 def counting(after, world):

@@ -421,6 +421,61 @@ def test_one_number_that_differs_is_described(wrong):
     np.testing.assert_equal((found.right, found.wrong), (1.0, wrong))
 
 
+def test_equal_infinite_numbers_are_no_difference():
+    """Masked scores are -inf in both runs."""
+    right = {"scores": jnp.asarray([-jnp.inf, 1, 2]), "sums": jnp.asarray([1.0, 2, 3])}
+    assert bisect.compare(bisect.of_tree(right), bisect.of_tree(right)).first is None
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"scores": 2 * right["scores"]}))
+    assert (found.index, found.right, found.wrong, found.off) == ((2,), 2, 4, 1)
+    assert "summed 2 times" in found.diagnosis
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"sums": 2 * right["sums"]}))
+    assert str(found.key) == "result.sums"  # an infinite number beside it allows no more
+    lost = jnp.asarray([0.0, 1, 2])
+    assert first(bisect.of_tree(right), bisect.of_tree(right | {"scores": lost})).index == (0,)
+
+
+def test_the_block_has_every_number_that_is_not_a_number():
+    right = np.array([np.nan, 1, 1, 1, 1])
+    wrong = np.array([3, np.nan, 2, 1, 1])
+    assert diagnose(right, wrong, {}, 1) == "wrong in the block [0:3] alone"
+
+
+def test_blocks_of_a_mask_are_no_order():
+    right = np.array([-np.inf, 1, 1, 1])
+    assert diagnose(right, np.array([-np.inf, 2, 1, 1]), {"data": 2}, 1) == (
+        "wrong in the block [1:2] alone"
+    )
+    assert "in another order: [1, 0]" in diagnose(right, np.roll(right, 2), {"data": 2}, 1)
+
+
+@pytest.mark.parametrize("way", ["result", "tap"])
+def test_a_copy_with_a_nan_differs(way):
+    devices = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def run(number):
+        copies = np.ones(3), np.asarray([1, number, 1], float)
+        placed = [jax.device_put(x, d) for x, d in zip(copies, devices.devices.flat, strict=True)]
+        sharding = mesh.shardings(P(), devices)
+        x = jax.make_array_from_single_device_arrays((3,), sharding, placed)
+        if way == "result":
+            return bisect.of_tree({"x": x})
+        tapped = mesh.spmd(
+            lambda x: bisect.tap(x, "x", P()), mesh=devices, in_specs=P(), out_specs=P()
+        )
+        return bisect.record(lambda: (jax.jit(tapped), (x,)))
+
+    assert bisect.compare(run(1), run(1)).first is None
+    assert "different copies" in first(run(1), run(np.nan)).diagnosis
+
+
+def test_equal_copies_with_a_nan_are_equal_copies():
+    x = jax.device_put(jnp.asarray([1, jnp.nan]), mesh.shardings(P(), mesh.make(data=8)))
+    assert (
+        "copies"
+        not in first(bisect.of_tree({"x": jnp.ones(2)}), bisect.of_tree({"x": x})).diagnosis
+    )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("more", "few"), [("float64", "float32"), ("float32", "bfloat16")])
 def test_few_bits_have_bounds_of_their_own(more, few):

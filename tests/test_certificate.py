@@ -118,6 +118,15 @@ def test_axes_of_size_one_move_nothing():
     assert found == [Entry("all-reduce", ("a",), 2, 68, 2)]  # the psum, and the sum of the results
 
 
+def test_a_permute_without_pairs_moves_along_no_axis():
+    world = mesh.make(**SIZES)
+    body = mesh.spmd(lambda x: lax.ppermute(x, "b", []), mesh=world, in_specs=P(), out_specs=P("b"))
+    text = jax.jit(body).lower(np.ones(16, np.float32)).compile().as_text()
+    assert "source_target_pairs={}" in text
+    assert certificate.read(text, world) == [Entry("collective-permute", (), 1, 64, 1)]
+    assert links.by_kind(text, links.switch(hardware.H100, 8)) == {}
+
+
 GROUPS = {  # of eight devices, numbered along (a, b, c) of sizes 2 x 2 x 2
     "replica_groups={{0,4},{1,5},{2,6},{3,7}}": ("a",),
     "replica_groups={{0,1,2,3,4,5,6,7}}": ("a", "b", "c"),
@@ -131,6 +140,8 @@ GROUPS = {  # of eight devices, numbered along (a, b, c) of sizes 2 x 2 x 2
     "replica_groups=mesh['x'=2,'y'=4] {'y','x'}": ("a", "b", "c"),
     "replica_groups=mesh['x'=8] {'x':(1)2}": ("a",),
     "replica_groups=mesh['x'=8] {'x':(2)2}": ("b",),
+    "replica_groups=mesh['x'=8] {'x':(1)2,'x':(4)2}": ("a", "c"),
+    "replica_groups=mesh['x'=8] {'x':(4)2,'x':(1)2}": ("a", "c"),
     "replica_groups=mesh['x'=4,'y'=1,'z'=2], device_ids=([2,4]T(1,0)) {'x'}": ("b", "c"),
     "replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}": ("a",),
     "replica_groups=mesh['x'=2,'y'=4], device_ids=(0,2,4,6,1,3,5,7) {'x'}": ("c",),
@@ -257,6 +268,13 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
     "right, and nothing where nothing is": ({"b": 96, "a": 8, ("b", "a"): 0}, []),
     "right as entries": (
         [Entry("collective-permute", ("b",), 6, 96, 6), Entry("all-reduce", ("a",), 1, 8, 1)],
+        [],
+    ),
+    "right as entries of each array": (
+        [
+            *(Entry("collective-permute", ("b",), 3, 48, 3) for _ in range(2)),
+            Entry("all-reduce", ("a",), 1, 8, 1),
+        ],
         [],
     ),
     "too few bytes": (

@@ -671,6 +671,26 @@ def test_states_that_cannot_be_stored_are_refused(tmp_path):
         assert store.steps() == []
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400), 1.5, True, 1e300 + 2j])
+def test_a_plain_number_comes_back(tmp_path, number):
+    """A whole number may be too large for a float."""
+    state = {"a": jnp.zeros(1), "number": number}
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+    assert_equal(checkpoints(tmp_path).restore(state | {"number": type(number)(1)}).state, state)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_setting_or_a_note_may_be_no_finite_number(tmp_path, number):
+    """A nan differs from itself: no checkpoint of a run with such a setting was of that run."""
+    with checkpoints(tmp_path, {"clip": number}) as store:
+        store.save(1, small_state(1), note={"loss": number})
+    found = checkpoints(tmp_path, {"clip": float(str(number))}).restore(small_state(2))
+    np.testing.assert_equal(found.note, {"loss": number})
+    with pytest.raises(checkpoint.Refused, match=r"clip=(nan|inf) \(here 1\.0\)"):
+        checkpoints(tmp_path, {"clip": 1.0}).restore(small_state(2))
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):

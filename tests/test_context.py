@@ -12,6 +12,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import context, jaxprs, mesh
@@ -566,6 +567,13 @@ def first_keys(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
 
 
+def keys_by_two_counts(q, k, v, *, positions):
+    """A mask of keys alone that compares two counts of them."""
+    keys = jnp.arange(k.shape[1]) <= jnp.arange(k.shape[1])[::-1]
+    seen = jnp.broadcast_to(keys[None], (q.shape[1], k.shape[1]))
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
 def all_of_them(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -615,6 +623,7 @@ def test_a_mask_by_its_own_count_is_refused(attend):
     [
         all_of_them,
         first_keys,
+        keys_by_two_counts,
         window_by_positions,
         functools.partial(context.blockwise, kernel=SMALL),
     ],
@@ -628,16 +637,39 @@ def test_tiles_that_are_filled_up_compare_no_counts():
     assert gathered_shape(everything) == (2, 32, 4, 2)
 
 
+# Layers that must send
+
+
+@pytest.mark.parametrize("collective", [lax.pmax, lax.pmin, lax.psum])
+def test_layers_that_send_a_maximum_or_a_sum_pass_the_check(collective):
+    def layers(x):
+        return x + collective(x, "context")
+
+    f = mesh.spmd(
+        context.must_communicate(layers, "context"), mesh=world(2), in_specs=SPEC, out_specs=SPEC
+    )
+    assert jax.eval_shape(f, jax.ShapeDtypeStruct((2, 8), jnp.float32)).shape == (2, 8)
+
+
 # Kernels, which see one chunk and are not told which
 
 
 def table_kernel(mask, bias=lambda tokens: 0.0, wrap=lambda f: f):
     """A kernel by whole tables of scores, with a mask and a bias of the number of tokens."""
 
+    def masked(products):
+        tokens = products.shape[-1]
+        return jnp.where(mask(tokens), products + bias(tokens), -jnp.inf)
+
+    return kernel_by(masked, wrap)
+
+
+def kernel_by(masked, wrap=lambda f: f):
+    """A kernel that makes its scores from products by `masked`."""
+
     def scores(q, k, causal):
         products = jnp.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
-        seen = jnp.where(mask(q.shape[1]), products + bias(q.shape[1]), -jnp.inf)
-        return seen if causal else products
+        return masked(products) if causal else products
 
     def forward(q, k, v, *, causal, segments=None, positions=None):
         logits = scores(q, k, causal)
@@ -673,12 +705,31 @@ def additive_mask(tokens):
     return jnp.where(distances(tokens) >= 0, 0.0, -1e9)[None, None]
 
 
+def places_passed_to(wrap, width):
+    """A kernel whose places are made outside of a function that masks by them."""
+
+    def by_places(products, places, width):
+        apart = places[:, None] - places[None]
+        return jnp.where((apart >= 0) & (apart < width), products, -jnp.inf)
+
+    return kernel_by(
+        lambda products: wrap(by_places)(products, jnp.arange(products.shape[-1]), width)
+    )
+
+
+@jax.jit
+def masked_by_distances(products, apart):
+    return jnp.where(apart >= 0, products, -jnp.inf)
+
+
 jitted = functools.partial(jax.jit, static_argnames=("causal",))
 OF_DISTANCES = {
     "window": table_kernel(window),
     "window by NumPy": table_kernel(window_by_numpy),
     "window by two comparisons": table_kernel(window_by_two_comparisons),
     "jitted window": table_kernel(window, wrap=jitted),
+    "window of places passed to a jit": places_passed_to(jax.jit, CHUNK + 1),
+    "window of places passed to a checkpoint": places_passed_to(jax.checkpoint, CHUNK + 1),
     "ALiBi": table_kernel(
         all_earlier, lambda tokens: -0.5 * distances(tokens)[None, None].astype(float)
     ),
@@ -689,6 +740,11 @@ CAUSAL = {
     "NumPy": table_kernel(lambda tokens: np.tri(tokens) > 0),
     "added": table_kernel(lambda tokens: np.ones((tokens, tokens), bool), additive_mask),
     "jitted": table_kernel(all_earlier, wrap=jitted),
+    "places passed to a jit": places_passed_to(jax.jit, 10**6),
+    "places passed to a checkpoint": places_passed_to(jax.checkpoint, 10**6),
+    "distances passed to a jit": kernel_by(
+        lambda products: masked_by_distances(products, distances(products.shape[-1]))
+    ),
     "one size": table_kernel(lambda tokens: np.tri(CHUNK) > 0),
 }
 

@@ -34,6 +34,15 @@ def test_a_file_gives_back_what_was_written(tmp_path, vocabulary, item):
     np.testing.assert_array_equal(back, tokens)
 
 
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "int64"])
+def test_places_that_go_down_are_read_one_by_one(tmp_path, kind):
+    """In an unsigned type, 0 - 255 is 1."""
+    data.write(tmp_path / "text.bin", np.arange(65_536), vocabulary=65_536)
+    back = data.read(tmp_path / "text.bin", vocabulary=65_536)
+    last = min(65_535, np.iinfo(kind).max)
+    np.testing.assert_array_equal(back[np.array([last, 0, 1, 0], kind)], [last, 0, 1, 0])
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "text.bin"
     data.write(path, np.arange(5), vocabulary=5)

@@ -115,6 +115,16 @@ def test_a_round_sends_what_the_plan_says(axis):
     )
 
 
+def test_the_plan_of_a_round_is_of_the_axis_that_is_passed():
+    """Its name, and the blocks of its int8 numbers: 4 numbers and a power of two are 5 bytes."""
+    config = gpt2.Config(layers=2, heads=2, width=32, context=8, vocabulary=64)
+    of = lambda axis: island_traffic.terms(config, Layout(), islands=2, axis=axis)
+    for axis in (ring("pod"), ErrorFeedback("pod", 4), "pod"):
+        assert {term.axes for term in of(axis)} == {("pod",)}
+    exact, int8 = (sum(term.sent for term in of(axis)) for axis in (None, ErrorFeedback("pod", 4)))
+    assert int8 * 16 == exact * 5
+
+
 # Stored, and read by any layout
 
 

@@ -117,6 +117,7 @@ def test_prints(arguments, words, capsys):
         (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),
         (f"plan {__file__}:nothing", "Use --mesh data=256."),
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
+        (f"plan {__file__}:nothing --mesh data=2,data=4", "each named once, and sizes of 1 or"),
         (
             "plan --model xl --devices 8 --hardware abacus",
             "--hardware must be one of v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x, "

@@ -136,6 +136,8 @@ def test_a_byte_order_mark_is_taken(folder):
             '{"n_layer": "' + "x" * 10**6 + '"}',
             r"needs a number for n_layer; got \{'n_layer': 'x+\.\.\. \(\d+ characters\)",
         ),
+        ('{"chat_template": "' + "{[" * 99 + r'\"{"}', "n_layer; got no such field"),
+        ('{"chat_template": "' + "{[" * 99, r"config\.json is not valid JSON"),
         ('{"model_type": "\\ud800"}', r"model_type must be 'gpt2'; it is '\\ud800'"),
     ],
 )

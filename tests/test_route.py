@@ -445,6 +445,13 @@ def test_files_that_are_no_tables(tmp_path):
         ValueError, match=r"^Route: for shape \(3,\), no round sends the blocks at offsets 2, so"
     ):
         from_csv(path)
+    lines = ["box,2,1", "round,step,offset", "0,1,1"]
+    for first_lines in (["ring,2,1", lines[1]], [lines[0], "round,offset,step"]):
+        path.write_text("\n".join([*first_lines, lines[2]]))
+        with pytest.raises(ValueError, match=r"^from_csv: .*table\.csv is no table\."):
+            from_csv(path)
+    path.write_text("\n".join(lines))
+    assert from_csv(path).rounds
 
 
 @every_algorithm

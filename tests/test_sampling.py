@@ -172,6 +172,21 @@ def test_a_top_p_without_meaning_is_refused_or_no_token_follows(value):
     assert drawn(np.array([3]), 1.0, value, KEY).tolist() == [-1] * 12
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_scalar_may_be_of_any_float_type(dtype):
+    at = lambda value: {"temperature": value, "top_p": value}
+    options = {"tokens": 3, "key": KEY}
+    for value in (jnp.asarray(0.5, dtype), np.asarray(0.5, dtype)):
+        np.testing.assert_array_equal(
+            sampled(Writer(logits, 4), [3], **at(value), **options),
+            sampled(Writer(logits, 4), [3], **at(0.5), **options),
+        )
+    small = jnp.asarray(0.002, dtype)
+    np.testing.assert_array_equal(
+        filtered(jnp.zeros(V), top_p=1 - small), filtered(jnp.zeros(V), top_p=float(1 - small))
+    )
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_no_token_follows_logits_that_are_not_finite(bad):
     for row in ([0.0, bad, 1.0], [-np.inf] * 3):

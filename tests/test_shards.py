@@ -105,6 +105,21 @@ def test_processes_check_the_bytes_of_each_shard_once(folder, tmp_path):
     assert refused == [0]  # 00003 is the fourth
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int16", "uint64"])
+def test_places_may_be_of_any_integer_type(folder, kind):
+    places = np.array([120, 0, 1, 0], kind)
+    np.testing.assert_array_equal(shards.read(folder, vocabulary=300)[places], TOKENS[places])
+
+
+@pytest.mark.parametrize(("rank", "processes"), [(1, 1), (3, 3), (-1, 2), (0, 0)])
+def test_ranks_are_counted_from_0(folder, rank, processes):
+    """Ranks from 1 on would never check the first shard."""
+    with pytest.raises(
+        ValueError, match=rf"rank from 0 to processes - 1; got rank={rank} and .*={processes}\."
+    ):
+        shards.read(folder, vocabulary=300, rank=rank, processes=processes)
+
+
 def test_mistakes_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="a vocabulary of 256; these are of a vocabulary of 300"):
         shards.read(folder, vocabulary=256)

@@ -438,6 +438,24 @@ def test_operations_and_bytes_of_a_gpu_program():
     assert costs.traffic(dot) == 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
+def test_a_fused_slice_reads_the_slice_and_its_whole_index():
+    sliced = """%fused (big: f32[64,8], i: s32[]) -> f32[1,8] {
+  %big = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%big, %i, %zero), dynamic_slice_sizes={1,8}
+}
+ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %y = f32[1,8]{1,0} fusion(%x, %n), kind=kLoop, calls=%fused
+}"""
+    program = hlo.module(sliced)
+    fusion = program["main"][-1]
+    row, index = 4 * 8, 4
+    assert seconds.Costs(program, hardware.H100, 1).traffic(fusion) == row + index + row
+
+
 def test_refusals(capsys):
     with pytest.raises(
         ValueError,
@@ -460,6 +478,16 @@ def test_refusals(capsys):
         timeline.of(program, links.switch(hardware.H100, 1), {"data": 1})
     with pytest.raises(ValueError, match="needs axes that multiply to the machine's 8 devices"):
         timeline.of(text("tpu"), machine("tpu"), {"data": 4})
+    for devices in (4, 16):
+        other = links.torus(hardware.TPU_V5E, [(k // 4, k % 4) for k in range(devices)])
+        for estimate in (
+            lambda other=other, devices=devices: timeline.of(text("tpu"), other, {"data": devices}),
+            lambda other=other: links.by_kind(text("tpu"), other),
+        ):
+            with pytest.raises(
+                ValueError, match=f"compiled for 8 devices, and the machine has {devices}"
+            ):
+                estimate()
     if not importlib.util.find_spec("libtpu"):
         with pytest.raises(
             ImportError, match=r'installed, libtpu\. .* run: pip install -e "\.\[tpu\]"'
@@ -469,6 +497,17 @@ def test_refusals(capsys):
             main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=8"]) == 2
         )
         assert 'pip install -e ".[tpu]"' in capsys.readouterr().err
+
+
+def test_quiet_discards_a_line_that_has_not_ended(monkeypatch, capfd):
+    with open(2, "w", closefd=False) as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        with targets.quiet():
+            stderr.write("the first half of a line")
+        stderr.write("told")
+        stderr.flush()
+        assert capfd.readouterr().err == "told"
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(

@@ -1114,6 +1114,9 @@ def test_a_norm_that_nothing_can_have_is_refused(max_norm):
     ):
         with pytest.raises(ValueError, match=f"{name}: max_norm must be above 0"):
             wrapped()
+    # A user's arguments are not checked by their types, so the norm may also be an array.
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        inspect.unwrap(clipped)(PLAIN, jnp.asarray(max_norm))
     clipped(PLAIN, float("inf"))
 
 

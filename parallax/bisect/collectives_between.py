@@ -158,7 +158,8 @@ class _SliceReader:
         self.seen: set[tuple[tuple[int, ...], Any]] = set()
         # The bodies of opened calls, by the id of the called jaxpr and the body's own `calls`.
         self.bodies: dict[tuple[int, tuple[int, ...]], _Body] = {}
-        # Dicts without values are sets that keep their order.
+        # What was collected: the fields of `ProgramSlice`. Dicts without values are sets that keep
+        # their order.
         self.taps: dict[tuple[str, str], None] = {}
         self.collectives: dict[str, None] = {}
         self.functions: dict[str, None] = {}
@@ -227,8 +228,9 @@ class _SliceReader:
         self._note(eqn, body)
         if not is_cached:
             # A `while` and a `cond` are not opened: all their code counts, even code that does not
-            # compute `atom`, and a tap in them does not end the search. `_note` finds the mesh in
-            # the equation's own body, since a branch may hold a `shard_map`.
+            # compute `atom`, and a tap in them does not end the search. `inside` is the body that
+            # holds `inner_eqn`: `_note` looks for the mesh from there outward, since a branch may
+            # itself hold the `shard_map`.
             for jaxpr in inner(eqn):
                 for inside in _bodies(jaxpr, body, eqn):
                     for inner_eqn in inside.jaxpr.eqns:
@@ -323,7 +325,8 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """Returns a pair (name, axes) for each collective that an equation runs. The name is that of
+    """Returns a pair (name, axes) for each collective that an equation itself runs. A loop or a
+    call gives no pairs: the callers pass the equations inside it one by one. The name is that of
     the function of `parallax.collectives` that was called. If none was called, it is the name of
     the primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)

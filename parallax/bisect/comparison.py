@@ -14,7 +14,16 @@ import numpy as np
 
 from parallax.bisect.collectives_between import ProgramSlice, before_result, before_tap
 from parallax.bisect.diagnosis import diagnose
-from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relative
+from parallax.bisect.records import (
+    ARGUMENT,
+    RESULT,
+    Key,
+    Record,
+    gaps,
+    largest_finite,
+    record,
+    relative,
+)
 
 BOUND = 1e-11  # for float64: more than the sum of some thousand roundings of 1e-16
 # The true value of some cotangents is 0, and their computed numbers are only rounding errors. So a
@@ -198,14 +207,14 @@ def _differences(a: Record, b: Record) -> dict[Key, float]:
     """Returns, for each value that both runs have, the largest difference of its elements in the
     two runs, divided by a magnitude.
 
-    This magnitude is the larger of two numbers: the largest |element| of the value in `a`, and
-    `SMALL` times the largest |element| among all values in `a` of the same kind, as `_kind` returns
-    it. The result is infinite if the shapes differ, or if any integers or booleans differ.
+    This magnitude is the larger of two numbers: the largest finite |element| of the value in `a`,
+    and `SMALL` times the largest finite |element| among all values in `a` of the same kind, as
+    `_kind` returns it. The result is infinite if the shapes differ, or if any integers or
+    booleans differ.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
-        largest_of_value = float(np.nanmax(np.abs(value.whole), initial=0))
-        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_of_value)
+        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_finite(value.whole))
     differences = {}
     for key in a.values:
         if key in b.values:
@@ -258,7 +267,7 @@ def _described(
     index: tuple[int, ...] = ()
     right_and_wrong = np.nan, np.nan  # the two numbers at `index`
     if right.shape == wrong.shape and right.size:
-        off_by = np.abs(np.asarray(wrong, np.float64) - right)
+        off_by = gaps(right, np.asarray(wrong, np.float64))
         off_by = np.where(np.isnan(off_by), np.inf, off_by)  # nan differs most
         index = tuple(int(i) for i in np.unravel_index(np.argmax(off_by), right.shape))
         right_and_wrong = float(right[index]), float(wrong[index])
@@ -277,15 +286,15 @@ def _described(
     # Copies may also differ because reports were sorted under a wrong index of a microbatch or of a
     # layer. So with `numbers=True` the slice has the code that computes these indices too.
     program_slice = _slice_before(b, key, numbers=bool(copies))
-    # `near` has the equal values at which the slice begins, in this layer or in the layer before or
-    # after it.
+    # `near` has the equal values at which the slice begins. `taps` names these values by path and
+    # way, without a layer, so only values of this layer and of the layers beside it are taken.
     taps = program_slice.taps if program_slice else ()
     near = [
         before
         for before in equal
         if (before.path, before.way) in taps and abs(before.layer - key.layer) <= 1
     ]
-    # If there is no such value, the last equal one is shown. At most four are shown.
+    # The field `after` gets at most four of these values; without any, it gets the last equal one.
     after = tuple(dict.fromkeys(map(str, near or equal[-1:])))
     # `*off` gives the fields `off` and `bound`.
     return Difference(

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from parallax.bisect.records import gaps, largest_finite
+
 FEW = 0.02  # a smaller share of the numbers may be zero by chance
 MANY = 5  # the largest number of blocks whose orders are all tried: 5! = 120
 # The number of binary digits that a number of each type keeps.
@@ -21,6 +23,7 @@ DIGITS = {
 NEAR = 1e-6  # the error that a guess may leave, as a share of the largest number
 
 
+@np.errstate(invalid="ignore")  # of inf and nan in the values
 def diagnose(
     right: np.ndarray,
     wrong: np.ndarray,
@@ -71,14 +74,14 @@ def _largest(x: np.ndarray) -> float:
 
 def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
     """Returns whether a guess equals the wrong value, up to rounding."""
-    return _largest(wrong - guess) <= NEAR * _largest(guess)
+    return _largest(gaps(guess, wrong)) <= NEAR * largest_finite(guess)
 
 
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text such as "rounded to bfloat16" if the wrong numbers seem to be the right ones,
     rounded to a shorter type; else "". A type fits if the largest relative error of the wrong
     numbers is at most the type's rounding error, and more than 1/16 of this rounding error."""
-    errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
+    errors = gaps(right, wrong) / np.maximum(np.abs(right), 1e-300)  # no division by 0
     # If all relative errors are about equal, the wrong value is a multiple of the right one, and
     # was not rounded.
     if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
@@ -97,8 +100,9 @@ def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
     and the number of microbatches.
     """
     # The factor f that makes `wrong - f * right` smallest (least squares).
-    squares = float(np.vdot(right, right))
-    factor = float(np.vdot(right, wrong)) / squares if squares else 0.0
+    finite = np.isfinite(right) & np.isfinite(wrong)
+    squares = float(np.vdot(right[finite], right[finite]))
+    factor = float(np.vdot(right[finite], wrong[finite])) / squares if squares else 0.0
     if not factor or not _near(wrong, factor * right):
         return ""
     if abs(factor + 1) < NEAR:
@@ -154,7 +158,8 @@ def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:
     this box is the whole value. The text calls the box "missing" if the wrong value is 0 everywhere
     in the box, else "wrong"."""
     # The index of each wrong number, in an array of shape [wrong numbers, dims].
-    off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
+    # A negated condition, since it is also true for nan.
+    off = np.argwhere(~(gaps(right, wrong) <= NEAR * largest_finite(right)))
     if not off.size:
         return ""
     starts, stops = off.min(axis=0), off.max(axis=0) + 1

@@ -152,8 +152,9 @@ def load(path: str | Path) -> Record:
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     """Returns the key of one saved value, and the value. `whole` is the value's array. `entry` has
     the fields `path`, `layer` and `way` (the phase of the run) of the `Key`, and the fields
-    `differs` and `rows` of the `Value`. Raises an error for other data; `load` turns this error
-    into one with the file's name."""
+    `differs` and `rows` of the `Value`. `differs` maps each axis along which the devices' copies
+    of the value differ to their relative difference. Raises an error for other data; `load` turns
+    this error into one with the file's name."""
     # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
@@ -336,12 +337,15 @@ def _form(
     is_mean = BATCH in mark.terms  # such terms are those of a loss, a mean over parts of the batch
     mean_axes = [axis for axis in means if axis in sizes]
     terms = {axis for axis in mark.terms if axis in sizes} | set(mean_axes if is_mean else ())
-    # For a cotangent, sums and copies change places: where the value has copies that are typed as
-    # varying, its cotangent has terms.
+    # Along each axis, devices have blocks, terms or copies of the value. The cotangent has terms
+    # along the axes of those copies that are typed as varying: all varying axes but those of blocks
+    # and terms.
     summed = set(mark.varying) - block_axes - terms if backward else terms
-    # If no dim has the rows of the batch, each microbatch has a term of a cotangent or of the loss.
+    # If no dim has the rows of the batch, each microbatch has a term of a cotangent or of the loss,
+    # and `joined` says that these terms are added up.
     joined = row_dim is None and (backward or is_mean)
-    # The loss is the mean over this number of equal parts of the batch.
+    # The loss is the mean over this number of equal parts of the batch. Devices report the loss of
+    # one part, and its cotangents, so sums of these reports are divided by the number.
     parts = math.prod(sizes[name] for name in mean_axes) * microbatches
     scale = 1 / parts if backward or is_mean else 1.0
     return _Form(names, sizes, dims, row_dim, block_axes, summed, joined, scale, microbatches)
@@ -357,7 +361,9 @@ def _whole(reports: list[Report], form: _Form) -> Value:
     # `blocks` has the copies of each block. Its key is the place of the block: the indices along
     # `block_axes`, and the microbatch. The key of a copy is its owner: the indices along
     # `copy_axes`, and the microbatch. -1 stands for all microbatches. A copy is the sum of its
-    # terms, with one of their reports.
+    # terms, with one of their reports. `_once` yields one report for each device and microbatch: of
+    # repeated reports the first, or their sum for a cotangent. Reports of idle stages (microbatch
+    # -1) are not among `reports`.
     blocks: dict[Any, dict[Any, tuple[np.ndarray, Report]]] = {}
     for report in _once(reports):
         index = dict(zip(form.names, report.device, strict=True))
@@ -377,12 +383,13 @@ def _whole(reports: list[Report], form: _Form) -> Value:
         # `_places` gives the block's indices in the whole value, for each dim.
         whole[np.ix_(*_places(form, report))] = first * form.scale
         for owner, (value, _) in others:
-            off = relative(first, value)
+            off = _apart(first, value)
             # The copies differ along each axis on which the two owners have different indices. The
             # last number of an owner is its microbatch.
             for name, a, b in zip([*copy_axes, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
-                    differs[name] = max(differs.get(name, 0.0), off)
+                    # Unlike `max`, `np.maximum` returns nan if either number is nan.
+                    differs[name] = float(np.maximum(differs.get(name, 0.0), off))
     rows = None
     if form.row_dim is not None:  # the dim, and the number of rows of a microbatch on a device
         rows = form.row_dim, reports[0].value.shape[form.row_dim]
@@ -390,10 +397,27 @@ def _whole(reports: list[Report], form: _Form) -> Value:
 
 
 def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> float:
-    """Returns the largest |wrong - right| relative to the largest |right|, or to `least` if that is
-    larger."""
-    largest = float(np.max(np.abs(right), initial=0))
-    return float(np.max(np.abs(wrong - right), initial=0)) / max(largest, least)
+    """Returns the largest of the `gaps` relative to the largest finite |right|, or to `least` if
+    that is larger."""
+    return float(np.max(gaps(right, wrong), initial=0)) / max(largest_finite(right), least)
+
+
+def _apart(first: np.ndarray, copy: np.ndarray) -> float:
+    """Returns the difference of two copies, `relative` to the first one. The result is 0 if both
+    have the same numbers, with nan in the same places, and nan if only one has nan in a place."""
+    return 0.0 if np.array_equal(first, copy, equal_nan=True) else relative(first, copy)
+
+
+def gaps(right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
+    """Returns |wrong - right| for each element. The result is 0 for equal infinite numbers, such as
+    those of a mask, and nan where a number is nan."""
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return np.where(right == wrong, 0.0, np.abs(wrong - right))
+
+
+def largest_finite(x: np.ndarray) -> float:
+    """Returns the largest finite |element|; 0 if there is none."""
+    return float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))
 
 
 def _once(reports: list[Report]) -> Iterable[Report]:
@@ -495,7 +519,7 @@ def _of_array(leaf: Any) -> Value:
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
         if not is_exact:
-            off = max(off, relative(_as_float(first), _as_float(block)))
+            off = float(np.maximum(off, _apart(_as_float(first), _as_float(block))))
         elif not np.array_equal(first, block):
             off = np.inf
-    return Value(whole, {"devices": off} if off > 0 else {})
+    return Value(whole, {"devices": off} if off != 0 else {})

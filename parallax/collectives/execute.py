@@ -295,8 +295,9 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
     def owners_after(trip, table, step, offsets):
         """Returns the offsets, from this device, of the owners of the blocks that arrive in
-        iteration `trip`. `_chain_messages` gives `table`, `step` and `offsets`."""
-        # Backwards: the last iteration brings the blocks of the first round of `chain`.
+        iteration `trip`. `step` and `offsets`, from `_chain_messages`, are those of the first round
+        of `chain`."""
+        # A gather runs backwards: iteration `trip` is round `length - 1 - trip` of the chain.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
@@ -329,7 +330,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     def empty_stacks(message):
         return [empty_like(jnp.zeros, (length, *piece.shape), piece) for piece in message]
 
-    # The owners of "trip -1" are those of the blocks that the device sends first.
+    # Each iteration sends what arrived in the iteration before. Iteration 0 sends the blocks that
+    # would have arrived in an iteration -1.
     first = {}
     for table, step, offsets in messages:
         owners = owners_after(-1, table, step, offsets)
@@ -337,8 +339,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     stacks = {table: empty_stacks(message) for table, message in first.items() if sent_on_later}
     last, stacks, result = _loop(length, hop, (first, stacks, result))
     for table, step, offsets in messages:
-        # If no round remains, no block is sent again. There are no stacks then, and nobody reads
-        # the last blocks, which are stored here.
+        # `copies` gets the blocks of all iterations if a later round may send them. Otherwise there
+        # are no stacks: `copies` gets only the last message, and nothing reads it.
         by_trip = {length - 1: last[table]}
         if sent_on_later:
             by_trip = {trip: [stack[trip] for stack in stacks[table]] for trip in range(length)}

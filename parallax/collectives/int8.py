@@ -153,8 +153,8 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     The result has the shapes and types of the result of `lax.psum`.
 
     Over n devices, a leaf is flattened, padded to a multiple of n numbers and cut into n parts, and
-    each part is cut into blocks. The error of a number is at most (s + sum of a_i) / 127. Here a_i
-    is the largest magnitude in the number's block on device i, and s is the largest magnitude in
+    each part is cut into blocks. The error of a number is at most (b + sum of a_i) / 127. Here a_i
+    is the largest magnitude in the number's block on device i, and b is the largest magnitude in
     the same block of the sum. The sum of a_i is over all devices except the one that adds up the
     block, whose own term is not rounded. The float additions, and the cast of the sum to 16 bits if
     `x` has 16, add further rounding.

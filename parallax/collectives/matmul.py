@@ -74,8 +74,9 @@ def _rounds_of_gather(size, n, itemsize):
     a number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
-    # A message is one device's `x`. `messages` takes a list of tables, here one, and for each the
-    # bytes of a block; with `back` the tables run backwards, as a gather.
+    # `_from_both_sides` returns the table of the messages of a scatter; with `back` the table runs
+    # backwards, as a gather. `messages` takes a list of tables, here one, and for each table the
+    # bytes of a block: here one device's `x`.
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
@@ -120,7 +121,9 @@ def _rounds_of_scatter(size, n, itemsize):
     number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
-    # A message is one of n blocks of the product, rounded up. The receiver adds it.
+    # `_from_both_sides` returns the table of the messages. `messages` takes a list of tables, here
+    # one, and for each table the bytes of a block, and the bytes that a device adds for each block
+    # that arrives (`added`). A block is one of n parts of the product, rounded up.
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 

@@ -287,6 +287,10 @@ def _describe(point: Point) -> str:
     return str(point[0] if len(point) == 1 else point)
 
 
+# The titles of a file's columns
+COLUMNS = ["round", "step", "offset"]
+
+
 def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
     """Writes a table to a file.
 
@@ -301,7 +305,7 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
     with open(path, "w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["box", words(route.shape), len(route.rounds)])
-        lines.writerow(["round", "step", "offset"])
+        lines.writerow(COLUMNS)
         for r, sends in enumerate(route.rounds):
             for step, offsets in sends.items():
                 lines.writerows([r, words(step), words(o)] for o in offsets)
@@ -320,7 +324,9 @@ def from_csv(path: str | os.PathLike[str]) -> Route:
 
     try:
         # The first line has "box", the shape and the number of rounds; the second, column titles.
-        (_, shape, count), _, *blocks = lines
+        (kind, shape, count), columns, *blocks = lines
+        if kind != "box" or columns != COLUMNS:
+            raise ValueError("other first lines")
         # A dict by the number of the round: a list would take round -1 for its last.
         rounds: dict[int, dict[Point, list[Point]]] = {r: {} for r in range(int(count))}
         for r, step, offset in blocks:

@@ -33,9 +33,10 @@ def all_reduce_array(x, routes, axis_name):
     dim = next((dim for dim in range(x.ndim) if _keeps_tiles(x.shape, dim, n * parts)), None)
     if dim is not None:
         return _all_reduce_slices(x, dim, routes, axis_name)
-    # A vector needs only n equal blocks: the parts of a block may differ by one number. But int32
-    # cannot index 2**31 numbers, so a vector of that many is cut into rows of 128 numbers, and
-    # `_in_rows` demands equally many in each part.
+    # Otherwise `x` is sent as a vector. Below 2**31 numbers `_in_rows` returns the vector itself,
+    # which needs only n equal blocks: the parts of a block may differ by one number. int32 cannot
+    # index a longer vector: `_in_rows` cuts it into rows of 128 numbers, equally many in each part.
+    # `unit` and `_in_rows` both decide by `x.size`.
     unit = n if x.size < 2**31 else 128 * n * parts
     padded = jnp.pad(x.reshape(-1), (0, -x.size % unit))
     rows = _all_reduce_slices(_in_rows(padded, x.size, n * parts), 0, routes, axis_name)
@@ -69,8 +70,9 @@ def all_gather_array(x, dim: int, routes, axis_name):
     if _keeps_tiles(shape, dim, n * parts):
         return _gather_slices(jnp.split(x, parts, dim), dim, routes, axis_name)
     # Otherwise `x` is sent as a vector, whose parts may differ by one number. If int32 cannot index
-    # the result, `x` is sent in rows of 128 numbers, and `_in_rows` raises an error unless the rows
-    # form `parts` equal blocks. The transpose, `reduce_scatter_array`, needs n * parts of these.
+    # the result, `_in_rows` cuts `x` into rows of 128 numbers, and raises an error unless the rows
+    # form `parts` equal blocks. The result then has n * parts equal blocks, as the transpose of
+    # this function, `reduce_scatter_array` of an array like the result, demands.
     rows = _in_rows(_as_vector(x, dim), math.prod(shape), parts)
     shares = shares_of(len(rows), parts)  # (start, length) for each route
     blocks = [lax.slice_in_dim(rows, start, start + length) for start, length in shares]
@@ -151,9 +153,9 @@ def _in_rows(flat, size: int, blocks: int):
     """
     if size < 2**31:
         return flat
-    # A row cannot be cut between two blocks. One dim of the size that the message asks for is
-    # enough, since `size` is the product of the whole array's dims, and `flat.size` is `size`, or
-    # `size` divided by the number of devices.
+    # A row cannot be cut between two blocks, so `flat` needs a multiple of 128 * blocks numbers. In
+    # an all-gather the whole array has size // flat.size (the number of devices) times as many
+    # numbers as `flat`, and needs a multiple that much larger. One dim of this size is enough.
     if flat.size % (128 * blocks):
         multiple = 128 * blocks * (size // flat.size)
         raise ValueError(

@@ -88,8 +88,9 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     entries = []
     for key in sorted(counts, key=lambda key: ([position[name] for name in key[1]], key)):
         kind, names, conditional, unbounded = key
-        # A chain may go through conditional and other collectives, so entries of one kind and axes
-        # have the same hops. They are rounded down: a mean number of trips may be a fraction.
+        # One chain may have both conditional and other collectives. So `chains` has one length for
+        # each kind and axes, which all their entries get. The length is a fraction if a loop's mean
+        # number of trips is a fraction; then it is rounded down.
         hops = int(chains[kind, names])
         entries.append(Entry(kind, names, counts[key], sizes[key], hops, conditional, unbounded))
     return entries
@@ -197,7 +198,8 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
         what: the words with which each sentence begins, such as "all-reduce along data".
         predicted: the tuple (bytes, count, hops) of predicted numbers, or None if nothing was
             predicted. An element of the tuple that is None is not compared.
-        entries: the program's entries to compare, all along the same axes; may be empty.
+        entries: the program's entries to compare, all along the same axes. If there are none, only
+            the bytes are compared, since XLA leaves out collectives of empty arrays.
     """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
@@ -277,6 +279,8 @@ def _chain(
         elif instruction.opcode == "get-tuple-element" and instruction.operands[0] in elements:
             index = re.search(r"\bindex=(\d+)", instruction.attributes)
             before = [elements[instruction.operands[0]][int(index[1])]] if index else before
+        # `_inside` counts a collective as 1; for any other instruction it returns the chains of the
+        # computations that the instruction runs.
         ends[instruction.name] = _longest(before) + _inside(program, instruction, key, known)
         longest |= ends[instruction.name]  # keeps the larger length of each key
     known[name] = longest

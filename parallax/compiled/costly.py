@@ -30,7 +30,8 @@ class Costly(NamedTuple):
         times: how often the instruction runs in a step.
         name: the instruction's name in the program's text.
         opcode: the instruction's operation, such as "fusion".
-        result: the type of the instruction's result, such as "f32[8,16]{1,0}".
+        result: the type of the instruction's result, such as "f32[8,16]{1,0}"; for a tuple, the
+            types of its elements without the parentheses around them.
         line: the source line, as "file:line"; "" if it is unknown.
     """
 
@@ -99,13 +100,15 @@ def _total(expensive: Iterable[Costly]) -> float:
 
 def table(expensive: list[Costly], *, rows: int = 20) -> str:
     """Returns a text with a line for each of the first `rows` instructions: the instruction's time,
-    its share of the time of all instructions in `expensive`, its number of runs, and its source
-    line."""
+    its share of the time of all instructions in `expensive`, its number of runs, the type of its
+    result, and its source line."""
     total = _total(expensive)
     lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
     for instruction in expensive[:rows]:
         milliseconds = f"{1e3 * instruction.seconds:9.4f} ms {instruction.seconds / total:6.1%}"
-        result = instruction.result.split("{")[0]  # without the layout
+        # Without layouts. Of a tuple only the first array's type is shown.
+        first, *others = hlo.parts(instruction.result)
+        result = first.split("{")[0] + (", ..." if others else "")
         lines.append(
             f"{milliseconds} {instruction.times:>5} x  {instruction.opcode:<14} {result:<28} "
             f"{instruction.line or instruction.name}"

@@ -345,10 +345,10 @@ def _named(text: str) -> np.ndarray:
     `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh, and names the
     axes, or the parts of axes, along which the devices of a group differ.
 
-    Each axis is reshaped to three dims. For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8),
-    and the middle dim is the named part; for `'a'` alone, the middle dim is the whole axis. The
-    middle dims of all named axes become the last dims of the array, since they number the members
-    of a group.
+    For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8), and the middle dim is the named part;
+    for `'a'` alone, the middle dim is the whole axis. An axis with several named parts has more
+    dims. The dims of all named parts become the last dims of the array, in the order of the text,
+    since they number the members of a group.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}
@@ -356,22 +356,24 @@ def _named(text: str) -> np.ndarray:
         ids = np.arange(math.prod(shape.values()))
     else:
         ids = _iota(listed) if listed.startswith("[") else np.array(listed.split(","), int)
-    # For each named axis: the size of the dim before its named part, and of that part.
-    along = {
-        name: (int(before or 1), int(size or shape[name]))
+    # Each named part: its axis, the product of the axis's dims before it, and its size.
+    along = [
+        (name, int(before or 1), int(size or shape[name]))
         for name, _, before, size in NAMED_AXIS.findall(names)
-    }
-    split = [
-        (before, size, shape[name] // (before * size)) for name, (before, size) in along.items()
     ]
-    dims = [
-        dim
-        for name in shape
-        for dim in (split[list(along).index(name)] if name in along else (1, shape[name], 1))
-    ]
-    members = [3 * list(shape).index(name) + 1 for name in along]  # the middle dims
+    dims: list[int] = []
+    place = {}  # of each named part, its dim
+    for axis, length in shape.items():
+        done = 1  # the product of the axis's dims so far
+        for part in sorted(part for part in along if part[0] == axis):
+            _, before, size = part
+            place[part] = len(dims) + 1
+            dims += [before // done, size]
+            done = before * size
+        dims.append(length // done)
+    members = [place[part] for part in along]
     ids = np.moveaxis(ids.reshape(dims), members, range(-len(members), 0))
-    return ids.reshape(-1, math.prod(size for _, size in along.values()))
+    return ids.reshape(-1, math.prod(size for _, _, size in along))
 
 
 def _closed(text: str) -> tuple[str, str]:

@@ -106,7 +106,8 @@ class Computations(NamedTuple):
         If `whole`, the value of this tuple, is a `State`, the result is a `Number`: the element of
         the loop's state. If a `tuple` instruction of the same computation makes the tuple, the
         result is the value of the operand that becomes the element. For any other tuple the result
-        is None."""
+        is None. `where` is the name of the computation with `line`. `arguments`, as in `value`, are
+        the values of the computation's parameters, or None in a loop's condition or body."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))

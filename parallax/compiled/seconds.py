@@ -105,7 +105,7 @@ class Costs:
 
     def operations(self, line: hlo.Instruction) -> float:
         """Returns the floating-point operations of the matrix products in an instruction, and in
-        the computations that it runs."""
+        the computations that it runs, each counted once: callers go into loops themselves."""
         inner = [instruction for name, _ in line.called for instruction in self.program[name]]
         own = self._product(line) + self._attention(line)
         return own + float(sum(map(self.operations, inner)))
@@ -164,8 +164,9 @@ class Costs:
         return self.program[line.called[0][0]]
 
     def _written(self, line: hlo.Instruction) -> float:
-        """Returns the bytes that an instruction writes: its result. If a fusion updates an array in
-        place, only the update counts."""
+        """Returns the bytes that an instruction writes: its result. If an instruction inside a
+        fusion updates an array in place, only the update counts. (`traffic` counts an update that
+        is in no fusion, without this method.)"""
         # The result of a start (`-start`) is a tuple (operands, results, ...); part 1 has the
         # results.
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result

@@ -41,9 +41,10 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
 def _joined(lines: list[Any], partitions: int) -> list[Any]:
     """Returns the instructions of a computation, with the collectives between slices replaced. The
-    `recv` of such a collective becomes the collective's start, and the `recv-done` its end.
+    `recv` of such a collective becomes the collective's start, and the `recv-done` its end. The
+    `send` stays as it is, and the start waits for it.
     """
-    # The name of the `send` of each rendezvous. The start of the collective waits for this `send`.
+    # The name of the `send` of each rendezvous.
     sends = {
         found[1]: line.name
         for line in lines

@@ -236,6 +236,7 @@ def quiet() -> Iterator[None]:
             os.dup2(file.fileno(), 2)
             yield
     finally:
+        sys.stderr.flush()  # what Python still keeps is discarded too
         os.dup2(stderr, 2)
         os.close(stderr)
 

@@ -103,8 +103,9 @@ def of(
         axes: the sizes of the mesh's axes.
 
     Raises:
-        ValueError: the program is for another backend or for another number of devices, or the
-            program states times in cycles and `machine.hardware` has no clock rate.
+        ValueError: the program is for another backend; `axes` do not multiply to the number of the
+            machine's devices; or the program states times in cycles and `machine.hardware` has no
+            clock rate.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -342,9 +343,11 @@ class _Replay:
         """Starts the messages of a collective, and returns the time at which all have arrived.
 
         The messages begin when all their links are free. They take the time of the busiest link,
-        and then the latency of their rounds. They take no time if they go along the axes
+        divided by the factor `state.speed` on the links' rates, and then the latency of their
+        rounds, which does not depend on the rates. They take no time if they go along the axes
         `state.without`, or if `state.speed` is infinite.
         """
+        # The axes of the messages, the seconds on each link, and the latency of all rounds.
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:
             return state.now

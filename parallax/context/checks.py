@@ -10,7 +10,7 @@ a jaxpr without the values of its constants.
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -25,8 +25,11 @@ from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axes_of_type, varying_axes
 from parallax.trees import is_array
 
-# The names of all primitives that send begin with one of these words.
-_SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "psum")
+# The names of the primitives that send begin with one of these words.
+_SENDS = (
+    *("ppermute", "pbroadcast", "all_to_all", "ragged_all_to_all", "all_gather"),
+    *("reduce_scatter", "psum", "pmax", "pmin"),
+)
 
 
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
@@ -124,8 +127,9 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 def _compares_counts(
     program: Any, counts: dict[Any, frozenset[int]]
 ) -> tuple[bool, list[frozenset[int]]]:
-    """Returns two things: whether a program compares a count along one dim with a count along
-    another dim; and, if it does not, the ids of the counts on which each of its results depends.
+    """Returns two things: whether a program makes a comparison whose result has two dims or more
+    and depends on two counts; and, if it does not, the ids of the counts on which each of its
+    results depends.
 
     A count is an array with the values 0, 1, 2, ... that the program makes itself. A causal mask
     compares a count of the queries with a count of the keys. The id of a count is Python's `id` of
@@ -145,8 +149,9 @@ def _compares_counts(
         inner = jaxprs.called(eqn)
         name = eqn.primitive.name
         if name in ("lt", "le", "gt", "ge"):
-            # The operands depend on two counts: on the queries' and on the keys'.
-            if len(joined) > 1:
+            # The operands depend on two counts: on the queries' and on the keys'. In a comparison
+            # with one dim, both counts are along this dim.
+            if len(joined) > 1 and eqn.outvars[0].aval.ndim > 1:
                 return True, []
             # The result is no count. Otherwise scores that are masked by one count, as the count of
             # the tokens that fill up a tile, could not be compared with a number.
@@ -206,7 +211,7 @@ def check_kernel(
         # The kernel may allow fixed sizes only. If it has an error, the real trace raises it.
         return
     # One token has no distance to another, and a dim of size 1 need not be a dim of tokens.
-    for table in _constant_tables(program, tokens) if tokens > 1 else ():
+    for table in _constant_tables(program, tokens, [None] * 3) if tokens > 1 else ():
         if not _is_causal(table):
             raise ValueError(
                 "context.attention: the scores of kernel= depend on distances between tokens, as "
@@ -216,57 +221,89 @@ def check_kernel(
             )
 
 
-def _constant_tables(program: ClosedJaxpr, tokens: int) -> list[np.ndarray]:
-    """Returns the constant tables of a program, such as masks: tables that do not depend on the
-    program's arguments, but are combined with values that depend on the arguments.
+def _constant_tables(
+    program: ClosedJaxpr, tokens: int, arguments: Sequence[Any | None]
+) -> list[np.ndarray]:
+    """Returns the constant tables of a program, such as masks: tables that do not depend on q, k
+    and v, but are combined with values that depend on them.
 
     Tables are arrays with two dims of size `tokens`; each is returned as [tokens, tokens, other],
-    where `other` joins all remaining dims.
+    where `other` joins all remaining dims. `arguments` has the value of each argument of the
+    program that does not depend on q, k and v, and None for each other argument.
     """
     jaxpr = program.jaxpr
-    # A value that varies along a mesh axis depends on the device, so it cannot be computed here:
-    # `reached` has it, like the values that depend on the arguments.
-    varies = {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
-    reached = _reached(jaxpr, {*jaxpr.invars, *varies})
-    tables, inner_tables = [], []
+    values = dict(zip(jaxpr.invars, arguments, strict=True))
+    unknown = {var for var, value in values.items() if value is None}
+    # A constant that is traced has no numbers here. A value that varies along a mesh axis depends
+    # on the device. So `reached` has both, like the values that depend on q, k and v.
+    consts = zip(jaxpr.constvars, program.consts, strict=True)
+    unknown |= {var for var, constant in consts if isinstance(constant, Tracer)}
+    unknown |= {var for eqn in jaxpr.eqns for var in eqn.outvars if axes_of_type(var.aval)}
+    reached = _reached(jaxpr, unknown)
+    tables, passed, bodies = [], [], []
     for eqn in jaxpr.eqns:
-        # An equation whose results do not depend on the arguments combines nothing with a value
-        # that depends on them.
+        # An equation whose results do not depend on q, k and v combines nothing with them.
         if reached.isdisjoint(eqn.outvars):
             continue
-        tables += [
-            atom
-            for atom in eqn.invars
-            if not jaxprs.is_literal(atom)
-            and atom not in reached
-            and atom.aval.shape.count(tokens) == 2
-        ]
-        # The inner jaxpr of a `jit` may make tables too. A jaxpr without the values of its
-        # constants, as in a `checkpoint`, cannot be computed.
-        if jaxprs.called(eqn) is not None:
-            (body,) = jaxprs.closed(eqn.params)
-            inner_tables += _constant_tables(body, tokens) if isinstance(body, ClosedJaxpr) else []
-    if not tables:
-        return inner_tables
-    # The equations that do not depend on the arguments are enough to compute the tables. `effects`
-    # would list the effects of the whole program, which these equations do not have.
+        atoms = (atom for atom in eqn.invars if not jaxprs.is_literal(atom))
+        constants = [atom for atom in atoms if atom not in reached]
+        body = _body(eqn)
+        # The body of a loop takes other arrays than the loop: slices, and carries that change.
+        if body is not None and eqn.primitive.name not in ("scan", "shard_map"):
+            passed += constants
+            bodies.append((body, eqn.invars))
+            continue
+        tables += [atom for atom in constants if atom.aval.shape.count(tokens) == 2]
+        if body is not None:
+            bodies.append((body, ()))
+    # The equations that do not depend on q, k and v are enough to compute the constants.
     constant_eqns = [eqn for eqn in jaxpr.eqns if reached.isdisjoint(eqn.outvars)]
-    of_tables = ClosedJaxpr(
-        jaxpr.replace(outvars=tables, eqns=constant_eqns, effects=frozenset()), program.consts
-    )
-    # The tables do not depend on the arguments, so any values will do.
-    zeros = [np.zeros(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
+    needed = list(dict.fromkeys([*tables, *passed]))
+    values |= _computed(program, constant_eqns, needed, arguments)
+    found = [_by_tokens(np.asarray(values[table]), tokens) for table in tables]
+    for body, atoms in bodies:
+        known = [atom.val if jaxprs.is_literal(atom) else values.get(atom) for atom in atoms]
+        found += _constant_tables(body, tokens, known or [None] * len(body.in_avals))
+    return found
+
+
+def _body(eqn: Any) -> ClosedJaxpr | None:
+    """Returns the program inside an equation, such as that of a `jit` or `checkpoint`; None if
+    there is none, or if the values of the program's constants are not known."""
+    if jaxprs.called(eqn) is None:
+        return None
+    (body,) = jaxprs.closed(eqn.params)
+    if isinstance(body, ClosedJaxpr):
+        return body
+    return None if body.constvars else ClosedJaxpr(body, ())
+
+
+def _computed(
+    program: ClosedJaxpr, eqns: list[Any], variables: list[Any], arguments: Sequence[Any | None]
+) -> dict[Any, Any]:
+    """Returns the values of some variables of a program. `eqns` are the equations that compute
+    them. They need none of the arguments whose value in `arguments` is None.
+    """
+    if not variables:
+        return {}
+    # `effects` would list the effects of the whole program, which these equations do not have.
+    jaxpr = program.jaxpr.replace(outvars=variables, eqns=eqns, effects=frozenset())
+    # The variables do not depend on the unknown arguments, so any values will do for these.
+    values = [
+        np.zeros(var.aval.shape, var.aval.dtype) if value is None else value
+        for var, value in zip(jaxpr.invars, arguments, strict=True)
+    ]
     # Computed at once, although the caller may be traced.
     with jax.ensure_compile_time_eval():
-        arrays = map(np.asarray, jax.jit(jaxpr_as_fun(of_tables))(*zeros))
+        computed = jax.jit(jaxpr_as_fun(ClosedJaxpr(jaxpr, program.consts)))(*values)
+    return dict(zip(variables, computed, strict=True))
 
-    def by_tokens(array):
-        """Returns the table `array` with its two dims of tokens moved to the front, and all other
-        dims joined: [tokens, tokens, other]."""
-        dims = [dim for dim, size in enumerate(array.shape) if size == tokens]
-        return np.moveaxis(array, dims, (0, 1)).reshape(tokens, tokens, -1)
 
-    return [*map(by_tokens, arrays), *inner_tables]
+def _by_tokens(array: np.ndarray, tokens: int) -> np.ndarray:
+    """Returns a table with its two dims of tokens moved to the front, and all other dims joined:
+    [tokens, tokens, other]."""
+    dims = [dim for dim, size in enumerate(array.shape) if size == tokens]
+    return np.moveaxis(array, dims, (0, 1)).reshape(tokens, tokens, -1)
 
 
 def _is_causal(table: np.ndarray) -> bool:
@@ -303,7 +340,6 @@ def _moves_along(eqn: Any, names: set[str]) -> bool:
     A gather of weights (ZeRO-3) may go over the axes `names` and the data axis together. Such a
     gather does not count, since it is not part of the attention.
     """
-    # `_SENDS` are the beginnings of the names of all primitives that send.
     if not eqn.primitive.name.startswith(_SENDS):
         return False
     # Most collectives of JAX name their axes as `axis_name`, and `psum` as `axes`.

@@ -191,15 +191,18 @@ def _backward(  # noqa: PLR0913
     query_tiles, key_tiles = _tiles(of_queries, (k, v), causal, segments, positions, block)
 
     def queries(sums, query_tile):
-        """Returns the sums of dk and dv after one tile of queries, and the dq of that tile."""
+        """Returns the sums of dk and dv after one tile of queries, and the dq of that tile. Here
+        q, ct, lse and mean are those of the tile."""
         (q, ct, lse, mean), q_marks = query_tile
         # From [B, t, G, H / G] to [B, G, H / G, t, 1], to broadcast over the scores.
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):
             """Adds the terms of one tile of keys to the gradients, and returns the gradients: (dq
-            of one tile of queries, all tiles of dk, all tiles of dv)."""
-            (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
+            of one tile of queries, all tiles of dk, all tiles of dv). Here k and v are those of
+            tile j."""
+            dq, dk_sum, dv_sum = carry
+            j, ((k, v), k_marks) = numbered_tile
             # The softmax's weights, computed again from the log-sum-exps.
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
             # `errors` are the gradients of the scores. `mean` is the mean of the weights'
@@ -211,7 +214,6 @@ def _backward(  # noqa: PLR0913
             dk = _product("bgrts,btgrk->bsgk", errors, q)
             dv = _product("bgrts,btgrk->bsgk", weights.astype(ct.dtype), ct)
             dq += _product("bgrts,bsgk->btgrk", errors, k)
-            dk_sum, dv_sum = sums
             return (dq, dk_sum.at[j].add(dk), dv_sum.at[j].add(dv)), None
 
         # `key_tiles` are ((k, v), marks), with a first dim of tiles: j is the number of a tile.

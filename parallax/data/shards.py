@@ -64,6 +64,7 @@ class Shards:
                 f"the text has the tokens 0 to {starts[-1] - 1}; "
                 f"got indices from {places.min()} to {places.max()}."
             )
+        places = places.astype(np.int64)  # in NumPy, uint64 minus int64 is float64
         tokens = np.empty(places.shape, self.parts[0].dtype)
         # For each place, the index of the last file that starts at or before the place.
         part_of_place = np.searchsorted(starts, places, side="right") - 1
@@ -133,11 +134,16 @@ def read(
         manifest.Damaged: a shard or the manifest is missing, or differs from the file that was
             written; the message names the file.
         ValueError: the shards were made for another vocabulary or in another format, or hold a
-            number that is no token.
+            number that is no token; or `rank` is not from 0 to `processes` - 1.
     """
     vocabulary, rank, processes = argument_checks.whole_numbers(
         "shards.read", vocabulary=vocabulary, rank=rank, processes=processes
     )
+    if not 0 <= rank < processes:
+        raise ValueError(
+            f"shards.read needs a rank from 0 to processes - 1; got rank={rank} and "
+            f"processes={processes}. Pass the rank of this process, counted from 0."
+        )
     folder = Path(folder)
     # `item` is the dtype of a token.
     record, item = manifest.read(folder / MANIFEST), stored_as(vocabulary)

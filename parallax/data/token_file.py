@@ -86,7 +86,8 @@ class File:
                 f"got indices from {places.min()} to {places.max()}."
             )
         flat, into = places.reshape(-1), tokens.reshape(-1)
-        cuts = np.flatnonzero(np.diff(flat) != 1) + 1  # each run of consecutive places: one read
+        # Each run of consecutive places is one read. `np.diff` would wrap unsigned places around.
+        cuts = np.flatnonzero((flat[1:] <= flat[:-1]) | (np.diff(flat) != 1)) + 1
         with self._open() as descriptor:
             for start, stop in itertools.pairwise([0, *cuts.tolist(), flat.size]):
                 self._read(descriptor, into[start:stop], int(flat[start]))

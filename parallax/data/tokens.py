@@ -60,6 +60,8 @@ def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsI
     size, digest = store(
         path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True)
     )
+    # The message of an `OSError` becomes "...: the tokens are in ..., but their record was not
+    # written: ...".
     with _errors_name(record_of(path), f"the tokens are in {path.name}, but their record was"):
         manifest.write(record_of(path), header(vocabulary) | {"bytes": size, "hash": digest})
 

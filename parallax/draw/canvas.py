@@ -2,7 +2,6 @@
 do not depend on `pyplot` or its global settings.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +92,8 @@ def scale(largest: int | float) -> tuple[float, str]:
     """Returns the largest of `UNITS` that is not above `largest` bytes, as a pair (size of the unit
     in bytes, name). If `largest` is below 1, the unit is the byte.
     """
-    power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
+    powers = range(1, len(UNITS))
+    power = max((power for power in powers if 1000.0**power <= largest), default=0)
     return 1000.0**power, UNITS[power]
 
 

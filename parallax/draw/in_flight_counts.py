@@ -65,7 +65,7 @@ def in_flight(
         )
     if path is not None:
         _picture(curves, end, width(spans), path)
-    return canvas.columns(rows, left=0)
+    return canvas.columns(rows, left=0)  # no column is flush left: all are flush right
 
 
 def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:

@@ -295,8 +295,9 @@ class ragged:
                 "any algorithm."
             )
         n, (tokens, k) = axis.size(), ids.shape
-        # The mean is k T: each of n devices sends k T / n rows to this one. So `parts` is 1. At
-        # most, each token of each device makes min(k, local_experts) choices here.
+        # The mean load is k T: each of n devices sends k T / n rows to this one. `_room` takes the
+        # mean as choices / parts, so here as k T / 1. At most, each token of each device makes
+        # min(k, local_experts) choices here.
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, local_experts))
         # For each choice: its token, its expert's device, the expert's number on that device, and
         # the number of earlier choices whose experts are on that device (`rank`).

@@ -135,10 +135,10 @@ def moe(
     rows, row_ids, row_weights = (a.reshape(-1, a.shape[-1]) for a in (tokens, ids, weights))
     compute_local = functools.partial(compute, params.experts)
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
-    # Of the `token_shards` devices that split a sequence, only `context_shards` have different
-    # tokens after the gather. So groups of `counted` devices have the same tokens and count the
-    # same dropped choices, and `statistics` divides by that number. `over_tokens` are the axes of
-    # the `token_shards` devices.
+    # `token_shards` devices, those of the axes `over_tokens`, split a sequence. After the gather,
+    # tokens differ only along the context axis, of `context_shards` devices. The `counted` devices
+    # at each place of that axis have the same tokens, and count the same dropped choices.
+    # `statistics` sums the choices over `over_tokens`, and so divides by `counted`.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
     # Summed over the devices that split the hidden width. With `sequence.comms` each device keeps

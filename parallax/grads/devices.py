@@ -306,8 +306,9 @@ def value_and_sums(
         its own type, from `local.params`. `declared` is the same parameter with the type that the
         gradient function got, from `local.declared`: it may vary along more axes."""
         # If the parameter was declared varying, the gradient is one device's term, even if its own
-        # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
-        # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
+        # type does not vary, such as a gradient of zeros. If neither varies, the user picked the
+        # parameter by the argument `reduced` of `averaged` or `summed`: then it was not declared
+        # varying, and the backward pass has summed its gradient already.
         differs = {*varying_axes(gradient), *varying_axes(declared)}
         return tuple(name for name in axes_of_copies(parameter, axis) if name in differs)
 

@@ -101,7 +101,8 @@ def local_gradients(
         program = _program_with_shares(grad, declared, batch, params, shares) if shares else None
         value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
         _check_not_summed(value, gradients, declared, names, mean=mean)
-        # If the caller does not reduce the loss, it may be reduced already.
+        # The axes along which a gradient varies and the loss does not: the loss may have been
+        # reduced over them, and `check` finds out. A caller that does not reduce it allows this.
         reduced_axes = _reduced_axes(value, gradients, names) if loss else []
         # A loss can be wrong along the axes of shares, if it uses a share as a whole parameter, and
         # along `reduced_axes`, if it was reduced there. Without such axes, nothing is traced again.
@@ -256,12 +257,13 @@ class _Program:
         params, batch = map(jax.tree.leaves_with_path, self.arrays)
         # One for each argument of the program: the parameters come first.
         is_data = [False] * len(params) + [True] * len(batch)
-        # The uses of each argument by the first result, the loss, and then the uses of each
-        # parameter that `grad` reads by closure. `reached` says whether the loss depends on the
-        # argument, and `unsent` whether the argument is combined with data before a collective over
-        # the axis.
+        # `jaxprs.uses` returns the `Uses` of each result; result 0 is the loss. A `Uses` has an
+        # entry for each argument, and then one for each of `weights`, the parameters that `grad`
+        # may read by closure. `reached` says whether the loss depends on the argument, and `unsent`
+        # whether the argument is combined with data before a collective over the axis.
         weights = [leaf for _, leaf in self.outside]
         uses = jaxprs.uses(self.closed, name, data=is_data, weights=weights)[0]
+        # Without the entries of the batch, which stand between those of `params` and `weights`.
         unsent = uses.unsent[: len(params)] + uses.unsent[len(is_data) :]
         for (path, leaf), is_used in zip([*params, *self.outside], unsent, strict=True):
             if is_used and trees.dotted(path) in shares:

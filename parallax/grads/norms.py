@@ -5,13 +5,13 @@ shard over that axis. An axis is a name, such as "data", or a name with an algor
 collectives, such as `ring("data")`. The collectives of a plain name are those of `jax.lax`.
 """
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from parallax._typing import PyTree
@@ -50,7 +50,7 @@ def check_max_norm(where: str, max_norm: Any) -> None:
     A traced number has no value yet, and passes. `where` names the caller in the message.
     """
     # `not ... > 0` is also true for NaN.
-    if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
+    if not isinstance(max_norm, Tracer) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
             "trained. Leave the clipping out, or give the largest norm that the gradients of a "

@@ -216,12 +216,13 @@ class _Round(eqx.Module):
         which `start` stored in `state`."""
         inner, state = states
         sent = state.sent[self.k]
-        assert sent is not None  # since a stream with a delay has such a result in its state
+        # With a delay, the state has such a result for each fragment; `k` is this fragment's index.
+        assert sent is not None
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Exchanges the islands' changes of one fragment of the model, `self.part`. The change of
-        island i is the outer weights W minus the island's weights w_i.
+        """Exchanges the islands' changes of fragment number `self.k` of the model, `self.part`. The
+        change of island i is the outer weights W minus the island's weights w_i.
 
         Returns two things: a `SentChanges`, with the mean change of the islands that take part in
         the round, and this island's new rounding error, None unless the exchange rounds to int8.
@@ -249,7 +250,7 @@ class _Round(eqx.Module):
         # Without present islands, total and count are 0. The divisor is at least 1, since 0 / 0
         # would be NaN.
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
-        # `present` is an array [islands] split over the islands: one entry on each device.
+        # The field `present` is split over the islands: a device stores only its island's entry.
         return SentChanges(mean, count > 0, is_present[None]), error
 
     def _total(
@@ -271,6 +272,7 @@ class _Round(eqx.Module):
         def error_to_send(x):
             return jnp.where(is_present, x, jnp.zeros((), x.dtype))
 
+        # `new` is not 0 on an absent island: its devices add up and round parts of the sum too.
         def error_after(new, before):
             return new + jnp.where(is_present, jnp.zeros((), before.dtype), before)
 

@@ -240,7 +240,8 @@ def _specs(
         part_specs = spec_of(part_shapes)
         optimizer.append(rules.optimizer_specs(outer, part_shapes, part_specs, mesh))
         error.append(stacked(part_specs) if has_feedback else None)
-        # The fields of `SentChanges` are mean, some and present.
+        # The fields of `SentChanges`: the mean change, whose leaves are placed as the weights; a
+        # bool, whether any island was present; and a bool for each island, split over the islands.
         sent.append(SentChanges(part_specs, P(), P(names)) if waits else None)
     return State(inner, spec_of(weights), tuple(optimizer), tuple(error), tuple(sent))
 

@@ -72,9 +72,9 @@ class Loop:
         could stand after the loop. `aval` is the type of `value`, and `where` the source line of
         the sum.
         """
-        # If `value` depends on a carry, each iteration needs this carry's value. So the carry is
-        # spoiled, and its sums stay in the loop. The new sum stays too: its result has the spoiled
-        # carry as a part, and `only_added` takes no sums from a carry with a spoiled part.
+        # If `value` depends on a carry, each iteration needs this carry's value, so the old carry
+        # is spoiled. The new sum stays in the loop too: the `parts` of its result have the spoiled
+        # carry, and `only_added` leaves out all sums that have a spoiled part beside them.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
@@ -116,12 +116,19 @@ class Loop:
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
-        # A carry that is used in another way needs its sums in each iteration, so these sums do not
-        # count.
         added = {
             part for value in carries if not value.parts & self.spoiled for part in value.parts
         }
-        return [total for k, total in enumerate(self.sums) if ("sum", k) in added - self.spoiled]
+        # A carry that is used in another way needs its sums in each iteration, so these sums do not
+        # count, even if another carry only adds them up.
+        needed = {
+            part
+            for i, value in enumerate(carries)
+            if ("carry", i) in self.spoiled
+            for part in value.parts
+        }
+        moved = added - self.spoiled - needed
+        return [total for k, total in enumerate(self.sums) if ("sum", k) in moved]
 
     def _lets_sums_move(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]

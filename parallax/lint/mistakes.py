@@ -312,7 +312,7 @@ def wide_product(
         f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
         f"{wide[0].dtype.name}, and {why}: {multiply_adds:,} "
         "multiply-adds at the slower rate of that type, and operands of "
-        f"{_bytes(sum(nbytes(aval) for aval in wide))}, more than in 16 bits.",
+        f"{_bytes(sum(nbytes(aval) for aval in wide))} in all, which would be less in 16 bits.",
         "Cast both operands to the 16-bit type, and ask for wide sums with "
         "preferred_element_type=jnp.float32 if they matter.",
     )

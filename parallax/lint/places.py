@@ -15,7 +15,7 @@ from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.values import NO_AXES, Dims, sent_inside
 
 ELEMENTWISE = jaxprs.ELEMENTWISE | {CHOSEN, "replicated", "stop_gradient"}
-LAID_OUT = jaxprs.LAID_OUT  # operations that only move elements, such as a reshape
+LAID_OUT = jaxprs.LAID_OUT  # broadcasts and reshapes (no transposes): they keep elements in order
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
@@ -41,13 +41,12 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
 
 
 def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the `Dims` of an operand; `dims` are the `Dims` of the result. Returns None for the
-    same operations as `forward`.
+    """Returns the `Dims` of an operand; `dims` are the `Dims` of the result. As in `forward`,
+    returns None unless the node is elementwise, transposes, or only adds or drops dims of size 1.
     """
     if node.name == "transpose":
-        order = node.eqn.params[
-            "permutation"
-        ]  # dim `order[j]` of the operand is dim j of the result
+        order = node.eqn.params["permutation"]
+        # Dim `order[j]` of the operand is dim j of the result.
         return tuple(dims[order.index(i)] for i in range(len(order)))
     return _same_elements(node, dims, program.shape(result), program.shape(operand))
 

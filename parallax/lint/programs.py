@@ -64,10 +64,10 @@ def program(
       along that axis, as pipelines do, are accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec splits
       (hidden units, heads), if its result is combined, without a collective first, with an array
-      that still has the split dim. A reduction over groups of units (a group norm) is found too, if
-      each group on a device has only one unit. For example, the model has 8 units in 2 groups of 4,
-      and each of 4 devices has 2 units. If a device cuts its 2 units into 2 groups, each of these
-      groups has one unit.
+      that still has the split dim. A group norm is found only if its groups have one unit each on a
+      device, so that they cannot be whole. For example, the model has 8 units in 2 groups of 4, and
+      each of 4 devices cuts its 2 units into 2 groups too. Larger groups on a device are accepted,
+      since they may be whole groups of the model.
     * `parts-of-a-split-dim`: a weight's spec splits a dim, and different slices of this dim are
       combined with each other. Examples are the queries, keys and values of one fused matrix that
       is split by its outputs, and the stacked gates of an `eqx.nn.LSTMCell`. If the trace fails

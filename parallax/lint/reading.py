@@ -52,9 +52,9 @@ class Reading:
     """
 
     def __init__(self, *, narrow: bool):
-        """Begins to read a program; there are no findings yet. The keys of `known`, `_flats`,
-        `_ours` and `_settled` are made of `id(x)`, where `x` is a program, a jaxpr, an equation or
-        an operation."""
+        """Begins to read a program; there are no findings yet. `narrow` says whether all products
+        should be in 16 bits. The keys of `known`, `_flats`, `_ours` and `_settled` are made of
+        `id(x)`, where `x` is a program, a jaxpr, an equation or an operation."""
         self.narrow = narrow
         self.findings: dict[Finding, Finding] = {}
         self.silent = False  # whether mistakes are not noted
@@ -140,8 +140,8 @@ class Reading:
         method goes through the operations in order, and notes those mistakes that a single
         operation shows.
         """
-        # While silent, nothing is noted, so a program with the same facts is not read again.
-        # `summed` is only for messages.
+        # While silent, nothing is noted, so a program with the same facts is not read again. The
+        # key leaves out `summed`, whose source lines only go into the messages of findings.
         key = (id(program), *(value._replace(summed=()) for value in arguments))
         if self.silent and key in self._settled:
             return self._settled[key]
@@ -181,6 +181,8 @@ class Reading:
             return self._shard_map(node, inputs)
         if node.name in LOOPS:
             return self._loop(node, inputs)
+        # A `COND` only marks the place of a conditional: the operations of the branches, and those
+        # that make the results (`CHOSEN`), come after it in the list.
         if node.name == COND:
             self._note_lost_mark(node, inputs)
             return []
@@ -249,14 +251,14 @@ class Reading:
         """Reads the body of a `shard_map`, and returns the facts about its results that hold
         outside of the `shard_map`."""
         params, outside = node.eqn.params, self.map
-        # The `ShardMap` reads facts about all values from `known`. It looks for mistakes in the
-        # bodies of loops, which `self.body` gives. It collects one finding for each kind and line.
+        # `self.known` has the facts about all values, and `self.body` is a function that returns
+        # the body of a loop: `shard_map` looks for mistakes there too.
         shard_map = ShardMap(params["mesh"], params["check_vma"], self.known, self.body)
         self.map = shard_map
         (jaxpr,) = jaxprs.inner(node.eqn)
-        # The specs give the facts about the body's arguments, and how the body's results are split.
-        # By `self.ours`, `enter` also sees the permutes and all-to-alls inside the collectives of
-        # this library.
+        # `enter` reads the specs in `params`. They give the facts about the body's arguments, and
+        # for each result of the body the axes that split its dims (`result_dims`). `self.ours` is
+        # for the permutes and all-to-alls inside the collectives of this library.
         arguments, result_dims = shard_map.enter(jaxpr, params, inputs, self.ours)
         returned = self.read(self.flat(jaxpr, node), arguments, result_dims)
         self.map = outside
@@ -285,8 +287,8 @@ class Reading:
         trips = eqn.params.get("length")  # None for a `while`
         depth = len(self.loops) + 1  # with this loop
         if trips != 1:
-            # Sums of the outer loop that enter this loop count as used in another way than by
-            # adding them up.
+            # In this loop, `parts` are only this loop's own carries and sums. Those of the outer
+            # loop are not followed through this loop, so the ones among its operands are spoiled.
             if self.loops and not self.silent:
                 self.loops[-1].spoil(inputs)
             arguments = [value._replace(parts=frozenset()) for value in arguments]
@@ -310,9 +312,10 @@ class Reading:
             condition = self.flat(jaxprs.opened(eqn.params["cond_jaxpr"]), node)
             first = eqn.params["body_nconsts"]
             # The condition takes its constants and the carries. It has no updates and no gradients,
-            # so `propagate` is enough. Its collectives do not count as inside this loop. They run
-            # once per iteration, so they count as under the predicate, which only a first reading
-            # in silence gives.
+            # so `propagate` is enough. Its collectives do not count as inside this loop, but as
+            # under the predicate, since they run once per iteration. The predicate is itself the
+            # condition's result. So a first reading, in silence, finds the facts about the
+            # predicate, and a second reading notes the mistakes.
             operands = [*inputs[:skipped], *arguments[first:]]
             was_silent, self.silent = self.silent, True
             predicate = self.propagate(condition, operands)[0]
@@ -348,7 +351,7 @@ class Reading:
             for j, i in enumerate(carries):
                 # A carry is its initial value, or the result of an earlier iteration.
                 steady = either(arguments[i], returned[j])._replace(trip=loop.depth)
-                # `summed` is only for messages.
+                # `summed` is left out: its source lines only go into the messages of findings.
                 changed |= steady._replace(summed=()) != arguments[i]._replace(summed=())
                 arguments[i] = steady
             if not changed:
@@ -369,7 +372,9 @@ class Reading:
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
             inside[i] = carry
         self.loops.append(loop)
-        # A new carry is split as the old one, so the shards of the old carries give its dims.
+        # `read` looks for mistakes in results that may be updates of arguments, and needs the
+        # results' dims for that. A new carry is split like the old carry, whose `shard` has the
+        # dims. The dims of stacked outputs are not known.
         dims = _dims_of([arguments[i].shard for i in carries], program)
         returned = self.read(program, inside, dims)
         self.loops.pop()
@@ -425,9 +430,10 @@ class Reading:
         return results
 
     def _note_lost_mark(self, node: Node, inputs: list[Value]) -> None:
-        """Notes a conditional whose predicate differs along an axis, if an operand or a result is
-        typed as the same on all devices of this axis. The axis is ignored if the predicate itself
-        is typed so: then an earlier operation, not the conditional, dropped the axis from the type.
+        """Notes a conditional whose predicate differs along an axis, if a floating-point operand,
+        or any result, is typed as the same on all devices of this axis. The axis is ignored if the
+        predicate itself is typed so: then an earlier operation, not the conditional, dropped the
+        axis from the type.
         """
         predicate, *operands = inputs
         # Without `check_vma` the types do not say along which axes they vary.
@@ -439,8 +445,8 @@ class Reading:
         along = predicate.differs & set(types.axes_of_type(aval))
         pairs = zip(avals, operands, strict=True)
         # If an operand's type lacks an axis, JAX computes wrong gradients. Integers, and numbers
-        # written into the program, have no gradients. Results of any type count: those that differ
-        # are taken for equal copies.
+        # written into the program, have no gradients. Results of any type count: JAX takes a result
+        # whose type lacks the axis for equal copies, although the devices' results differ.
         floats = [aval for aval, value in pairs if jaxprs.is_float(aval) and not value.constant]
         # For each operand, and each result, whose type lacks some of these axes: those axes.
         inputs_lost, outputs_lost = (

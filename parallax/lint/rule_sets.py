@@ -231,7 +231,7 @@ def _devices(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
 
 def _dims(leaf: Any, size: int) -> list[int]:
     """Returns the dims of a leaf that an axis of this size can split: the dims whose length is a
-    multiple of `size`, and not 0."""
+    multiple of `size`, and not 0. An axis of one device splits nothing."""
     return [
         dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0
     ]

@@ -191,7 +191,8 @@ class ShardMap:
         the argument from which a value is made (`argument`), and the axes that split each dim of
         the value (`dims`). The returned `Shard` has the operand's `argument`, and the result's
         `dims`. Returns None for any operation but elementwise ones, reshapes, transposes and
-        all-gathers, or if the split of the result's dims is not known.
+        all-gathers, or if the split of the result's dims is not known. `note` is called for an
+        all-gather that puts blocks in a wrong order.
         """
         # Of the collectives, only an all-gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):
@@ -205,8 +206,9 @@ class ShardMap:
     def _gathered(
         self, program: Flat, node: Node, operand: int, result: int, dims: Dims, note: Note
     ) -> Dims | None:
-        """Returns the `Dims` of a gathered array, given the `Dims` of the operand (`dims`). Returns
-        None if the gathered blocks are not in order.
+        """Returns the `Dims` of a gathered array, given the `Dims` of the operand (`dims`). `node`
+        is the gather, over the axes in `node.sent`. Returns None if the gathered blocks are not in
+        order, or if the split of the result's dims is not known.
 
         The blocks are in order if the gather goes over the innermost axes that split the dim, in
         the order in which the spec names them. Floating-point blocks that are out of order are
@@ -215,10 +217,10 @@ class ShardMap:
         """
         before, after = program.shape(operand), program.shape(result)
         axes = self._of_several_devices(node.sent.axes if node.sent else ())
-        # Without such axes nothing is gathered. After a gather along a new dim, the split of the
-        # dims is not known.
-        if not axes or len(before) != len(after):
+        if not axes:  # nothing is gathered; only a new dim of size 1 may change the shape
             return dims if before == after else None
+        if len(before) != len(after):  # gathered along a new dim: the split is not known
+            return None
         grown = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
         if len(grown) != 1 or not set(axes) <= set(dims[grown[0]]):
             return None
@@ -343,9 +345,11 @@ class ShardMap:
             # Layers are slices of a weight: an argument that is trained.
             if shard is None or not shard.dims or shard.argument not in self.trained:
                 continue
+            # The values in the body that depend on the layers, and the axes of collectives of them.
             uses, axes_sent_over = _uses(body, body.arguments[i])
             # The carries that the layers change, and the axes along which they depend on the batch.
-            # An axis does not count if the carry depends on the device's index along this axis: a
+            # A carry is operand c of the loop, and its new value is result j of the body. An axis
+            # does not count if the carry depends on the device's index along this axis: a
             # pipeline's stages choose their inputs by this index.
             carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
             fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))

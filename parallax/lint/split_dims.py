@@ -96,7 +96,7 @@ class _Operation:
         if name == "optimization_barrier":
             return list(inputs)
         if name == "axis_index":
-            return [Value(dims=())]
+            return [Value(dims=())]  # a scalar; `Reading` adds the fact that it differs
         # Numbers written into the program have no `dims` (None). The same holds for results that
         # are made only of such numbers, except random numbers and counts.
         if name not in ("random_bits", "iota") and all(value.dims is None for value in inputs):
@@ -222,7 +222,10 @@ class _Operation:
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about an array made by placing arrays of the same rank side by side. If
-        all these arrays are terms of sums over an axis, so is the new array."""
+        all these arrays are terms of sums over an axis, so is the new array. The callers change the
+        facts about the dim along which the arrays are joined."""
+        # Without numbers written into the program, whose `dims` are None. If all arrays were such
+        # numbers, `results` would not call this rule, so `known` is not empty.
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
@@ -243,7 +246,7 @@ class _Operation:
         """
         value, place = self._side_by_side(inputs), self.params["dimension"]
         # Numbers written into the program (`dims` is None) do not count: they may pad each
-        # device's part of the dim.
+        # device's part of the dim. `known` is not empty, as in `_side_by_side`.
         known = [value.dims for value in inputs if value.dims is not None]
         # `_side_by_side` gives the axes that split the dim in any of the operands, and notes a
         # mistake if operands are different slices of a split dim. If one operand is whole along an
@@ -311,7 +314,8 @@ class _Operation:
         rank = len(self.shapes[0])
         # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.
         given = [value for value in inputs if value.dims is not None and len(value.dims) == rank]
-        if not given:  # a scalar chose between numbers written into the program
+        # A `select_n` with a scalar predicate, which chooses between numbers without `dims`.
+        if not given:
             return _new_dims(self.shapes[0])
         dims = tuple(map(self._together, zip(*(value.dims or () for value in given), strict=True)))
         for value in given:
@@ -323,11 +327,22 @@ class _Operation:
         if self.node.name in _COMPARES or sum(dim.counted for dim in dims) > 1:
             dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for value in given for axis, _ in value.terms})
+        # `_term` gets all operands, since it looks at the first operand of a quotient.
         terms = [(axis, term) for axis in axes if (term := self._term(axis, inputs))]
-        # The result was divided by the size of an axis if all operands were, or if this operation
-        # divides by it.
-        shared = frozenset.intersection(*(value.shared for value in given))
-        return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
+        return Value(dims=dims, terms=tuple(terms), shared=self._shared(inputs, given))
+
+    def _shared(self, inputs: Sequence[Value], given: Sequence[Value]) -> frozenset[str]:
+        """Returns the axes by whose number of devices the result of an elementwise operation was
+        divided: by this operation, or before it. Before it means one factor of a product, the
+        numerator of a quotient, or all operands of any other operation. `given` are the operands
+        that are not numbers written into the program.
+        """
+        of_operands = [value.shared for value in given]
+        if self.node.name == "mul":
+            return NO_AXES.union(*of_operands) | self._divided_by()
+        if self.node.name == "div":
+            return inputs[0].shared | self._divided_by()
+        return frozenset.intersection(*of_operands)
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
         """Notes a mistake if a dim of the result is split, but along this dim an operand has random
@@ -336,6 +351,7 @@ class _Operation:
         about the operand, and `dims` the facts about the result's dims.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
+        # The caller leaves out operands whose `dims` are None; `or ()` is for the type checker.
         for dim, of_value in zip(dims, value.dims or (), strict=True):
             axes = dim.split - value.differs
             drawn |= axes if of_value.drawn else NO_AXES
@@ -361,9 +377,11 @@ class _Operation:
         with_term = [value for value in known if axis in dict(value.terms)]
         without = [value for value in known if axis not in dict(value.terms)]
         terms = [dict(value.terms)[axis] for value in with_term]
-        # If one operand is no longer a linear function of its term, neither is the result.
-        term = next((term for term in terms if not term.is_linear), terms[0])
-        # Whether an operand has a dim split over `axis` that is whole in all operands with a term.
+        # If one operand is no longer a linear function of its term, neither is the result. If a
+        # value such as a bias was added to one of the terms, it is in the result too.
+        term = min(terms, key=_rank)
+        # Case 1: a norm or a softmax. An operand without a term still has the dim split over
+        # `axis`, and the dim is not split in the operands with a term.
         if any(_meets_split_dim(axis, value, with_term) for value in without):
             # It is no mistake to subtract a device's own maximum: a softmax may be shifted by any
             # number.
@@ -371,19 +389,23 @@ class _Operation:
                 details = term.node.name, term.aval, frozenset({axis})
                 self._mistake(mistakes.reduced_over_a_split_dim, term.node, *details)
             return None
-        if name in _LINEAR or (name == "select_n" and not without):  # a choice between terms
+        # Case 2: a cast, a change of sign, or a choice between terms.
+        if name in _LINEAR or (name == "select_n" and not without):
             return term
+        # Case 3: a sum of terms, or of terms and other operands (`without`).
         if name in ("add", "sub", "add_any") and not term.is_peak:
-            # `whole` are the operands that are the same on all devices, and were not divided by the
-            # number of devices. A later sum over the devices would count them several times, so the
-            # first operation that adds one is kept. JAX's transposes make `add_any`, not the user.
+            # `whole` are the other operands that are the same on all devices, and were not divided
+            # by the number of devices. A later sum over the devices would count them several times,
+            # so the first operation that adds such an operand is kept. (JAX's transposes make
+            # `add_any`, not the user.)
             whole = [value for value in without if axis not in value.differs | value.shared]
             if whole and term.is_linear and not term.added and name != "add_any":
                 return term._replace(added=self.node)
-            # If an operand without a term differs between devices, or was divided by their number,
-            # the sum may be right, and the lint stops following the term.
+            # If another operand differs between devices, or was divided by their number, the sum
+            # may be right, and the lint stops following the term.
             return term if len(whole) == len(without) else None
-        # If each device multiplies its term by another number, the result is no term of one sum.
+        # Case 4: a product, a quotient or any other function. If each device multiplies its term
+        # by another number, the result is no term of one sum.
         if any(axis in value.differs for value in without):
             return None
         # A product with a number that is the same on all devices, or a quotient by it, is still a
@@ -430,11 +452,12 @@ class _Operation:
         removed, is_sum = self.params["axes"], self.node.name == "reduce_sum"
         result = self._without(value, removed)
         axes = NO_AXES.union(*(dims[i].split for i in removed))
-        # A reshape may turn a split dim into groups: 8 units on 4 devices, 2 on each, by
-        # `x.reshape(2, -1)`. Then a device has one element of each group, and the reduction of the
-        # group is not complete either. Several elements may be a whole group, such as a head.
+        # A reshape may cut a split dim into groups, whose inner dim has the split dim's axes as its
+        # `within`. If a device's groups have one element each, as after `x.reshape(2, -1)` of 2
+        # units, they are no whole groups, so their reduction is not complete either. Groups of
+        # several elements may be whole, such as heads.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
-        axes |= NO_AXES.union(*(dims[i].within for i in ones))  # `within` such a split dim
+        axes |= NO_AXES.union(*(dims[i].within for i in ones))
         # A sum of terms is a term of the same sum over devices; a maximum of terms is none.
         terms = dict(value.terms) if is_sum else {}
         if result.has_rows:  # else it is no value of the forward pass
@@ -447,7 +470,7 @@ class _Operation:
         the left operand's other dims that are not summed over, then those of the right operand. If
         a dim that is summed over is split, each device's result is only its own term of the whole
         product."""
-        first, second = inputs
+        first, second = inputs  # the left and the right operand
         (left_summed, right_summed), (left_batch, right_batch) = self.params["dimension_numbers"]
         left, right = self._dims(first), self._dims(second, place=1)
         batch = zip(left_batch, right_batch, strict=True)
@@ -461,7 +484,7 @@ class _Operation:
             summed = NO_AXES.union(
                 *(left[i].split for i in left_summed), *(right[j].split for j in right_summed)
             )
-            terms |= dict.fromkeys(summed, Term(self.node, self.avals[0]))
+            terms |= dict.fromkeys(summed, Term(self.node, self.avals[0]))  # the left one's type
         return Value(dims=tuple(dims), terms=tuple(terms.items()))
 
     # Collectives
@@ -478,10 +501,11 @@ class _Operation:
                     aval = jaxprs.types(term.added.eqn.outvars)[0]
                     details = aval, frozenset({axis})
                     self._mistake(mistakes.added_before_the_sum, term.added, *details)
-        # A ragged all-to-all, for example, also takes sizes. Which operand has the data is not
-        # known here.
+        # A ragged all-to-all, for example, has more operands than results: it also takes sizes.
+        # Which operand has the data is not known here.
         if len(inputs) != len(self.shapes):
             return [_new_dims(shape) for shape in self.shapes]
+        # `self.avals` are the types of the operands, and `self.shapes` the shapes of the results.
         avals = zip(inputs, self.avals, self.shapes, strict=True)
         return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
 
@@ -539,6 +563,13 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
         # elements of one device, and are dropped.
         dims.append(Dim(split, rows=dim.rows, drawn=dim.drawn))
     return Value(dims=tuple(dims), terms=tuple(pair for pair in value.terms if pair[0] not in axes))
+
+
+def _rank(term: Term) -> int:
+    """Returns a sort key for the terms of one operation: first come those of which an operand is no
+    longer a linear function, then those to which a value that is the same on all devices was added.
+    """
+    return 0 if not term.is_linear else 1 if term.added else 2
 
 
 def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
@@ -611,9 +642,9 @@ def _group(dims: Sequence[Dim], sizes: Sequence[int], count: int) -> list[Dim]:
     # dim does not count as split.
     if any(dim.split for dim in others):
         outer = Dim()
-    # If any old dim is `counted`, the outer new dim is `counted`, and the inner new dims are not:
-    # counts along an inner new dim begin at 0 for each index of the outer new dim, so these counts
-    # are the same on a device as in the whole array.
+    # If any old dim is `counted`, only the outer new dim is. For example, `arange(6).reshape(2, 3)`
+    # counts 0, 1, 2 along the inner dim in each row. A device's rows have the same counts along it
+    # as the whole array's rows, and only differ in where they begin.
     counted = any(dim.counted for dim in dims)
     inner = Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)
     return [outer._replace(rows=rows, drawn=drawn, counted=counted), *[inner] * (count - 1)]

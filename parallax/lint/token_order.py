@@ -108,8 +108,9 @@ def _shard_maps(
     is not known. It is known only of arrays that reach the `shard_map` unchanged: constants of
     whole numbers, and arguments of the program that are not None in `arguments`.
 
-    A `shard_map` inside a call, such as a call of `jit`, is found too. In the body of a `scan`, the
-    values are those of the first iteration, such as the first slice of an argument.
+    A `shard_map` inside a call, such as a call of `jit`, is found too. In the body of a `scan`, a
+    carry has its initial value, and an array that is sliced has its first slice, also if the `scan`
+    goes from the last slice to the first.
     """
     jaxpr = jaxprs.opened(program)  # without the values of its constants
     # Not strict: only a `ClosedJaxpr` has the values of its constants (`consts`).
@@ -124,8 +125,8 @@ def _shard_maps(
         # A call passes its operands on to its only body.
         elif len(bodies) == 1 and len(jaxprs.opened(bodies[0]).invars) == len(values):
             if eqn.primitive.name == "scan":
-                # The first iteration is read. A scan's operands are constants, carries, and then
-                # arrays of which the iteration gets the first slices.
+                # A scan's operands are constants, carries, and then arrays of which each iteration
+                # gets a slice. One iteration is enough, so only the first slices are read.
                 constants_and_carries = sum(jaxprs.scan_parts(eqn))
                 firsts = map(_first, values[constants_and_carries:])
                 values = [*values[:constants_and_carries], *firsts]

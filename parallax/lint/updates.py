@@ -127,6 +127,7 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
         if node is None:
             continue
         for operand in operands(node, value):
+            # Of the collectives, only sums have a `before`, and it is `dims`, the result's `Dims`.
             before = _before(program, node, operand, value, dims)
             sent = frozenset(node.sent.axes if node.sent else ())
             axes = axes_of_blocks(dims, program.shape(value)) & sent
@@ -142,8 +143,8 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
     None if the operand does not hold the elements of the result.
     """
     # Sums over devices keep the shape and the split. So does a carry. It counts as an elementwise
-    # function of its initial value: a loop that accumulates gradients adds to each element. Stacked
-    # results have another shape.
+    # function of its initial value: a loop that accumulates gradients adds to each element. For
+    # stacked results, `operands` gives no operand.
     if node.name in LOOPS or (node.sent and node.sent.kind == "sum"):
         return dims if program.shape(operand) == program.shape(value) else None
     return None if node.sent else backward(program, node, operand, value, dims)
@@ -190,8 +191,8 @@ def reductions(
                 reduced.append((node, value))
             keeps_elements = node.name in ELEMENTWISE | LAID_OUT | {"transpose"}
             for output in node.outputs if keeps_elements else ():
-                # A broadcast has more elements than `value`. An operation with several results
-                # makes each of one operand, which need not be `value` (`operands`).
+                # Two kinds of outputs are left out: a broadcast, which repeats elements of `value`,
+                # and a result that a barrier makes from another operand than `value`.
                 same_size = program.types[output].size == program.types[value].size
                 if same_size and output not in known and value in operands(node, output):
                     dims = known[value]
@@ -363,7 +364,8 @@ def _is_of_optax(node: Node) -> bool:
 
 
 def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
-    """Returns the dims of the operand `value` that a reduction or a product sums over."""
+    """Returns the dims of the operand `value` that a reduction or a product sums over. If `value`
+    is both operands of a product, the dims are those of the left one."""
     if node.name == "dot_general":
         (left, right), _ = node.eqn.params["dimension_numbers"]
         return tuple(left if value == node.inputs[0] else right)

@@ -187,8 +187,8 @@ class Value(NamedTuple):
 
     def stacked(self) -> "Value":
         """Returns the facts about an array that stacks several values along a new first dim. `self`
-        has the facts that are true of each of these values. The stack has no `shard`, even if the
-        stacked values have one."""
+        has the facts that are true of each of these values. The stack has no `shard`, which would
+        need the axes that split the new dim: they are not known."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -214,9 +214,9 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
-        # `trip` is the depth of a loop: the innermost loop that changes one of `values` counts.
+        # The depth of the innermost of the loops that change `values`.
         trip=max((value.trip for value in values), default=0),
-        constant=all(value.constant for value in values),
+        constant=all(value.constant for value in values),  # only numbers written in the program
         # Pairs of an axis and the line of the sum over it. An axis is listed once, with one of its
         # lines: they are only for messages.
         summed=tuple(dict(pair for value in values for pair in value.summed).items()),
@@ -344,7 +344,7 @@ def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str)
     # The first three fields of a `Value` are `differs`, `trip` and `constant`. `summed`, which only
     # serves messages, is left out: after a permute, a scatter or an exchange, the value is not the
     # array that an earlier sum made.
-    if sent.kind not in ("sum", "maximum", "gather"):
+    if sent.kind not in ("sum", "maximum", "gather"):  # a minimum is of the kind "maximum" too
         return Value(value.differs | axes, value.trip, value.constant)
     # The lines of sums, for messages: a new collective over an axis replaces the earlier sum.
     summed = {axis: line for axis, line in value.summed if axis not in axes}

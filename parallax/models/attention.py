@@ -42,7 +42,8 @@ def grouped(
 
     Raises:
         ValueError: H is no multiple of G; or `sharers` is given, and G, the number of heads of keys
-            on this device, is not max(H // sharers, 1).
+            on this device, is not max(H // sharers, 1), or H is neither a multiple nor a divisor of
+            `sharers`.
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """
@@ -53,6 +54,12 @@ def grouped(
             "attention needs a number of heads of q that is a multiple of the number of heads of "
             f"k and v; got {H} of q and {G} of k and v. On a device that has only some of the "
             "heads, pass the heads of k and v to which the device's heads of q attend."
+        )
+    if sharers is not None and H % sharers and sharers % H:
+        raise ValueError(
+            f"attention: {sharers} heads of queries share one head of keys and values, so a device "
+            f"needs a multiple or a divisor of {sharers} heads of queries; got {H}. Split the "
+            "heads over another number of devices."
         )
     if sharers is not None and max(H // sharers, 1) != G:
         raise ValueError(

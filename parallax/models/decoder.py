@@ -246,7 +246,7 @@ def _planned_state(
         rule,
         mesh,
         optimizer_rule=state_rule,
-        scale=recipe.first_scale(layout),
+        scale=recipe.first_scale(layout),  # of the loss, for float16; else None
         trainable=compute.trainable,
         batch_axes=layout.batch_axes,
     )
@@ -409,7 +409,8 @@ def stored(
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), the
     model's blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule,
     pass it as `schedule`: the schedule gives the order of the chunks. If the state also holds
-    models with only some of the chunks, pass `layers`, the number of layers of the whole model.
+    models with only some of the chunks, as the fragments of islands, pass `layers`, the number of
+    layers of the whole model. It gives the size of a chunk, by which `from_disk` cuts the blocks.
     """
     if not layout.pipelined:
         return None

@@ -178,7 +178,7 @@ def logits(
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
-    x = embed(parts, model, tokens, None)
+    x = embed(parts, model, tokens, None)  # None, here and below: no keys of dropout
     apply = parts.layer(
         model.config, positions=positions(x, tokens.shape[1]), comms=ONE_DEVICE, attend=attend
     )
@@ -219,9 +219,9 @@ def stages(
     """
 
     def comms_of_ends():
-        """Returns the `tensor.Comms` by which the embedding and the head communicate inside a
-        stage. Over the stages, which split the vocabulary too, they communicate by the function
-        that `embed` and `head` get as `across`.
+        """Returns the `tensor.Comms` of the embedding and the head. `everywhere` includes the
+        stages, since they split the vocabulary too. The functions of this `Comms` send only inside
+        a stage: activations go from stage to stage by `across`, an argument of `embed` and `head`.
         """
         return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
 
@@ -233,7 +233,8 @@ def stages(
         first stage gets the sum.
         """
         windows, keys, weights, _ = Batch(*part)
-        # Only for a record is it asked which stage this is: other programs do not compute it.
+        # A record ignores the input on all stages but the first. Programs that make no record need
+        # no condition, and do not compute the stage's index.
         is_used = not recording.is_on() or Axis.of(stage_axis).index() == 0
         with recording.only_if(is_used):
             return embed(

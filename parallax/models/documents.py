@@ -86,8 +86,9 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
 
         # A tree like the arguments, with True for each array that the traced program reads.
         is_read = trace(array_results, *arrays).used
-        # The third argument of a stage, `(model, x, batch, position)`, is the batch. A batch
-        # without segments has no leaf there, and is refused too.
+        # The third argument of a stage, `(model, x, batch, position)`, is the batch. It may be a
+        # plain tuple, which has no field `segments`, so it is made a `Batch` here. A batch without
+        # segments has no leaf there, so the list is empty, and the batch is refused too.
         if not jax.tree.leaves(Batch(*is_read[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so tokens would see "

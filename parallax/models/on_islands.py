@@ -131,8 +131,10 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
     only some chunks of each stage, and the schedule does not place the chunks in the order of the
     layers.
     """
+    # A looped placement is in the order of the layers, as that of the layout's own schedule is. So
+    # below, None stands for this order, and a schedule for another order.
     if schedule is not None and is_looped(schedule.placed):
-        schedule = None  # it places the chunks in the order of the layers
+        schedule = None
     whole = decoder.stored(family, layout, schedule=schedule)
     if whole is None:
         return None
@@ -156,8 +158,9 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
 
 def _on_all_models(state: islands.State, change: Callable[[Any], Any]) -> islands.State:
-    """Returns the state with `change`, a function of one model, applied to all parts that hold
-    models, or trees with the structure of a model, such as an optimizer's moments.
+    """Returns the state with `change` applied to all parts that hold models, or trees with the
+    structure of a model, such as an optimizer's moments. `change`, a function of a `DiskForm` from
+    `decoder.stored`, takes any tree, and changes the blocks of each model in the tree.
 
     The islands' models and optimizers (`inner`) and their errors of quantization (`error`) have a
     first dim of islands, which `change_stacked` maps over. The outer `model` and `optimizer`, and
@@ -168,8 +171,8 @@ def _on_all_models(state: islands.State, change: Callable[[Any], Any]) -> island
         lambda inner: (inner.model, inner.optimizer), state.inner, replace_fn=change_stacked
     )
     # `error` and `sent` have an entry for each fragment. The fragment's arrays stand in a tree like
-    # the model, which has None for all other leaves. An entry is None if it is not used; `vmap`
-    # refuses such an entry, and `change` leaves it as it is.
+    # the model, which has None for all other leaves. An entry is None if it is not used: `vmap`
+    # refuses such an entry, and `change` returns it unchanged.
     errors = tuple(None if error is None else change_stacked(error) for error in state.error)
     return islands.State(
         inner, change(state.model), change(state.optimizer), errors, change(state.sent)
@@ -179,7 +182,8 @@ def _on_all_models(state: islands.State, change: Callable[[Any], Any]) -> island
 def _check_all_chunks(family: Family, layout: Layout, state: islands.State) -> None:
     """Raises `ValueError` if a fragment, the part of the model that one round exchanges, has only
     some chunks of each stage. The fragment's arrays do not say which chunks these are, so the order
-    of their layers is not known."""
+    of their layers is not known. `stored` makes this check only if the schedule does not place the
+    chunks in the order of the layers."""
 
     def is_model(leaf):
         return isinstance(leaf, family.model)

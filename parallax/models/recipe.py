@@ -218,10 +218,11 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         grad = grads.summed(grad, axes["tensor"])
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
         grad = zero.gathered_once(grad, sharded_over, setup.part_specs.ends)
-    # Outside the accumulation and the gathers, so that weights are cast once per step, and gathered
-    # in 16 bits; inside the averages, so that these reduce float32. The sums over devices above
-    # (ZeRO-2's `scatter`, `summed`, and the transposes of ZeRO-3's gathers) are taken in float32 or
-    # wider too, whatever the type of the gradients.
+    # `mixed` casts the weights before all of the above runs: so they are cast once per step, and
+    # ZeRO-3 gathers 16 bits. `mixed` returns the gradients in the weights' own type, such as
+    # float32, so the averages below get that type. The sums over devices above (ZeRO-2's
+    # `scatter`, `summed`, and the transposes of ZeRO-3's gathers) are taken in float32 or wider
+    # too, whatever the type of the gradients.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
     # Gradients that ZeRO-2 scattered above are not scattered again: here they are only divided, and

@@ -421,8 +421,10 @@ def filtered(
     # A negated condition, here and for `top_p`, since it is also true for nan.
     wrong = jnp.isnan(shifted).any() | ~((scale >= 0) & (scale < jnp.inf))
     if top_p is not None:
-        # A Python number is subtracted in float64, which is exact enough for a top_p near 1.
-        dropped_share = 1 - top_p if isinstance(top_p, jax.Array) else 1 - float(top_p)
+        # A Python number is subtracted in float64, which is exact enough for a top_p near 1. An
+        # array is widened first, since 1 - top_p would be rounded to its type, such as bfloat16.
+        is_array = isinstance(top_p, jax.Array)
+        dropped_share = 1 - (top_p.astype(jnp.result_type(float)) if is_array else float(top_p))
         dropped_share = jnp.asarray(dropped_share, wide.dtype)
         order = jnp.argsort(scores)
         # From the least likely token on, drop tokens while their sum is at most 1 - top_p; the
@@ -438,8 +440,10 @@ def _scalar(needed: str, value: Any, most: float) -> Any:
     be finite and from 0 to `most`; the value of a tracer is unknown and is not checked. Errors
     begin with `needed`, a text such as "gpt2.sample needs a top_p from 0 to 1".
     """
-    # The kinds of NumPy's types: signed integers, unsigned integers, floats.
-    if np.shape(value) != () or np.result_type(value).kind not in "iuf":
+    dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+    # JAX knows more types than NumPy, such as bfloat16.
+    is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    if np.shape(value) != () or not is_real:
         raise ValueError(f"{needed}; got {value!r}.")
     if not isinstance(value, Tracer):
         number = float(value)

@@ -15,7 +15,8 @@ ZeRO-2, `zero.reduce_scattered` returns shares of gradients, and the parameters 
 module, the name ZeRO-1 also stands for ZeRO-2. A `Value` says how an array of the program is
 computed: `leaves` has the numbers of the leaves that the array is computed from. `mixes` is the
 reason why the array is not computed element by element, or "" if it is. In `leaves`, the number
-`WHOLE` stands for any array that is the same on all devices.
+`WHOLE` stands for any array that is the same on all devices, and `RIGHT` for a result that a
+wrapper of an optimizer, such as `optimizers.whole`, has marked as correct on shards.
 """
 
 import functools
@@ -206,7 +207,8 @@ class _Update:
         # same on all devices, so the optimizer may also sum it.
         numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
         # In ZeRO-1 the gradient of a split leaf is a share, but the parameter is whole and counts
-        # as `WHOLE`. `is_shard` is False for these leaves, and True for all others.
+        # as `WHOLE`: then the two have different shapes, and `is_shard` is False. For whole leaves
+        # `is_shard` is True too, and their number is `WHOLE` already.
         of_weights = [
             number if leaf.is_shard else WHOLE
             for number, leaf in zip(numbers, self.leaves, strict=True)
@@ -332,7 +334,7 @@ class _Update:
         owners = [*range(count), *self.owners, *[None] * len(results)]
         for i, (value, owner) in enumerate(zip(results, owners, strict=False)):
             # The result's own leaf, if it has one, and then the other split leaves that the result
-            # is computed from.
+            # is computed from. `WHOLE` and `RIGHT` are no numbers of leaves.
             own = [] if owner is None else [owner]
             numbers = own + sorted({*value.leaves} - {WHOLE, RIGHT, owner})
             compared = [self.leaves[number] for number in numbers]

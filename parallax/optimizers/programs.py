@@ -63,9 +63,10 @@ def right_on_shards(update: Callable[..., Any], *, at: str = "") -> Callable[...
             )
         weights = None if params is None else matching_parameters(gradients, params)
         # `checked` traces this function on unknown sizes. Only the types and the marks of the
-        # results matter there. An update has the type of its parameter, and is correct if its
-        # gradient is (`_marked_like`). The state has its old type. Its mark needs no condition,
-        # since a wrong gradient is reported at its update.
+        # results matter there. An update has the type of its parameter, and is marked as correct on
+        # the condition that its gradient is (`_marked_like`). The state has its old type, and is
+        # marked without a condition (`_marked`): if a gradient is wrong, the check refuses its
+        # update anyway.
         if has_unknown_sizes((gradients, weights)):
             like = gradients if weights is None else weights
             return jax.tree.map(_marked_like, gradients, like), jax.tree.map(_marked, state)
@@ -187,9 +188,9 @@ class _Elements(jaxprs.Following):
         # split.
         if name in jaxprs.ELEMENTWISE:
             return _elementwise(value, eqn, aval)
-        # A reshape or a broadcast (`LAID_OUT`). An operand without leaves (`not any(value)`) has
-        # equal elements, so it may be laid out in any way. Any other operand must keep its elements
-        # in place.
+        # A reshape or a broadcast (`LAID_OUT`). If `value` has neither leaves nor `mixes` (`not
+        # any(value)`), all elements of the operand are equal, so they may be laid out in any way.
+        # Any other operand must keep its elements in place.
         if name in jaxprs.LAID_OUT and (not any(value) or _keeps_places(eqn)):
             return value
         # Any other operation is correct only if all its operands are whole, and nothing in it
@@ -213,8 +214,9 @@ class _Elements(jaxprs.Following):
         if any(map(split_over, returned)) and not any(map(split_over, given)):
             return f"{_operation(eqn)} differs between devices"
         inside = []
-        # The programs inside, such as a loop's body; their arguments are whole. `run` gets the
-        # `Value`s of their constants from `constant`: one that differs between devices mixes.
+        # The programs inside, such as a loop's body; their arguments are whole. `run` calls the
+        # method `constant` for each of their constants. If a constant differs between devices, this
+        # method sets `mixes`.
         for body in jaxprs.closed(eqn.params):
             arguments = jaxprs.types(jaxprs.opened(body).invars)
             inside += self.run(body, list(map(same_everywhere, arguments)))
@@ -231,7 +233,8 @@ def _elementwise(value: Value, eqn: JaxprEqn, aval: Any) -> Value:
     # Updates that `zero.sharded` has gathered are whole, though they are made of shards: they are
     # marked by `RIGHT`, and vary along no axis.
     both_whole = RIGHT in value.leaves and not split_over(aval)
-    # The equation adds no mixing if all operands are whole, or if none is.
+    # The equation adds no mixing if all operands are whole, or if none is. A single number that is
+    # the same on all devices, such as a step count, has no leaves, so it fits both cases.
     if value.mixes or value.leaves <= {WHOLE} or WHOLE not in value.leaves or both_whole:
         return value
     mixes = f"{_operation(eqn)} combines it with an array that is not split like it"
@@ -244,8 +247,9 @@ def _operation(eqn: JaxprEqn) -> str:
 
 
 def _keeps_places(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation such as a reshape or a broadcast keeps each element of its first
-    operand at the same place."""
+    """Returns whether an equation keeps each element of its first operand at the same place. The
+    equation is one of `LAID_OUT`: a reshape, a broadcast, `squeeze` or `expand_dims`; no
+    transpose."""
     before, after = jaxprs.types(eqn.invars)[0], jaxprs.types(eqn.outvars)[0]
     # A reshape with `dimensions` would also transpose.
     return before.shape == after.shape and eqn.params.get("dimensions") is None

@@ -255,6 +255,8 @@ class _Owners(NamedTuple):
             ways = jax.tree.map_with_path(self.way, params)
             # `_to_owner(x, weight, way)`: here the array `x` to move is the parameter itself.
             params = jax.tree.map(_to_owner, params, params, ways)
+        # Leaves with equal dims of layers are one group: the sizes of these dims, and the leaves'
+        # paths.
         groups = self.groups(params)
         # A state for each group: of its leaves only, with a `vmap` for each dim of layers.
         states = [
@@ -272,13 +274,15 @@ class _Owners(NamedTuple):
 
         `updates` are gradients, whole or shares, and `weights` the parameters that have a gradient.
         """
+        # For each leaf a `_Way`: how it is divided when it moves to the devices that update it.
         ways = jax.tree.map_with_path(self.way, weights)
         owned_gradients = jax.tree.map(_to_owner, updates, weights, ways)
         owned_weights = jax.tree.map(_to_owner, weights, weights, ways)
         update_layer = functools.partial(self.optimizer.update, **extra)
         results, states = [], []
-        # One group at a time, with its state `old`: leaves with different numbers of layers cannot
-        # go through one `jax.vmap`.
+        # One group at a time, since leaves with different numbers of layers cannot go through one
+        # `jax.vmap`. A group is the sizes of its dims of layers, and the paths of its leaves; `old`
+        # is its state.
         for (sizes, paths), old in zip(self.groups(owned_weights), state.groups, strict=True):
             members, lead = _only(owned_weights, paths), len(sizes)
             # Each layer is updated by one device, so the optimizer must not combine leaves.
@@ -329,6 +333,7 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
             x = shards.take(x, [Split(layers_dim, split.axis)])
         elif split.dim > layers_dim:
             x = split.axis.all_to_all(x, layers_dim, split.dim, tiled=True)
+    # `way.inner` divides the layers once more, over the axes that split no dim of the leaf.
     return shards.take(x, way.inner)
 
 
@@ -391,9 +396,9 @@ def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> No
     splits that cut the array. The array is a gradient or a parameter, and has dims of layers.
     """
     layers_dim = way.lead - 1  # the last dim of layers
-    # These layers are still to be divided among the owners: over the axes of all splits of the leaf
-    # (`way.splits`), and over the axes that split no dim of it (`way.inner`). A split of the layers
-    # themselves has divided a share already, but not an array that is whole.
+    # `_to_owner` divides the layers over all axes of the wrapper: over those that split a dim of
+    # the leaf (`way.splits`), whichever dim it is, and then over the others (`way.inner`). Left out
+    # are only the axes over which the layers of this array are split already (`divided`).
     divided = [split for split in splits if split.dim == layers_dim]
     left = [split for split in way.splits if split not in divided]
     owners = math.prod(split.axis.size() for split in [*left, *way.inner])

@@ -106,11 +106,11 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
         # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)
         along, shape = axes_of_type(jax.typeof(kind)), (count, *kind.shape)
-        # `zeros_like` keeps the axes along which a type varies; `empty` has no such axes.
+        # `zeros_like` of random keys, and `empty`, have no axes along which they vary. So each
+        # result is cast by `varying`.
         if not set(axes(axis.names)) & set(along):
-            return jnp.zeros_like(kind)
+            return varying(jnp.zeros_like(kind), along)
         # Integers may be indices. An idle stage computes with them too, so they begin in range.
-        # `varying` is for random keys, whose `zeros_like` has no such axes.
         if not jnp.issubdtype(kind.dtype, jnp.inexact):
             return varying(jnp.broadcast_to(jnp.zeros_like(kind), shape), along)
         # Accelerators do not fill an empty array, which saves the time to write zeros. A tick

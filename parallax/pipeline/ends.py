@@ -38,8 +38,9 @@ def copy_from_last(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "
     axis = Axis.of(axis)
     last = axis.size() - 1
     place = last - axis.index()  # counted from the last stage
-    # The other stages' `x` is overwritten below. It is set to 0 here so that `checks.head` sees
-    # this too: that check refuses a head whose sum over the stages includes their `x`.
+    # The `x` of all stages but the last is overwritten below. `checks.head`, which refuses a head
+    # that sums over the stages values computed from these `x`, cannot see that, but it sees that
+    # they are set to 0 here.
     x = masked(place == 0, x)
     # The tree of `sum_to_first`, with the stages in reverse order and each source as target.
     for distance, pairs in reversed(_rounds(axis.size())):

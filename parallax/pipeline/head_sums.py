@@ -103,8 +103,9 @@ class _Sums(jaxprs.FollowingAlong):
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
-        the operands. Sets `self.added` to True if the equation sums, over the stages, values
-        computed from the `x` of early stages."""
+        the operands. `run` calls it for each equation that is no conditional, loop or call. Sets
+        `self.added` to True if the equation sums, over the stages, values computed from the `x` of
+        early stages."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
@@ -114,13 +115,14 @@ class _Sums(jaxprs.FollowingAlong):
         joined = self.met(operands)._replace(is_number=False)
         # A sum over the stages is a collective that is no gather, and whose result is the same on
         # all stages. The result of a gather is followed, since the program may sum its gathered dim
-        # later. The results of other collectives are not: they are no error here.
+        # later. The result of any other collective, such as a `ppermute`, is no longer followed.
         if joined.early and self.is_sent(eqn):
             is_gather = "all_gather" in name
             self.added |= not is_gather and not differs
             return Terms(gathered=eqn.params["all_gather_dimension"] if is_gather else None)
         if any(operand.gathered is not None for operand in operands):
             return self._of_gathered(eqn, operands, aval)
+        # The result depends on no argument, and can be computed for one stage alone (`_is_local`).
         if all(operand.is_number for operand in operands) and _is_local(eqn):
             joined = self._number(eqn, operands, aval)
         # A choice by the stage's index.
@@ -161,9 +163,9 @@ class _Sums(jaxprs.FollowingAlong):
         if name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             self.added |= dim in contracted[place]
-        # A product does not return here. Like other operations, it is followed below if it has the
-        # shape of the gathered operand. The index of the gathered dim is then assumed to be the
-        # same; dims of equal size could make this wrong.
+        # A `dot_general` does not return above. Like other operations, it is followed below if its
+        # result has the shape of the gathered operand. The index of the gathered dim is then
+        # assumed to be the same; dims of equal size could make this wrong.
         if name == "transpose":
             return Terms(gathered=eqn.params["permutation"].index(dim))
         # An equation with a program inside (`inner`) is not followed: it may move or sum any dim.
@@ -191,9 +193,12 @@ class _Sums(jaxprs.FollowingAlong):
         """Returns the `Terms` of one result of a conditional: the joined `Terms` of the result in
         the branches that early stages run. If the result depends on no argument (`is_number`) in
         every branch, `by_index` of the returned `Terms` gives the result on each stage. `which` has
-        the `Terms` of the branch's index, and `cases` the `Terms` of the result in each branch."""
+        the `Terms` of the branch's index, which depends on the stage's index and on no argument;
+        `branches` checks that. `cases` has the `Terms` of the result in each branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
+        # `_returned` computes the branch's index on a stage, and then the result of that branch. It
+        # needs the values of `which` and of every case, one more than there are cases.
         known = [value.by_index for value in (which, *cases) if value.by_index]
         is_known = len(known) > len(cases)
         by_index = functools.partial(_returned, known) if is_known else None

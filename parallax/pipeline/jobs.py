@@ -206,10 +206,10 @@ class Jobs(Programs):
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
-        # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss,
-        # which is not masked. The mask only keeps unused numbers out of the program. On an idle
-        # stage `seed` still adds to both results: the gradients are masked in `_with_gradients`,
-        # and no job reads that cotangent of x.
+        # The cotangents of the output, and of the stage's own term of the loss (`seed`). An idle
+        # stage runs the job too, but its results are not used: `_with_gradients` masks its
+        # gradients, and no job reads its cotangent of x. So this mask, on only one of the two
+        # cotangents, only keeps numbers without a meaning out of the job.
         ct = masked(task.valid, ct), self.seed
         # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs. An
         # idle stage writes these into a slot that is free in this tick.
@@ -225,6 +225,7 @@ class Jobs(Programs):
         task = self.task_of(row, "weight")
         saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
         deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
+        # `known` gives all arguments of the stage but x: the parameters, the microbatch and others.
         gradients = self.programs["weight"](*self.known(task), saved, deferred)
         return self._with_gradients(carry, task, gradients)
 

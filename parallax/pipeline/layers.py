@@ -204,10 +204,11 @@ def to_placement(blocks: Tree, placement: Placement) -> Tree:
 
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns `blocks`, [chunks, layers / chunks, ...], in the order of the model. The argument
-    `blocks` is in the order that a schedule with this placement needs: this function is the inverse
-    of `to_placement`."""
-    # `argsort` of a placement gives, for each place, the chunk of a stage, as c P + s.
+    """Returns `blocks`, [v, L / v, ...] for v chunks per stage, in the order of the model. The
+    argument `blocks` is in the order that a schedule with this placement needs: this function is
+    the inverse of `to_placement`."""
+    # The layers of chunk c of stage s are group c P + s of the argument `blocks`, of v P groups.
+    # `argsort` of a placement gives, for each place in the model, the number of this group.
     order = np.argsort(placement, axis=None)
     return _reordered("pipeline.from_placement", blocks, placement, order)
 

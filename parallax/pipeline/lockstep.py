@@ -190,6 +190,8 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):
+        # The first tick of the program has no loop before it that it must wait for (`is_first`). In
+        # a pattern that repeats, the first tick must wait: it also follows the pattern's last tick.
         run_pattern = functools.partial(
             _stretches, jobs, lanes, pattern, is_first=first == 0 and repeats == 1
         )

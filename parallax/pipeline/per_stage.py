@@ -82,10 +82,11 @@ def run(jobs: Jobs) -> Sums:
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
     slots = stacked_zeros(nothing_sent, schedule.arrival_count + 1)
-    # `entered` and `sent` are arrays, as within a tick: `_traced_alone` traces the jobs on a carry
-    # with these. No tick reads those of the tick before, so between ticks they are None and take no
-    # memory.
+    # Within a tick `entered` and `sent` are arrays. They are here too, since `_traced_alone` traces
+    # the jobs on this carry. Between ticks they are None, which takes no memory: no tick reads
+    # those of the tick before.
     begin = Arrived(slots=slots, entered=jobs.x, sent=nothing_sent)
+    # The two numbers of slots: for arrays that F saves, and for those that I stores for W.
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     # Only the jobs F, I and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
@@ -103,7 +104,7 @@ def run(jobs: Jobs) -> Sums:
         for name, part in parts.items():
             if name in table.jobs:
                 carry = _if_runs(name, part, jobs, carry, row, table)
-            else:  # the exchange, which runs in every tick
+            else:  # the exchange: it has no numbers in the table, and runs in every tick
                 carry = part(jobs, carry, row)
         return carry.with_arrived(entered=None, sent=None), None
 
@@ -117,11 +118,11 @@ def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the forward pass of a chunk. The model's first chunk runs on the embedding's output, and
-    any other chunk on an activation that arrived. Keeps the output as `sent`, the message of this
-    tick."""
-    # `taken` gives the message in this slot. Its argument `jobs.x` says how many dims each leaf
-    # has: a buffer with one dim more has a dim of slots.
+    """Runs the forward pass of a chunk. The model's first chunk runs on `entered`, the embedding's
+    output in this tick, and any other chunk on an activation that arrived. Keeps the output as
+    `sent`, the message of this tick."""
+    # `taken` reads the message from this slot. Of `jobs.x`, it uses only the number of dims of each
+    # leaf.
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -133,8 +134,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     arrived from a stage or from the head. Keeps the cotangent of x as `sent`, the message of this
     tick."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
-    # `taken` gives the cotangent in this slot. Its argument `jobs.moving` says how many dims each
-    # leaf has: a buffer with one dim more has a dim of slots.
+    # `taken` reads the cotangent from this slot. Of `jobs.moving`, it uses only the number of dims
+    # of each leaf.
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
     # Activations and cotangents use the same messages, so a cotangent is sent with all leaves of x:
@@ -171,10 +172,10 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
-    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs the head in a loop,
-    # and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message depend on
-    # such a number, its second argument, and so on the loop. Otherwise XLA would move the send out
-    # of this loop, into every tick.
+    # `_sent` gives this tick's message, `carry.arrived.sent`, and makes it depend on this number.
+    # The number depends on the loop that runs the head: `_if_runs` added the loop's index, 0, to
+    # it. If the message did not depend on the loop, XLA would move the send out of the loop, into
+    # every tick.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
@@ -187,11 +188,11 @@ def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     stage 0 has computed the cotangent of the embedding's output, the input of the model's first
     chunk. Stage 0 reads this cotangent from `carry.arrived.sent`. The other stages use a cotangent
     of 0."""
-    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs embed_backward in a
-    # loop, and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message
-    # depend on such a number, its second argument, and so on the loop. Otherwise XLA would compute
-    # in every tick the values that depend on the message alone. All messages have the leaves of an
-    # activation; only the floating-point leaves are the cotangent.
+    # `_sent` gives this tick's message, `carry.arrived.sent`, and makes it depend on this number.
+    # The number depends on the loop that runs embed_backward: `_if_runs` added the loop's index, 0,
+    # to it. Otherwise XLA would compute in every tick the values that depend on the message alone.
+    # All messages have the leaves of an activation; only the floating-point leaves are the
+    # cotangent.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)

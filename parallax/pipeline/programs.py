@@ -196,6 +196,8 @@ class Programs:
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
         self.index = axis.index()
         self.first, self.last = self.index == 0, self.index == schedule.stages - 1
+        # Set by `_trace_jobs`: the types of the arrays that F saves, and of those that I stores for
+        # W.
         self.saved: list[Any] = []
         self.deferred: list[Any] = []
         self.differentiates, self.in_halves = save is not None, in_halves
@@ -204,6 +206,8 @@ class Programs:
         self._trace_embed()
         self._trace_stage()
         self._trace_head()
+        # Whether one of the user's functions has a collective that depends on nothing but the
+        # parameters, so that it could run before its tick.
         self.moves_early = any(map(traced.moves_early, (self._embed, self._stage, self._head)))
         self._trace_jobs(save)
         self._trace_ends()
@@ -353,13 +357,14 @@ class Programs:
                 return checks.loss_and_aux(self.functions.head(params.joined(), y, rows))
 
         # `head_inputs` reads `counts`, so `counts` first gets its usual value: whether this is the
-        # last stage. If the stages share the head, the value changes below; the trace has only its
-        # type.
+        # last stage. If the stages share the head, the value changes below. That does not change
+        # the trace, which takes only types from `head_inputs`.
         self.counts: Counts = self.last
         arguments = self.head_inputs(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # If the loss is the same on all stages, they computed it together, and it is used on all.
-        # `out[0]` is the type of the loss.
+        # If the type of the loss says that it is the same on all stages (`shared_out`), they
+        # computed the loss together, and it is used on all. `out[0]` is only this type, and
+        # `shared_out` takes an array, so zeros stand for the loss.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         # Refuses a loss that sums over the stages what each computed from its own x.
@@ -407,13 +412,14 @@ class Programs:
 
         def transposed(ct, trained, given, saved):
             # The cotangent of x comes first: `split` cuts the results in this order.
-            gradients, ct = backward(trained, given, saved)(ct)
-            return ct, gradients
+            gradients, ct_of_x = backward(trained, given, saved)(ct)
+            return ct_of_x, gradients
 
         self.programs["forward"] = trace(forward, known[0], self.x, known[1])
         (out, _), self.saved = self.programs["forward"].out
         # `out` has the types of (moving, loss): the output's floating-point leaves, and the stage's
         # own term of the loss. That term's cotangent is 1, since the loss is the sum of all terms.
+        # The other results, (still, aux), have no cotangent.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
         both = trace(transposed, out, *known, self.saved)  # a cotangent has the type of its value
         self.programs["backward"] = both
@@ -446,7 +452,8 @@ class Programs:
                 which the loss is differentiated."""
                 y = eqx.combine(moving, still)
                 loss, aux = self._head(params._replace(ends=ends), y, rows, number)
-                # The mask is inside, so that the gradient is 0 where the loss is not used.
+                # `counts` says whether this stage's loss is used. The mask is inside the function
+                # that is differentiated, so that the gradient is 0 where the loss is not used.
                 return masked(self.counts, loss), aux
 
             if not self.differentiates:
@@ -459,6 +466,7 @@ class Programs:
             between ticks."""
 
             def moving_of(ends):
+                # `ct` has the type that all activations have, and `x` must have the same type.
                 x = match_varying(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
                 return eqx.filter(x, eqx.is_inexact_array)
 
@@ -467,7 +475,7 @@ class Programs:
         # In a trace only types matter: 0 stands for any microbatch. `head_inputs(0)` gives the rows
         # of this microbatch, and its number for taps.
         zero = jnp.zeros((), jnp.int32)
-        self.programs["embed"] = self._embed  # traced already by `_trace_embed`
+        self.programs["embed"] = self._embed  # already a program: `_trace_embed` traced it
         self.programs["head"] = trace(differentiated, self.params, self.x, *self.head_inputs(zero))
         if self.differentiates:
             arguments = self.params, self.rows(zero), zero, self.moving

@@ -16,7 +16,7 @@ from parallax.collectives import cost
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.plan import networks
-from parallax.plan.seconds import span
+from parallax.plan.seconds import hop
 from parallax.plan.traffic import LAX, Term
 from parallax.plan.units import Number
 
@@ -78,10 +78,9 @@ def messages(
         if term.n > 1 and not (term.axes in simulated and term.collective in LAX):
             # Over several axes, the axis whose neighbours are furthest apart decides.
             links = max(links_per_hop[name] for name in term.axes)
-            # `span` is the range of device numbers in a group. The link is a fast one if this range
-            # fits into a fast domain, such as one machine.
-            hop = hardware.link(span(layout.axes, term.axes), links)
-            taken = term.times * cost.seconds(term.cost, hop)
+            taken = term.times * cost.seconds(
+                term.cost, hop(layout.axes, term.axes, hardware, links)
+            )
             found[term.axes] = found.get(term.axes, 0.0) + taken
     return found
 

@@ -262,9 +262,9 @@ def plan(
     check(config, layout, batch)
     hardware = hardware.for_devices(layout.devices)
     kernel = has_kernel(config, layout, hardware, attention_kernel)
-    # The bytes count all calls of a device (`terms`). The time counts only the calls for which all
-    # stages wait (`timed`): a tick lasts as long as its most expensive job. In lockstep the stages
-    # run the same jobs in a tick, so `timed` has all calls.
+    # `terms` has all messages of a device, for their bytes. `timed` and `timed_terms` are for the
+    # time, and count only the calls for which all stages wait: a tick lasts as long as its most
+    # expensive job. In lockstep all calls count in both.
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
     timed = waited(config, layout, batch, hardware, kernel)
     timed_terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=timed)
@@ -368,7 +368,7 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     if devices is not None:
         sizes |= {"devices": devices}
     layout.check(sizes)
-    if not counts(layout):
+    if not counts(layout):  # `plan` has no closed forms for the layout
         raise ValueError(
             f"plan: {layout} computes or gathers arrays again in the ticks that compute the "
             "gradient of a stage's input. These arrays then wait for the weights' gradients, and "
@@ -474,9 +474,9 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     scores = of_pairs * 4 * layer.queries * T * size.tokens / t
     forward = weights + scores
     recompute = recomputed(layout)
-    # The share of a layer's products with weights that runs again. The last product, with
-    # `layer.last` of the `layer.weights` numbers, does not run again: no gradient of the layer (or
-    # of the stage, if the whole stage runs again) needs its result.
+    # The share of the products with weights that runs again: all but the last product of each layer
+    # (or of the stage, if the whole stage runs again), whose result no gradient needs. The
+    # arguments are the number of layers, and the last product's share of a layer's weights.
     share_again = recompute.products(size.layers, layer.last / layer.weights)
     again = share_again * weights + recompute.scores * scores
     # Forward and both gradients are 3 products of 2 operations for each token and weight. The

@@ -59,6 +59,7 @@ def traced(
             abstract_device=AbstractDevice(hardware.name, num_cores=1, platform=hardware.platform)
         )
     compute = options.get("compute", recipe.PLAIN)
+    # The function of `_like_cudnn` itself checks the shapes and the dtype, which it gets in a call.
     if compute.attention is None and _has_cudnn(family, layout, hardware):
         options["compute"] = dataclasses.replace(compute, attention=_like_cudnn(family))
     windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)

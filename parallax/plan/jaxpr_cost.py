@@ -58,7 +58,8 @@ class Reading:
         # The caller's equation, if the equations inside it have no line of the caller's.
         self.at: JaxprEqn | None = None
         self.needed = Needed()
-        self.literals: dict[Any, Value] = {}  # by type and value
+        self.literals: dict[Any, Value] = {}  # by type and value; arrays by identity
+        self.blocks: dict[Buffer, int] = {}  # the bytes of an argument's largest block so far
         # The programs of the library's collectives, by the id of the equation. The equation is
         # kept, so that no other equation gets its id.
         self.opened: dict[int, tuple[JaxprEqn, Jaxpr]] = {}
@@ -225,9 +226,13 @@ class Reading:
         """
         if atom is not None and not jaxprs.is_literal(atom):
             return known.get(atom) or self._read(None, known)
-        key = (str(atom.aval), str(atom.val)) if atom is not None else None
+        # With `jax_use_simplified_jaxpr_constants`, JAX writes whole arrays as literals. The text
+        # of an array may leave out numbers.
+        is_array = atom is not None and bool(atom.aval.shape)
+        aval, number = getattr(atom, "aval", None), getattr(atom, "val", None)
+        key = str(aval), id(number) if is_array else str(number)
         if key not in self.literals:
-            self.literals[key] = Value(getattr(atom, "aval", None), {})
+            self.literals[key] = self._constant(atom) if is_array else Value(aval, {})
         return self.literals[key]
 
     def _once(
@@ -371,10 +376,11 @@ class Reading:
         return results
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
-        """Returns the result of an elementwise operation or a view. The result of a reshape has the
-        same `root` as its operand: the value before all reshapes. A broadcast of 0 is an array of
-        zeros (`is_zeros`). The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if
-        several operations read it, unless it is made only of literals."""
+        """Returns the result of an elementwise operation or a view. The result of a reshape gets a
+        `source`, by which its `root` is that of its operand: the value before all reshapes. A
+        broadcast of 0 is an array of zeros (`is_zeros`). The result of an expensive operation
+        (`jaxprs.DEAR`) gets a buffer if several operations read the result, unless the result is
+        computed from no buffer (`reads` is empty), as from literals."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
@@ -424,23 +430,22 @@ class Reading:
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a `shard_map`. Inside it, an argument has the bytes of its block.
-        The argument's buffer has this size from then on, since the memory of one device is
-        counted."""
+        The argument's buffer has this size from then on, since the memory of one device is counted.
+        If several arguments are the same array, its largest block counts."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
         (body,) = jaxprs.inner(eqn)
         arguments = []
         for value, var in zip(operands, body.invars, strict=True):
-            root = value.root
-            if root.buffer is not None:
-                root.buffer.bytes = nbytes(var.aval)
-            inside = Value(
-                var.aval,
-                # A fused argument reads at most the buffers' new sizes.
-                {base: min(size, base.bytes) for base, size in root.reads.items()},
-                buffer=root.buffer,
-            )
+            root, buffer = value.root, value.root.buffer
+            # A fused argument reads at most the buffers' new sizes.
+            reads = {base: min(size, base.bytes) for base, size in root.reads.items()}
+            if buffer is not None:
+                block = nbytes(var.aval)
+                buffer.bytes = self.blocks[buffer] = max(block, self.blocks.get(buffer, 0))
+                reads = {buffer: block}
+            inside = Value(var.aval, reads, buffer=buffer)
             inside.eqn = root.eqn
             arguments.append(inside)
         results = self.run(body, arguments, used, readers)
@@ -457,12 +462,10 @@ class Reading:
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
-        # The index is the result of `platform_index`. If the line of an outer call is used (`at`),
-        # the branch gets this line too.
+        # The index is the result of `platform_index`. The branch's equations keep their own lines,
+        # or get the line of the outer call `self.at`, if there is such a call.
         if index.branch is not None:
-            return self._inlined(
-                eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None
-            )
+            return self._inlined(eqn, branches[index.branch], operands, used, readers, hidden=False)
         for value in operands:
             self.hold(value)
         # `largest` becomes the key, the counts and the peak of the largest branch so far.
@@ -638,13 +641,14 @@ class Reading:
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
         self.times //= trips
         operations = self.frames.pop().operations
-        # The buffers of each carry at the end of a trip and at its beginning.
+        # For each carry, its buffer at the end of a trip and its buffer at the beginning.
         pairs = [
             (end, start.root.buffer)
             for end, start in zip(ends, carried, strict=True)
             if end and start.root.buffer
         ]
-        # The ends live to the end of a trip. The body may write over the starts (`given`).
+        # The buffers at the end are the results of a trip. The body may write over the buffers at
+        # the beginning (`given`), which belong to the frame around the loop.
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
         # An unrolled loop has several layers in its body, but the jaxpr that is read has only one.
@@ -655,9 +659,10 @@ class Reading:
         )
         innermost = not any(operation.inner for operation in operations)
         # `peak` also counts the bytes that an innermost loop has in on-chip memory. They are
-        # subtracted: `habits.near` for a loop of the program itself, half of that for a loop inside
-        # one other loop, and so on. These numbers were read from compiled steps.
+        # subtracted: `habits.near` for a loop of the program itself (one frame), half of that for a
+        # loop inside one other loop (two frames), and so on, as in compiled steps.
         on_chip = self.habits.near // len(self.frames) if innermost else 0
+        # With `given`, the buffers of the carries, the method finds the arrays that need no carry.
         waiting = self._of_further_layers(eqn, operations, given) if self.habits.together else []
         inner = max(0, peak.bytes - on_chip) + sum(size for size, _ in (*slice_copies, *waiting))
         self.emit(
@@ -737,18 +742,18 @@ class Reading:
         if not is_needed:
             return Value(aval, {})
         root = value.root
-        # Zeros are in a buffer that others may share. Any other fused start is written straight
-        # into the carry's buffer.
+        # For zeros, `hold` sets `root.buffer` to the buffer that all zeros share, and `root.reads`
+        # to this buffer alone. Any other fused start is written straight into the carry's buffer.
         if root.is_zeros and self.habits.zeros:
             self.hold(value)
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
-        near = [root.buffer] if root.buffer else root.near  # the buffers that it may overwrite
+        near = [root.buffer] if root.buffer else root.near  # those that it may overwrite
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
         self.emit(
-            Operation(tuple(root.reads), (buffer,), over),
-            # A start that is held is in memory already; a fused one is written here. The bytes that
-            # a fused start reads are not counted, and neither is the copy of a held start that a
-            # later operation still reads.
+            Operation(tuple(root.reads), (buffer,), over),  # reads, writes, over
+            # A held start is in memory already, and a fused start is written here. Not counted: the
+            # bytes that a fused start reads, and the copy of a held start that a later operation
+            # still reads.
             written=0 if root.buffer else buffer.bytes,
         )
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)

@@ -80,18 +80,18 @@ def search(
     Raises:
         ValueError: no layout has exactly `devices` devices, or none of these layouts fits (then the
             message names the layout with the smallest estimated memory). The error is also raised
-            if `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if the
-            model is neither a GPT-2 nor a Llama without experts.
+            if `devices`, `batch` or `count` is below 1, if a precision or a schedule is unknown, or
+            if the model is neither a GPT-2 nor a Llama without experts.
     """
     known(config)  # refuses a model without closed forms
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
     Layout(precision=choices.precision)
     for schedule in choices.schedules:
         Layout(stage=2, schedule=schedule)
-    if devices < 1 or batch < 1:
+    if devices < 1 or batch < 1 or count < 1:
         raise ValueError(
-            f"search needs at least 1 device and a batch of 1 or more; got devices={devices} and "
-            f"batch={batch}."
+            "search needs at least 1 device, a batch of 1 or more and a count of 1 or more; got "
+            f"devices={devices}, batch={batch} and count={count}."
         )
     hardware = hardware.for_devices(devices)
     candidates = list(_layouts(config, devices, batch, choices))

@@ -139,19 +139,20 @@ def peak(
             # A loop has an `inner` peak, and so has a conditional with temporaries of its own.
             born[made] = 0 if early and operation.inner else k
             until[made] = last[made]
+        # `made` may be written over the older buffer `under`, if no later operation reads `under`
+        # (`last`) or another buffer in the same place (`until`; `last`, if this frame has not
+        # written the place). Operation k itself may read them (<=): it reads each element before it
+        # writes that element.
         for made, under in operation.over:
             place = under.place
-            # No later operation may read `under`, or any other buffer in its place: `until`, if the
-            # place was written in this frame, else `last`. Operation k itself may read it (<=): it
-            # reads each element before it writes that element.
             if (
                 under in may_overwrite
                 and last.get(under, -1) <= k
                 and until.get(place, last.get(place, -1)) <= k
             ):
                 made.into = place
-                # If a loop writes a result of the step, it starts in the memory of that result.
-                # The array that it starts from is then no temporary either.
+                # If a loop's carry (or stacked result) is a result of the step, the array with
+                # which the carry begins is in the memory of that result, and no temporary either.
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the place of its old array if all operations that read the old array

@@ -115,8 +115,8 @@ class Nested(NamedTuple):
                 crosses = ~within[k]  # leaves its group of the level below
                 within[k] = to // level.devices == here // level.devices
                 ports += nbytes * (crosses & within[k])
-            # The bytes of each device that leave its group of this level. They also leave the
-            # smaller group inside it, and so share the links of that group.
+            # The bytes of each device that leave its group of this level. They leave the device's
+            # group of the level below too.
             leaving = sum(
                 (nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices)
             )
@@ -124,9 +124,11 @@ class Nested(NamedTuple):
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
-            # The shared links of a group of the level below carry all bytes that leave the group;
-            # `out` is the most of any group. Their rate is that of `inside / level.shared` links.
-            # Below the first level there are only single devices, whose link was counted above.
+            # The shared links of a group of the level below carry all bytes that leave the group:
+            # those that stay in this level's group (`ports`) and those that leave it (`leaving`).
+            # `out` is the most of any group. Together the shared links are as fast as
+            # `inside / level.shared` links of one device. At the first level a group of the level
+            # below is a single device (`inside` is 1), whose link was counted above.
             if inside > 1:
                 starts = np.arange(0, self.devices, inside)  # the last group may be smaller
                 out = np.add.reduceat(ports + leaving, starts).max()
@@ -169,8 +171,8 @@ class Torus(NamedTuple):
         chips = np.array(self.chips) if self.chips else np.arange(self.devices) // self.cores
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
         rings = self.rings or (True,) * len(self.shape)
-        # Bytes on the link that leaves each chip along each dim, forward (0) and back (1). The last
-        # dim is as long as the devices: there are at most as many chips.
+        # [dims, 2, chips]: the bytes on the link that leaves each chip along each dim, forward (0)
+        # and back (1). There are at most as many chips as devices; the other places stay 0.
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0  # of the longest way
         for to, nbytes in sent:
@@ -206,13 +208,20 @@ class Torus(NamedTuple):
 def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     """Returns the network of this number of devices. TPUs of one slice form a torus. All other
     devices form domains with fast links inside. A slower network without oversubscription joins the
-    domains."""
+    domains. Raises `ValueError` if the last chip of a slice would lack a device."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
         # The torus of the hardware, if it has this number of chips; else one that is near to a
-        # cube, or to a square for the chips in `torus.FLAT`. Without a torus of the hardware, the
-        # product of its dims is 1. `closed_dims` says whether each dim closes in a ring.
-        chips = devices // hardware.cores
+        # cube, or to a square for the chips in `torus.FLAT`. If the hardware has no torus,
+        # `hardware.torus` is empty and has the product 1: `> 1` keeps one chip from taking it.
+        # `closed_dims` says whether each dim closes in a ring.
+        chips, remainder = divmod(devices, hardware.cores)
+        if remainder:
+            raise ValueError(
+                f"plan: the record of {hardware.name} is for {hardware.cores} devices on each chip "
+                f"(`cores`), and {devices} devices do not fill their chips. Use a multiple of "
+                f"{hardware.cores} devices, or a record of a whole chip, with cores=1."
+            )
         is_slice = math.prod(hardware.torus) == chips > 1
         is_flat = hardware.name in torus.FLAT
         box = hardware.torus if is_slice else _box(chips, 2 if is_flat else 3)

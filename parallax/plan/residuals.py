@@ -7,7 +7,10 @@ The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show.
 
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
 activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
-`layout.token_shards` the number of devices among which the residual stream is split by tokens.
+`layout.token_shards` the number of devices among which the residual stream is split by tokens. In
+`Sizes`, `narrow` is the bytes of a number. All other fields count numbers on a device: `whole` is
+A, `split` A / t, `scores` S / t, `stream` the residual stream's numbers, and `gathered` the kept
+numbers of a column-parallel matmul's input.
 `short` is the bytes of a number in 16-bit precision: 2, or 4 if the compiler widens such numbers.
 `kernel` says whether attention runs in a kernel that keeps no scores. A `Layer` has the widths
 `queries`, `keys` and `hidden`. Its `column_parallel` is the number of elements per token in the
@@ -114,6 +117,7 @@ def between_products(
     size, layer = sizes(config, layout, batch, short), layer_of(config)
     inside = INSIDE_ACTIVATION[layer.inputs] * layer.hidden / config.width * size.split
     kept = everything(config, layout, batch, short, kernel=kernel)
+    # Two norms, each with a float32 array of the residual stream.
     return kept + 2 * FLOAT * size.stream + size.narrow * inside
 
 
@@ -125,8 +129,9 @@ def layer(
     size = sizes(config, layout, batch, short)
     keeps = recomputed(layout).keeps
     if keeps == "products":
-        # The layer's input, attention's output before its sum over tensor devices, and the results
-        # of the column-parallel matmuls. No gradient needs the result of the last matmul.
+        # The layer's input (`stream`), attention's output before its sum over tensor devices
+        # (`whole`), and the results of the column-parallel matmuls (`products`). No gradient needs
+        # the result of the last matmul.
         products = layer_of(config).column_parallel / config.width * size.split
         return size.narrow * (size.stream + size.whole + products)
     if keeps == "inputs":

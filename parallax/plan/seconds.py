@@ -6,14 +6,16 @@ programs, such as "all-reduce". The `bytes` of a message are the bytes of the co
 a device. `n` is the number of devices along all axes of the message together.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from parallax.collectives import cost, halving
-from parallax.collectives.cost import Cost
+from parallax.collectives.cost import Cost, Link
 from parallax.hardware import Hardware
 from parallax.plan import networks
 
@@ -78,9 +80,8 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
             call = (message.kind.replace("-", "_"), _taken(message, trace.mesh), times)
             calls.setdefault(message.axes[0], []).append(call)
         else:
-            # `link` returns a fast link if the group's range of device numbers is small enough.
-            hop = hardware.link(span(trace.mesh, message.axes))
-            taken = times * cost.seconds(_cost(message, trace.mesh), hop)
+            between = hop(trace.mesh, message.axes, hardware)
+            taken = times * cost.seconds(_cost(message, trace.mesh), between)
             along[message.axes] = along.get(message.axes, 0.0) + taken
     for axis, of_axis in calls.items():
         fastest = min(networks.along(axis, trace.mesh, hardware, of_axis).values())
@@ -91,11 +92,32 @@ def seconds(trace: Any, hardware: Hardware) -> Seconds:
 
 def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
     """Returns the range of device numbers in a group along `axes`: the last number minus the first,
-    plus 1. Devices are numbered in the mesh's row-major order. A group has fast links if its range
-    is at most `Hardware.domain`, the number of devices that fast links join."""
+    plus 1. Devices are numbered in the mesh's row-major order."""
     sizes = list(mesh.values())
     strides = {name: math.prod(sizes[k + 1 :]) for k, name in enumerate(mesh)}
     return 1 + sum(strides[name] * (mesh[name] - 1) for name in axes)
+
+
+def hop(
+    mesh: Mapping[str, int], axes: tuple[str, ...], hardware: Hardware, links: float = 1.0
+) -> Link:
+    """Returns the times of a hop in the groups along `axes`. The hop is over fast links only if
+    each group lies in one domain, the `hardware.domain` devices that fast links join. `links` is
+    the number of fast links that the hop crosses."""
+    if _crosses(tuple(mesh.items()), axes, hardware.domain):
+        return hardware.slow
+    return hardware.link(span(mesh, axes), links)
+
+
+@functools.lru_cache(maxsize=4096)
+def _crosses(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], domain: int) -> bool:
+    """Returns whether a group along `axes` has devices of several domains. The first `domain`
+    devices are a domain, and so on: a group of 6 devices that begins at device 6 crosses the border
+    of the first 8."""
+    sizes = dict(mesh)
+    of_devices = np.arange(math.prod(sizes.values())).reshape(*sizes.values()) // domain
+    along = tuple(k for k, name in enumerate(sizes) if name in axes)
+    return bool((of_devices.min(along) < of_devices.max(along)).any())
 
 
 # The collectives of `jax.lax` that reduce or gather. The program does not say which messages
@@ -131,7 +153,8 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)
     if message.kind not in _LIKE:
         return Cost(1, size, size, 1, 0, chain=1)
-    # The type of the array is not known, so the algorithm may cut it at any byte (itemsize 1).
+    # `_taken` returns the bytes of the operand, from those of the result. The array's type is not
+    # known, so the algorithm may cut the array at any byte (itemsize 1).
     return cost.of(_LIKE[message.kind], _taken(message, mesh), n, itemsize=1)
 
 

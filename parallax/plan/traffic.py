@@ -211,10 +211,11 @@ class _Step:
     """The collectives of one step, as `Term`s. Each method yields those of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Takes the arguments of `terms`. Sets the attributes that the module's docstring defines,
-        such as `stream`. Also sets `self.axes`, a dict from an axis's name to the axis with its
-        algorithm. Gradients, norms and losses are summed and sent in float32, or in the parameters'
-        dtype if this dtype is wider. So `wide` is the larger of 4 bytes and `itemsize`."""
+        """Takes the arguments of `terms`, such as `short`, the bytes of a number in 16 bits.
+        Sets the attributes that the module's docstring defines, such as `stream`. Also sets
+        `self.axes`, a dict from an axis's name to the axis with its algorithm. Gradients, norms and
+        losses are summed and sent in float32, or in the parameters' dtype if this dtype is wider.
+        So `wide` is the larger of 4 bytes and `itemsize`."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -337,18 +338,20 @@ class _Step:
         # The numbers of the keys on a device. The values have as many, and go in messages of their
         # own, so each hop counts as two messages.
         keys = size.tokens * layer_of(self.config).keys // self.layout.tensor
+        # `again.sums` counts the sum of attention's result, so attention's forward pass runs again
+        # if `again.sums` is above 0, or if the whole stage runs again.
         passes_again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
-        # `again.sums` counts the sum of attention's result, so attention's forward pass runs again
-        # if it is above 0, or if the whole stage runs again. Of the n - 1 messages of this pass,
-        # the first equals the first of the backward pass, and XLA sends it once. The others are in
-        # a loop. For n = 3 the loop has one trip: XLA unrolls it, and sends that message once too.
+        # Of the n - 1 messages of a pass that runs again, the first equals the first of the
+        # backward pass, and XLA sends it once. The others are in a loop. For n = 3 the loop has one
+        # trip: XLA unrolls the loop, and sends that message once too.
         hops = (n - 1) * passes + passes_again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         # The sum of a device's gradients starts at the next device, so n - 1 hops bring it home.
         gradients = 2 * (n - 1) * size.layers * size.backward
+        nbytes = keys * self.wide
         yield self.term(
-            "their gradients", ("context",), send_next, keys * self.wide, gradients, self.wide
+            "their gradients", ("context",), send_next, nbytes, gradients, itemsize=self.wide
         )
 
     def at_the_ends(self) -> Iterator[Term]:
@@ -356,19 +359,19 @@ class _Step:
         axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
         # Each call of the embedding sums the rows that it looks up over tensor, and each call of
-        # the head sums the cotangent of its input.
+        # the head sums the cotangent of its input. The sums over stage are in `between_stages`.
         sums = size.embeds + size.heads
         if self.layout.sequence:
-            # Each call of the head gathers its input, and each call of the embedding's backward
-            # pass (`leaves`) gathers the cotangent.
+            # The sums become reduce-scatters. Each call of the head gathers its input, and each
+            # call of the embedding's backward pass (`leaves`) gathers the cotangent.
             gathers = size.heads + size.leaves
             yield from self.halves("tokens at the ends", gathers, "sums at the ends", sums)
         else:
             yield from self.all_reduce("vocabulary", ("tensor",), self.stream, sums)
-        # The loss is computed for blocks of at most `most` tokens. The devices of both axes split
-        # the logits of a block, so with more devices a block has more tokens. For each token the
-        # loss needs the largest logit and two sums (hence `2 * maxima`): the sum of exponentials,
-        # and the target's logit, which only one device has.
+        # The loss is computed for blocks of at most `most` of the device's `size.tokens`. The
+        # devices of both axes split the logits of a block, so with more devices a block has more
+        # tokens. For each token the loss needs the largest logit and two sums (hence `2 * maxima`):
+        # the sum of exponentials, and the target's logit, which only one device has.
         most = default_block_tokens(self.layout.stage * self.layout.tensor)
         blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)
@@ -400,7 +403,9 @@ class _Step:
             yield from self.all_gather(
                 "parts of hops gathered", ("tensor",), part, size.forward + size.backward
             )
-        # Each of these sums and copies takes log2(P) rounds of hops (`pipeline.ends`).
+        # The embeddings are summed to the first stage (`embeds`), and the cotangent of that stage's
+        # input is copied to all stages (`leaves`). The head has one copy, of its input, and one
+        # sum, of the cotangents. Each copy or sum takes log2(P) rounds of hops (`pipeline.ends`).
         rounds = (self.layout.stage - 1).bit_length()
         calls = size.embeds + size.leaves + 2 * size.heads
         yield self.term("ends of the pipeline", ("stage",), send_next, self.stream, rounds * calls)
@@ -433,17 +438,18 @@ class _Step:
             if not leaf.split:  # whole on each replica, also with ZeRO
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
-            # With ZeRO-1 each step scatters a leaf's gradients once, and gathers its updated shares
-            # once. The cases below differ. ZeRO-2 scatters the gradients of each microbatch, and so
-            # does ZeRO-3 for the layers; ZeRO-3 gathers and scatters the other leaves once in a
-            # step (`zero.gathered_once`). It gathers in the type of the computation.
+            # ZeRO-1: a step scatters a leaf's gradients once, and gathers its updated shares once.
+            # ZeRO-2: the same, but the gradients of each microbatch are scattered (`shares_sums`).
+            # ZeRO-3 (`shares_parameters`): the layers' leaves are scattered as often as in ZeRO-2,
+            # and gathered in each pass. The other leaves are gathered and scattered once in a step
+            # (`zero.gathered_once`). All are gathered in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
             scatters = self._scatters(leaf) if self.shares_sums(leaf) else 1
             gathers, part = 1, whole
             if leaf.block:
-                # Such a leaf has the layers of all chunks of the stage. With `shares_sums` a call
-                # scatters the layers of one chunk. ZeRO-3, which has `shares_sums` too, gathers and
-                # scatters each layer by itself, in the loop over the layers.
+                # A leaf of the layers stacks those of all chunks of the stage, `size.layers` for
+                # each chunk. In ZeRO-2 a call scatters the layers of one chunk. In ZeRO-3 a call
+                # gathers or scatters one layer, in the loop over the layers.
                 layers = self.size.layers if shares_parameters else 1
                 scatters *= layers
                 if self.shares_sums(leaf):
@@ -474,10 +480,10 @@ class _Step:
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
-            # There is no loop over layers, and all calls read the same layers (with several chunks,
-            # the tick decides which). So XLA gathers once for all forward passes, also for those of
-            # a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint` keeps the
-            # gathers of the backward passes apart from these. TPUs are counted alike.
+            # There is no loop over layers, and with one chunk all calls read the same layers. So
+            # all gathers of forward passes are equal, also those of a stage that runs again, and
+            # XLA gathers once for all. On CPUs and GPUs, the barrier of `jax.checkpoint` keeps XLA
+            # from using this result in the backward passes. TPUs are counted alike.
             return 1 + in_backward
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
@@ -494,7 +500,7 @@ class _Step:
         if not self.layout.pipelined:
             return size.backward
         if leaf.block:
-            return size.weights
+            return size.weights  # calls of a stage for its weights' gradients
         ends = ends_of(self.config)
         scatters = size.leaves * (leaf.path in ends.embedding) + size.heads * (
             leaf.path in ends.head
@@ -506,8 +512,9 @@ class _Step:
         )
         if by_lax or leaf.path in ends.embedding & ends.head:
             return scatters
-        # The first leaf of each shape counts the zeros. In the model's two ends, leaves with as
-        # many elements have the same shape.
+        # A leaf that only one end reads (`^`) gets zeros from the jobs of the other end. There is
+        # one scatter of zeros for each shape. The first leaf of the shape (`alike[0]`) counts this
+        # scatter. In the two ends, leaves with as many elements have the same shape.
         alike = [
             other.path
             for other in self.leaves
@@ -528,6 +535,7 @@ class _Step:
         for leaf in self.leaves:
             axes = set(leaf.axes) | (set(axes_of(self.shards)) if leaf.split else set())
             axis_sets[frozenset(axes)] = None
+        # Each all-reduce has one number, of `self.wide` bytes, and runs once in a step.
         for axes in axis_sets:
             yield from self.all_reduce("squared norms", sorted(axes), self.wide, 1, self.wide)
         yield from self.all_reduce(

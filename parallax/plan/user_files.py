@@ -47,11 +47,15 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
 
 def world(sizes: str) -> AbstractMesh:
     """Returns the abstract mesh that a text such as `data=256,tensor=8` describes. Raises
-    `ValueError` if the text has another form."""
+    `ValueError` if the text has another form, or names an axis twice."""
     try:
         pairs = [part.split("=") for part in sizes.split(",")]
-        return mesh.abstract(**{name.strip(): int(size) for name, size in pairs})
+        named = {name.strip(): int(size) for name, size in pairs}
+        if len(named) < len(pairs):
+            raise ValueError("an axis is named twice")
+        return mesh.abstract(**named)
     except ValueError as error:
         raise ValueError(
-            f"--mesh needs axes and sizes of 1 or more, such as data=256,tensor=8; got {sizes!r}."
+            "--mesh needs axes, each named once, and sizes of 1 or more, such as "
+            f"data=256,tensor=8; got {sizes!r}."
         ) from error

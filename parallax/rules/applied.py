@@ -169,7 +169,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                 if not isinstance(given, PartitionSpec):
                     refusals.append(_no_spec(path, part, given))
                     unplaced.add(i)
-                    given = P()  # so that no later rule takes the leaf
+                    # No later rule may take the leaf. The result leaves this placement out.
+                    given = P()
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
         # `SpecsByPath` is a rule made from a dict of specs. For a model without the layers of
         # `parallax.tensor`, `tensor.rule` returns an empty one. Such a rule may be idle, and so may

@@ -127,8 +127,9 @@ def optimizer_specs(
         has one state for each group of leaves."""
         if not isinstance(node, GatheredOptState):
             return spec_of_moment(path, node, given.get, P())
-        # With a misspelt axis in `names`, matrices would stay split over the right axis. In a group
-        # without layers, no spec would then have the misspelt name, and no error would say so.
+        # Refuses a misspelt axis in `names`. Else matrices would stay split over the axis that the
+        # user meant, and in a group without layers no spec would have the misspelt name, so no
+        # later error would tell of the mistake.
         if mesh is not None:
             check_axes(node.names, mesh.axis_names)
         groups = [

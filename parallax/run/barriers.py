@@ -131,7 +131,8 @@ class Stages:
         """Returns whether to try again after `error`, which was raised by `end`, or by the work of
         this process. All processes get the same answer.
         """
-        # No stage failed in `end`, so the work of this process did: `end` tells the others.
+        # `end` has not raised `error`: the work of this process did, before it called `end`. So
+        # `end` is called here, to tell the others and to set `self.again`.
         if not self._others_know:
             with contextlib.suppress(Exception):
                 self.end(error)

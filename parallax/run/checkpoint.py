@@ -144,8 +144,9 @@ class Checkpoints:
         # From the state in memory to its stored form.
         self._to_disk = None if form is None else eqx.filter_jit(form.to_disk)
         self._say = say if jax.process_index() == 0 else lambda line: None
-        # A barrier of all processes; its keys have this name, and the number of the meeting.
+        # The key of each barrier (`_come`): this name, and the number of the meeting.
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
+        # A function that waits at a barrier for all processes.
         self._meet = orbax().multihost.get_barrier_sync_fn()
         manifest.hasher()  # raises now if xxhash is not installed
 
@@ -155,6 +156,7 @@ class Checkpoints:
             """
             retention.make_room(self.folder, step, self.settings, self.refused)
 
+        # The writer calls `sealed` after it has finished a checkpoint.
         self._writer = Writer(
             self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say
         )
@@ -238,7 +240,8 @@ class Checkpoints:
         in_stored_form = state if self._to_disk is None else self._to_disk(state)
         arrays, numbers = stored.stored(in_stored_form)
         # `_lost` starts the search for nan and inf, which runs on the devices while Orbax begins to
-        # write. It returns a function that waits for the search.
+        # write. The returned function waits for the search. `_writer.write` below calls this
+        # function, and raises `ValueError` before this call of `save` returns.
         not_finite = self._lost(arrays)
         # A copy of the note: the writer's thread reads it later, when the caller may have changed
         # it.
@@ -325,7 +328,8 @@ class Checkpoints:
             asked = f"a checkpoint from before step {before} was asked for"
             # `seen(...)[0]`: every step that has a folder, or is named as the newest.
             later = (step for step in retention.seen(self.folder)[0] if step >= before)
-            # `Damaged`: `prune` removes such checkpoints as soon as there is a newer good one.
+            # `Damaged`, so that `prune` removes each of these checkpoints as soon as the run has
+            # saved a good one with a larger step.
             self.refused |= {
                 step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
             }
@@ -386,7 +390,7 @@ class Checkpoints:
         except OSError as error:  # not damage: the files may be good, and are never removed
             fault = f"unread: {_unreadable(error, self._path(step))}"
         if jax.process_count() > 1:
-            self._come()  # some processes hash longer than others
+            self._come()  # a barrier, since some processes hash longer than others
             # Each process sends a text of `TOLD` bytes; the first that is not blank counts.
             faults = multihost_utils.process_allgather(
                 np.frombuffer(fault.encode()[:TOLD].ljust(TOLD), np.uint8)
@@ -493,8 +497,9 @@ class Checkpoints:
 
 def _as_read_back(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of JSON values, as they are read back from a record: for example, tuples
-    become lists. Raises `ValueError` if one of the `values` is no JSON value. `what` is the name of
-    `values` in the message: "settings" or "note"."""
+    become lists. Numbers may be nan or infinite, which Python's json reads and writes too. Raises
+    `ValueError` if one of the `values` is no JSON value. `what` is the name of `values` in the
+    message: "settings" or "note"."""
     for name, value in values.items():
         try:
             json.dumps(value)

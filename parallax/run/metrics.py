@@ -112,7 +112,7 @@ class Clock:
         self, note: Mapping[str, Any] | None = None, *, productive: tuple[str, ...] = ("steps",)
     ):
         """Starts the clock of a new run now, or continues from the times in the `note` of a
-        checkpoint.
+        checkpoint. Of all activities, `goodput` counts those that `productive` names.
         """
         self.began: float = time.time() if note is None else note["began"]
         self.seconds: dict[str, float] = {} if note is None else dict(note["seconds"])

@@ -208,7 +208,11 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         (name, theirs.get(name, absent), ours.get(name, absent))
         for name in sorted({*theirs, *ours})
     )
-    return ", ".join(f"{name}={words(a)} (here {words(b)})" for name, a, b in pairs if a != b)
+    return ", ".join(
+        f"{name}={words(a)} (here {words(b)})"
+        for name, a, b in pairs
+        if a != b and words(a) != words(b)  # nan differs from itself
+    )
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
@@ -253,6 +257,7 @@ def _is_number(value: Any) -> bool:
     number.
     """
     parts = value if isinstance(value, list) and len(value) == 2 else [value]
+    # A state's plain numbers may be bools, which are stored as JSON's true and false.
     return all(
         isinstance(part, bool | int) or (isinstance(part, float) and math.isfinite(part))
         for part in parts

@@ -170,8 +170,9 @@ def prune(
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
-    # The checkpoint that stays for its measured loss may be one of these. Those that `every` keeps
-    # are not looked at, so a measured one among them does not let an older one go.
+    # `_measured` returns the folder that stays for its measured loss. It looks in `newest`, then in
+    # `older`. It passes over the checkpoints that only `every` keeps: if one of them has a measured
+    # loss, an older one with a measured loss stays too.
     older = {step for step in to_remove.values() if step not in refused}
     for path in to_remove.keys() - _measured(folder, newest, older):
         remove(path)

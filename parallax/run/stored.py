@@ -53,7 +53,9 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"are stored by path."
             )
     for name, number in numbers.items():
-        if not all(map(math.isfinite, number if isinstance(number, list) else [number])):
+        parts = number if isinstance(number, list) else [number]
+        # `math.isfinite` would convert a whole number to a float, which may be too large for that.
+        if not all(isinstance(part, int) or math.isfinite(part) for part in parts):
             raise ValueError(
                 f"{name}: a plain number to store must be finite; got {number}. Store it as "
                 f"an array."
@@ -97,8 +99,9 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
     arrays, convert, statics = _of_arrays(from_disk, state)
     arrays_like = eqx.filter(like, mesh.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), arrays_like)
-    # The call of `convert` comes first; its trace adds the leaves that are no arrays to `statics`.
-    return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
+    placed_arrays = jax.jit(convert, out_shardings=shardings)(arrays)
+    # When this call traced `convert`, that added the leaves that are no arrays to `statics`.
+    return eqx.combine(placed_arrays, statics[-1])
 
 
 def _of_arrays(
@@ -166,9 +169,10 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     """
 
     def leaf(path, leaf):
-        """Returns the stored number or array with this path, in the type of `leaf`, the leaf of
-        `like` at this path. A complex number was stored as a list of its real and its imaginary
-        part, and random keys were stored as integers.
+        """Returns the stored number or array with this path. `leaf`, the leaf of `like` at this
+        path, has the type of the array, by `check_same`; a number gets the type of `leaf`. A
+        complex number was stored as a list of its real and its imaginary part, and random keys
+        were stored as integers.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:

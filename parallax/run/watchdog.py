@@ -120,7 +120,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Waits, in a thread, until a step takes too long; then prints which rank is at fault and
         ends the process. If the step ends during the search for the rank, the thread goes on
-        waiting.
+        waiting; if the work ends, so does the thread.
         """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:
@@ -131,6 +131,8 @@ class Watchdog:
             # A rank that waits is probably held up by another rank. It searches for that rank, and
             # the search takes `GRACE` seconds, so the other rank prints its message first.
             culprit = self._culprit() if waits else ""
+            if self._left.is_set():  # the work ended during the search
+                return
             if self._step_began == began:  # still the same step: it is really late
                 break
         with contextlib.suppress(Exception):
@@ -143,9 +145,10 @@ class Watchdog:
             f"{now - began:.1f} s of the {self._limit:g} s allowed, "
             f"{now - self._phase_began:.1f} s of them in phase {phase!r}. The job ends."
         )
-        # A rank above 0 tells the others: a rank 0 that has left the work would otherwise wait at
-        # its exit until JAX misses this rank. A rank 0 at fault tells them too, so that they name
-        # it. A rank 0 that waits tells nobody: JAX's service ends with it, and so do the others.
+        # A rank above 0 tells the others that it ends. Rank 0 may have finished its work; at its
+        # exit it would wait for this rank until JAX's heartbeats time out. A rank 0 at fault tells
+        # the others too, so that they name rank 0. A rank 0 that only waits tells nobody: JAX's
+        # service ends with rank 0, and then the others end too.
         if self.job.peers and (self.job.rank or not waits):
             did = "waited too long for the other ranks" if waits else "held up the job"
             self.job.peers.tell(f"{did} {self._where}, in phase {phase!r}")

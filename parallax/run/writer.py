@@ -201,8 +201,8 @@ class Writer:
                         self._begin_again(record, copies())
                 if not written:
                     self.arrays.wait_until_finished()
-                    # Equal on all processes: the last barrier of Orbax's save is a stage (`meet` in
-                    # `_checkpointer`), which fails on all processes or on none.
+                    # `written` is equal on all processes: at the end of its save, Orbax waits for
+                    # all processes by `meet` (in `_checkpointer`), which raises on all or on none.
                     written = True
                 self._stages.first(lambda: self._seal(record))
                 return

@@ -77,7 +77,8 @@ def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
     power of two and a multiple of the number of devices."""
     sizes = dict(mesh.shape)
     if (platform := meshes.platform_of(mesh)) != "cpu":
-        # Read in programs for v5e: none of the functions of the cells was left.
+        # Seen in programs that were compiled for TPU v5e: the compiler had inlined the function of
+        # every cell, although `_apart` (in `walk`) asks for a computation of its own.
         raise ValueError(
             f"same_bits.spmd needs a mesh of CPUs; got a mesh of {platform} devices. There the "
             "compiler fuses the code of a cell with the code around it, so the bits may differ "
@@ -106,7 +107,9 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
     (body,) = jaxprs.closed(eqn.params)
     # Along an axis with one cell there is nothing to sum and nothing to split.
     counts = {axis: n for axis, n in cells.items() if n > 1}
-    opened = opened_collectives(jaxprs.opened(body), eqn.params["mesh"])
+    # The program of each of this library's collectives in the body, by the `id` of its equation.
+    # `Walk` runs these programs in place of the equations.
+    collectives = opened_collectives(jaxprs.opened(body), eqn.params["mesh"])
 
     def layouts(specs, avals) -> list[TwoForms]:
         """Returns the `TwoForms` of each array: its shapes as a global array, and as a stack of the
@@ -122,7 +125,8 @@ def _mapped(eqn: JaxprEqn, operands: Sequence[Any], mesh: AnyMesh, cells) -> lis
         result is the array of a `Stack`: its first dims run over these cells."""
         cells_of_device = Cells(counts, dict(mesh.shape))
         stacks = [Stack(x, layout.axes) for x, layout in zip(blocks, ins, strict=True)]
-        results = Walk(cells_of_device, opened).run(body, stacks)
+        results = Walk(cells_of_device, collectives).run(body, stacks)
+        # `over` adds dims with copies of the value for those axes of the layout that `x` lacks.
         pairs = zip(results, outs, strict=True)
         return [cells_of_device.over(x, layout.axes).array for x, layout in pairs]
 

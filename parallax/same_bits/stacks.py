@@ -62,7 +62,10 @@ class TwoForms(NamedTuple):
         """Returns the `TwoForms` of a global array of the type `aval`: how to turn the array into a
         stack of blocks, and back. `spec` says which axes split the array, and `counts` has the
         number of cells (logical devices) along each axis."""
-        wide, names = [], []  # for each dim of `wide`, its axis; None for a dim of a block
+        # `wide` is the shape with several dims in place of each split dim: the number of cells
+        # along each of its axes, and the size in a block. `names` has the axis of each dim of
+        # `wide`, or None for a dim of a block.
+        wide, names = [], []
         for size, entry in itertools.zip_longest(aval.shape, spec):
             split = [axis for axis in entry_axes(entry) if axis in counts]
             sizes = [counts[axis] for axis in split]
@@ -138,7 +141,9 @@ class Cells(NamedTuple):
             axes.remove(axis)
             for bit in range(n.bit_length() - 1):
                 x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))
-        if jnp.issubdtype(dtype, jnp.floating):  # a compiler may remove a cast with its inverse
+        if jnp.issubdtype(dtype, jnp.floating):
+            # `reduce_precision` rounds in any case. The cast to `dtype` below may not: if the
+            # program widens the result again, a compiler may remove both casts.
             info = jnp.finfo(dtype)
             x = lax.reduce_precision(x, info.nexp, info.nmant)
         return Stack(x.astype(dtype), tuple(axes))
@@ -157,7 +162,7 @@ class Cells(NamedTuple):
         """Returns two things: the values of all cells (logical devices) along `names`, and `rest`,
         the other axes of the stack. The values are an array [this device's cells along `rest`...,
         all cells along `names`, dims of the value in one cell...]."""
-        stack = self.over(stack, names)
+        stack = self.over(stack, names)  # with a dim for each of `names`, added if it was missing
         x, rest = stack.array, tuple(axis for axis in stack.axes if axis not in names)
         for axis in names:
             x = lax.all_gather(x, axis, axis=stack.axes.index(axis), tiled=True)
@@ -195,7 +200,7 @@ class Cells(NamedTuple):
         """Returns, for each cell (logical device), its part of the sum over the cells along
         `names`."""
         stack = self.tree(lax.add, names, stack)
-        x, rest = stack.array, stack.axes
+        x, rest = stack.array, stack.axes  # without `names`: `tree` has removed these dims
         dim, n = len(rest) + params["scatter_dimension"], math.prod(self.counts[a] for a in names)
         if params["tiled"]:
             x = x.reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])
@@ -219,8 +224,11 @@ class Cells(NamedTuple):
         it."""
         x, rest = self.of_all(names, stack)
         at, n = len(rest), x.shape[len(rest)]
+        # The indices, in `x`, of the dim that is split and of the dim along which parts are joined.
         split, joined = (1 + at + params[key] for key in ("split_axis", "concat_axis"))
         x = x.reshape(*x.shape[:split], n, -1, *x.shape[split + 1 :])
-        x = jnp.moveaxis(x, split, at)  # [..., to, from, dims of a cell]
-        x = jnp.moveaxis(jnp.take(x, self.indices(names), axis=at), at + 1, joined)
+        x = jnp.moveaxis(x, split, at)  # [rest..., to, from, dims of a part...]
+        x = jnp.take(x, self.indices(names), axis=at)  # only the parts to this device's cells
+        # The dim "from" goes just before the dim to join, and then these two become one.
+        x = jnp.moveaxis(x, at + 1, joined)
         return self.own(names, x.reshape(*x.shape[:joined], -1, *x.shape[joined + 2 :]), rest)

@@ -88,6 +88,7 @@ def flat_program(program: Jaxpr | ClosedJaxpr, cells: Cells, opened: Opened) -> 
             return keys[atom]
 
         for eqn in jaxpr.eqns:
+            # An equation that needs other cells runs by itself, outside of the segments.
             reads, alone = tuple(map(key, eqn.invars)), needs_other_cells(eqn, cells, opened)
             # XLA aborts the process if it compiles a `pure_callback` in the function of a cell.
             if jaxprs.has_effects(eqn) or eqn.primitive.name == "pure_callback":
@@ -123,7 +124,8 @@ def needed_steps(steps: Sequence[StepOfCell], results: Sequence[int]) -> list[St
 
 
 def free_steps(flat: Flat) -> tuple[list[StepOfCell], list[StepOfCell]]:
-    """Returns the *free* steps, which depend only on constants of the program, and the others.
+    """Returns the *free* steps, and the others. A free step depends only on constants of the
+    program, and is not `alone`: it needs neither other cells nor the index of its own cell.
 
     A segment is a set of steps that is compiled apart from the rest. Each segment that needs the
     result of a free step runs this step itself.

@@ -102,7 +102,15 @@ class Walk:
         return self.done[entry][1]
 
     def run(self, program: Jaxpr | ClosedJaxpr, operands: Sequence[Stack]) -> list[Stack]:
-        """Returns the results of a program."""
+        """Returns the results of a program.
+
+        A step that is `alone` needs values of other cells (logical devices), or the index of its
+        cell. It runs by `_results`, on the stacks of all cells. The other steps run in segments,
+        one cell after another, by `_run_cells`. A free step depends only on constants: each segment
+        runs those free steps that it needs, and a free step also runs before an `alone` step, or at
+        the end, if its result is needed there. If there is only one cell (`counts` is empty), every
+        step runs by `_results`.
+        """
         flat = flat_program(program, self.cells, self.opened)
         values = {**flat.constants, **dict(zip(flat.inputs, operands, strict=True))}
         free, left = free_steps(flat) if self.cells.counts else ([], flat.steps)
@@ -129,12 +137,12 @@ class Walk:
         """Returns the steps of the next segment, and the other steps of `left`. `left` has the
         steps that have not run yet. A segment is compiled apart from the rest of the program.
 
-        The segment has the first step of `left`, and each later step that meets three conditions.
-        The step may run together with other steps: its field `alone` is false. Each operand of the
-        step has been computed, or is a result of a step of the segment. The step's operands vary
-        over the cells (logical devices) along the same axes as the first step's operands. The
-        choice of steps depends only on the program and on the number of cells along each axis, not
-        on the devices, so a segment's kernels are the same on every mesh.
+        The segment has the first step of `left`, which is not `alone`, and each later step that
+        meets three conditions. The step may run together with other steps: its field `alone` is
+        false. Each operand of the step has been computed, or is a result of a step of the segment.
+        The step's operands vary over the cells (logical devices) along the same axes as the first
+        step's operands. The choice of steps depends only on the program and on the number of cells
+        along each axis, not on the devices, so a segment's kernels are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()
@@ -180,7 +188,9 @@ class Walk:
 
     def _for_each_cell(self, cell, stacks: Sequence[Stack], axes) -> list[Array]:
         """Returns the results of the function `cell` for all cells (logical devices) of this
-        device. The cells run one after another."""
+        device. The cells run one after another: there is one `lax.map` for each of `axes`, one
+        inside another. `axes` are all axes of the stacks, in the order of `Stack.axes`. So in each
+        stack that has the axis `axes[0]`, this axis is the first."""
         if not axes:
             return _apart(cell)(*(stack.array for stack in stacks))
         sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
@@ -206,8 +216,9 @@ class Walk:
                 f"({jaxprs.origin(eqn)}). Give the groups an axis of their own."
             )
         rules = {"scan": self._scan, "cond": self._cond}
-        # A `while` runs only for one cell at a time: a collective inside of it is refused below,
-        # since the cells may need different numbers of iterations.
+        # A `while` runs only in a walk of a single cell, whose `counts` are empty. A `while` with a
+        # collective in it is refused below, since the cells may need different numbers of
+        # iterations.
         if not self.cells.counts:
             rules["while"] = self._while
         if name in rules:
@@ -249,7 +260,9 @@ class Walk:
         params = eqn.primitive.get_bind_params(params | no_sharding)
         arrays = [stack.array for stack in operands]
         if not self.cells.counts and name in jaxprs.CHEAP | jaxprs.DEAR:
-            # Each equation would broadcast its scalars for itself.
+            # `CHEAP` and `DEAR` are the elementwise primitives. `once` broadcasts a scalar once for
+            # all equations; JAX would broadcast it in each, which gives equal instructions. With
+            # several cells, an array would also have the dims of the cells.
             shape = jaxprs.types(eqn.outvars)[0].shape
             wide = functools.partial(jnp.broadcast_to, shape=shape)
             arrays = [x if jnp.shape(x) == shape else self.once(wide, x, key=shape) for x in arrays]
@@ -295,6 +308,8 @@ class Walk:
         first = eqn.params["cond_nconsts"]
         split = first + eqn.params["body_nconsts"]
 
+        # This walk has a single cell (see `_results`), so no stack has axes, and the result of the
+        # test is one boolean.
         def goes_on(carry):
             """Returns whether there is another iteration."""
             return self.in_loop().run(test, [*operands[:first], *carry])[0].array
@@ -303,9 +318,9 @@ class Walk:
             """Returns the carries of the next iteration."""
             return self.in_loop().run(body, [*operands[first:split], *carry])
 
-        return lax.while_loop(
-            goes_on, trip, [self.cells.over(stack, ()) for stack in operands[split:]]
-        )
+        # `over` adds no axes here; it only makes a JAX array of a constant.
+        carry = [self.cells.over(stack, ()) for stack in operands[split:]]
+        return lax.while_loop(goes_on, trip, carry)
 
     def _cond(self, eqn: JaxprEqn, operands: Sequence[Stack]) -> list[Stack]:
         """Returns the results of a conditional.
@@ -318,7 +333,8 @@ class Walk:
         axes = [(*types.axes_of_type(aval), *index.axes) for aval in jaxprs.types(eqn.outvars)]
 
         def branch(body):
-            """Returns the results of one branch."""
+            """Returns the results of one branch. `over` gives each result a dim for each of its
+            `axes`, with copies for axes that it lacks, so all branches return equal shapes."""
             results = self.in_loop().run(body, operands)
             return [self.cells.over(*pair) for pair in zip(results, axes, strict=True)]
 
@@ -332,7 +348,8 @@ class Walk:
 
     def _chosen(self, index: Stack, k: int, option: Stack, other: Stack) -> Stack:
         """Returns `option` for the cells (logical devices) whose `index` is `k`, and `other` for
-        the other cells."""
+        the other cells. `option` and `other` have the same axes, among them those of `index`."""
+        # `over` gives `index` a dim for each axis of `option`; then come dims of size 1.
         here = self.cells.over(index, option.axes).array == k
         here = here.reshape(*here.shape, *[1] * (option.array.ndim - here.ndim))
         return Stack(jnp.where(here, option.array, other.array), option.axes)

@@ -82,7 +82,8 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
             more than about 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
-    # Stage s runs I s ticks before stage 0 does, so with a delay of s all stages run W together.
+    # Stage s runs a job I earlier than stage 0 does, by s ticks. So with a delay of s ticks all
+    # stages run W together.
     tick, job = _backwards(P, M, v)
     return _schedule(P, v, _forwards(P, M, v), (tick, job), (tick + np.arange(P), job))
 

@@ -42,9 +42,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         # By microbatch, its jobs on this stage, whose one chunk is at place s.
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
-        # A forward and a backward in turn; after the last forward only backwards are left.
-        pairs = itertools.zip_longest(forward[ahead:], backward, fillvalue=[])
-        orders.append(list(itertools.chain(*forward[:ahead], *itertools.chain(*pairs))))
+        # A forward and a backward in turn, each as a list of jobs; after the last forward only
+        # backwards are left.
+        in_turn = itertools.chain(*itertools.zip_longest(forward[ahead:], backward, fillvalue=[]))
+        orders.append(list(itertools.chain(*forward[:ahead], *in_turn)))
     return from_orders(orders, looped_placement(P))
 
 

@@ -270,7 +270,8 @@ class Schedule:
         plus `weight` if the weight gradient is a separate job. The arguments are those of
         `makespan`."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
-        # Every stage has the same work, so its idle time is the same for all.
+        # `timed_ticks` has, for each lane, the number of ticks in which `makespan` counts a job of
+        # the lane. Every stage has the same work, so all stages have the same idle time.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
         return float(idle @ self._costs(forward, backward, weight))
 

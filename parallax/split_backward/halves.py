@@ -184,8 +184,9 @@ class Cut(NamedTuple):
     def handed_count(self) -> int:
         """The number of arrays that go from the first half to the second. If the first half has
         scans, the arrays that these stack for the second half are included."""
-        # A scan stacks each array that its trips hand over, and hands it over too. All such scans
-        # are in `first`: to a scan that runs only in the second half, nothing is handed.
+        # A scan stacks each array that its trips hand over, and hands over the stacks. These are
+        # not in `self.handed`. All such scans are in `first`: to a scan that runs only in the
+        # second half, nothing is handed.
         return len(self.handed) + sum(
             step.loop.trip.handed_count for step in self.first if step.loop is not None
         )
@@ -300,9 +301,10 @@ class CutLoop(NamedTuple):
         `handed` has these arrays for all iterations, [iterations, ...] each (none for the first
         half). `_run` returns the arrays that this half hands on, stacked: [iterations, ...] each.
         """
-        # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
-        # the first `loop.consts` operands, and are the first results. `results` are the indices of
-        # this half's results, sorted, so that carries come before stacked results.
+        # `results` are indices of the scan's results, sorted, so that carries come before stacked
+        # results. `inits` and `sliced` are indices of the scan's operands. Operand i of the scan is
+        # argument i of a trip, `variables[i]`. Since the carries come after the first `loop.consts`
+        # operands, the carry that is result i is operand `loop.consts + i`.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars  # one for each operand of the scan
         carry_count = sum(i < loop.carries for i in results)
@@ -316,13 +318,13 @@ class CutLoop(NamedTuple):
             pair to stack: the results that are no carry, and the arrays that this half hands on.
             `variables` are the arguments of an iteration. `inits` and `sliced` are the indices, in
             `variables`, of this half's carries and slices."""
-            sliced_values, handed = slices
+            sliced_values, handed_to_trip = slices
             arguments = consts | dict(
                 zip(
                     (variables[i] for i in [*inits, *sliced]), [*carry, *sliced_values], strict=True
                 )
             )
-            trip_results, handed_on = one_trip(arguments, handed)
+            trip_results, handed_on = one_trip(arguments, handed_to_trip)
             return trip_results[:carry_count], (trip_results[carry_count:], handed_on)
 
         # The trips keep the order of the original scan, so that sums round in the same way.
@@ -361,15 +363,15 @@ def _cut(
     plan: list[tuple[Step, tuple[bool, bool]]] = []
     for place, results in needed_results.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
-        # A barrier and a scan may run in both halves, in each with a part of the operands. Their
-        # results that only one half has are added to `made` or `late`: `_chosen` keeps these from
-        # the other half. `_cut_loop` does not get `made`: if the scan's second half reads an
-        # operand that is in `made`, then `handed` has this operand. The arrays that the scan's
-        # first half stacks for the second are not in `handed`; `Cut.handed_count` counts them too.
+        # A barrier and a scan may run in both halves, in each with a part of the operands. So
+        # `runs_in` stays (True, True), and each of their results that only one half computes is
+        # added to `made` or `late`. `_chosen` does not let the other half compute such a result.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
         elif place in program.loops:
+            # The first half cannot read operands in `late`, so `_cut_loop` gets `late`. The second
+            # half can read operands in `made`, since they are handed over.
             loop = _cut_loop(
                 program.loops[place], eqn, needed_first.get(place, frozenset()), results, late
             )

@@ -30,7 +30,8 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         gone: the names of old files to remove, if no new file replaces them.
 
     Raises:
-        OSError: a file could not be written or moved. `folder` is then as it was before.
+        OSError: a file could not be written or moved. The files of `folder` are then as they were
+            before.
     """
     stage = folder / STAGE
     new, old = stage / "new", stage / "old"

@@ -176,7 +176,8 @@ class Fields:
         """
         fields, supported = read_json(file), ONLY | dict(self.only)
         try:
-            # `model_type` is only compared: `_check_known` has it in `WRITTEN_ANEW`.
+            # `model_type` must name this family. It is not in `supported`: `save` writes it anew
+            # (`WRITTEN_ANEW`), so it must not be one of the differences below.
             self._check_values(fields, {"model_type": (self.model_type,)} | supported)
             numbers = {name: number.read(fields) for name, number in self.numbers.items()}
             derived = self.derived(numbers)

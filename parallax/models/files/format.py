@@ -94,6 +94,8 @@ def load(
     options = dict(options or {})
     folder, file = locate(path, f"{format_.name}.load")
     config_file = folder / CONFIG
+    # `differing` are the fields whose values `save` would not write for a new model with these
+    # numbers. The model keeps them in its `Origin`, so that `save` writes them again.
     numbers, differing = format_.fields.read(config_file)
     origin = Origin.of(folder, differing)
     try:

@@ -1,6 +1,7 @@
 """Reads a JSON object from a file of unknown origin, or raises an error that says what is wrong."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,22 @@ DIGITS = 19  # those of a 64-bit number; no size or token needs more
 # The most objects and lists in a file. A configuration has about ten. A thousand nested ones would
 # overflow the stack when they are written again.
 MOST = 64
+# A text in quotes, or one that the end of the file cuts short.
+TEXT = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
 AGAIN = "Copy or download it again."
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in `file`, which may begin with a byte order mark. Raises
-    `ValueError` if the file holds anything else.
+    """Returns the JSON object in `file`, which may begin with a byte order mark, and may have the
+    numbers NaN and Infinity, as transformers writes them. Raises `ValueError` if the file holds
+    anything else.
     """
     try:
         content = _files.read(file, "a JSON object")
     except ValueError as error:
         raise ValueError(f"{error} {AGAIN}") from error
-    nested = content.count(b"{") + content.count(b"[")
+    outside = TEXT.sub(b"", content)
+    nested = outside.count(b"{") + outside.count(b"[")
     if nested > MOST:
         raise ValueError(
             f"{file} has {nested} objects and lists; at most {MOST} are allowed. {AGAIN}"

@@ -85,6 +85,7 @@ class Leaf:
         """Yields the name and the value of each tensor of the leaf `array`, without padding."""
         # `self.shape` is the shape in the file; this is the shape in memory, without padding.
         shape = self.shape[::-1] if self.transposed else self.shape
+        # A row for each tensor: first the tensor's elements, then the padding, if there is any.
         parts = np.ascontiguousarray(array).reshape(self.count, -1)
         for name, part in zip(self.names(), parts, strict=True):
             yield name, np.ascontiguousarray(self._turned(part[: math.prod(shape)].reshape(shape)))

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import precision, remat
 from parallax import rules as sharding
-from parallax.collectives.types import AxisName
+from parallax.collectives.types import AxisName, axes
 from parallax.models import checked_numbers
 from parallax.models.block import Block, Linear
 from parallax.models.decoder_parts import initial, vocabulary_rows
@@ -274,7 +274,7 @@ def rules(
     # the biases that are added after the devices' sum. After the layers, the weight of qkv is [D,
     # 3, H, K], out is [H, K, D], up is [D, F] and down is [F, D].
     specs = {
-        "wte": P(axis_name if stage is None else (stage, axis_name)),
+        "wte": P(axis_name if stage is None else (stage, *axes(axis_name))),
         "blocks.attention.qkv.weight": P(*layers, None, None, axis_name),
         "blocks.attention.qkv.bias": P(*layers, None, axis_name),
         "blocks.attention.out.weight": P(*layers, axis_name),

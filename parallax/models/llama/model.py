@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Key
 
 from parallax import experts, precision, remat
 from parallax import rules as sharding
-from parallax.collectives.types import AxisName
+from parallax.collectives.types import AxisName, axes
 from parallax.models import checked_numbers
 from parallax.models.block import Block, Linear
 from parallax.models.decoder_parts import initial, vocabulary_rows
@@ -247,7 +247,7 @@ def rules(
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
-    rows = P(axis_name if stage is None else (stage, axis_name))
+    rows = P(axis_name if stage is None else (stage, *axes(axis_name)))
     # The entries for [D, F] and [F, D], of which F is split. Attention has [H, K] in place of F,
     # and splits H.
     column, row = (None, axis_name), (axis_name,)

@@ -174,7 +174,9 @@ class Config:
         attention = D * K * (qkv_heads + self.heads)  # and `out`, [H, K, D]
         attention += self.bias * qkv_heads * K + self.head_norms * 2 * K
         feed_forward = 3 * D * self.hidden  # the SwiGLU's three matrices
-        if self.experts:  # the router, and such matrices for each expert
+        if self.experts:
+            # The router, and three matrices for each expert, of `hidden` units, and for one more
+            # expert, of `shared` units.
             feed_forward = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
         of_layers = self.layers * (attention + feed_forward + 2 * D)  # 2 D: the two norms
         # The embedding, and the head if it is not tied; the layers; the last norm.
