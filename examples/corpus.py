@@ -69,7 +69,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Returns the tokenizer of GPT-2, a byte-pair encoding, from its file of token
-    ranks at `path`. It uses no network and no cache. Token 50,256 ends a text.
+    ranks at `path`. Nothing is downloaded. Token 50,256 ends a text.
 
     `encode` treats the string "<|endoftext|>" as thirteen ordinary characters, so it
     never returns token 50,256. It raises `ValueError` for a text with about a million
@@ -199,12 +199,13 @@ def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> fl
     """Returns the mean loss of the held-out tokens, in nats, if each token is predicted
     from the token before it. The first held-out token is not predicted.
 
-    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))` (Witten and Bell 1991). T(v) is
-    the number of distinct tokens that follow v in `train`, c(v) is the sum of c(v, w)
-    over w, and P(w) is the probability of w in `unigram`. If no token follows v in
-    `train`, P(w | v) is P(w). The memory grows with the number of distinct pairs in
-    `train`, not with the square of `vocabulary`. Raises `ValueError` if a token is
-    outside the vocabulary, or if `train` or `held_out` has fewer than two tokens.
+    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))` (Witten and Bell 1991). In
+    `train`, c(v, w) is how often w follows v, c(v) is the sum of c(v, w) over w, and
+    T(v) is the number of distinct tokens that follow v. P(w) is the probability of w in
+    `unigram`. If no token follows v in `train`, P(w | v) is P(w). The memory grows with
+    the number of distinct pairs in `train`, not with the square of `vocabulary`. Raises
+    `ValueError` if a token is outside the vocabulary, or if `train` or `held_out` has
+    fewer than two tokens.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     for name, tokens in (("train", train), ("held_out", held_out)):

@@ -4,9 +4,9 @@
 Run: python examples/from_scratch.py. On a mesh of data 2 x stage 2 x tensor 2, a net of
 residual layers has the same losses as on one device.
 
-This program computes each forward pass of a stage again for the backward pass. Parallax
-by default stores the residuals instead. Parallax also takes any model and any schedule,
-and raises an error for many mistakes.
+This program computes each forward pass of a stage again for the backward pass. By
+default, Parallax instead stores the values that the backward pass needs. Parallax also
+takes any model and any schedule, and raises an error for many mistakes.
 """
 
 from functools import partial

@@ -10,11 +10,12 @@ speeches, on a mesh of eight virtual CPU devices (data 2 x stage 2 x tensor 2), 
 collectives of `jax.lax`. This program uses a ring along each axis, so that you can
 count every message in the compiled step.
 
-An estimate: N parameters in L layers of width D compute 6 N + 12 L D T FLOP for each
-token of a sequence of T tokens. With 0.8 M parameters and 16 sequences of 64 bytes, a
-step is 5.5 GFLOP, 12 ms at the 450 GFLOP/s of two cores. Such a small model does not
-reach that rate. Its matrices have 64 to 256 columns on a device, and eight devices that
-share two cores exchange some 300 messages of a few kilobytes. A step takes 0.15 s.
+An estimate: to train a model with N parameters in L layers of width D on sequences of T
+tokens takes 6 N + 12 L D T FLOP per token. With 0.8 M parameters and 16 sequences of 64
+bytes, a step is 5.5 GFLOP, 12 ms at the 450 GFLOP/s of two cores. Such a small model
+does not reach that rate. Its matrices have 64 to 256 columns on a device, and eight
+devices that share two cores exchange some 300 messages of a few kilobytes. A step takes
+0.15 s.
 """
 
 import time

@@ -1,5 +1,5 @@
-"""GPT-2 on two islands of four devices that talk every 10 steps, beside plain data
-parallelism on the same text.
+"""Trains GPT-2 on two islands, and with plain data parallelism, on the same text. Each
+island has four devices. The islands exchange their changes every 10 steps.
 
 Run: python examples/islands.py, or with --quick for a few steps. All loss curves are
 drawn in out/islands/losses.png. All runs begin with the same model, already trained

@@ -63,9 +63,9 @@ def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
 def memory(
     name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, float]
 ) -> Path:
-    """Draws a bar for the bytes on one device during each step, one panel for each run.
-    In front of the bars, a filled area for each item of `kept` shows the bytes that are
-    kept from step to step."""
+    """Draws one panel for each run, with a bar for each step: the bytes on one device
+    during the step. In front of the bars, a filled area for each item of `kept` shows
+    the bytes that are kept from step to step."""
     figure, axes = _subplots(1, len(runs), figsize=(4.8 * len(runs), 4), sharey=True)
     for panel, (label, during) in zip(axes, runs.items(), strict=True):
         steps = range(1, len(during) + 1)

@@ -41,8 +41,8 @@ def layer(x, weight):
 
 
 def stage(net, at, part, position):
-    """Returns the output of stage `position` for the tree `at` (see `embed`), which the
-    stage before sent. After its layers, stage 2 adds `gate` times the result of stage
+    """Returns the output of stage `position` for `at`, the tree (see `embed`) that the
+    previous stage sent. After its layers, stage 2 adds `gate` times the result of stage
     1, and stage 3 adds `gate` times the result of stage 0."""
     x, _ = jax.lax.scan(layer, at["x"], net.blocks)
     x = x + net.gate * jnp.where(position >= 2, at["skips"][3 - position], 0.0)

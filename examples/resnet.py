@@ -117,7 +117,7 @@ class ResNet(eqx.Module):
 
 
 def pooled(x):
-    """The mean of each 2 x 2 pixels."""
+    """Returns the mean of each block of 2 x 2 pixels."""
     batch, channels, height, width = x.shape
     return x.reshape(batch, channels, height // 2, 2, width // 2, 2).mean(axis=(3, 5))
 

@@ -1,6 +1,6 @@
 """A variational autoencoder for handwritten digits, trained on a mesh of data 4 x
-tensor 2. The encoder and the decoder have two layers each: the first is split by
-columns, and the second by rows.
+tensor 2. The encoder and the decoder have two layers each. The first layer of each is
+split by columns, and the second layer by rows.
 
 Run: python examples/tensor_parallel_vae.py. One device trains the same model on the
 same batches, and the program compares the losses and the weights.

@@ -1943,7 +1943,9 @@ ORDINARY = (
     Mutant("planned", "eqx.filter(model, trainable)", "model", "test_frozen.py"),
     Mutant("mean_over_microbatches", "jnp.mean(", "jnp.max(", "test_aux.py -k auxiliary"),
     Mutant("_laid_out", "AxisType.Explicit in mesh.axis_types", "False", "test_inside_jit.py"),
-    Mutant("terms", "1 - is_base.index(True)", "is_base.index(True)", "test_lint_shards.py"),
+    Mutant(
+        "terms", "based if is_base else added", "added if is_base else based", "test_lint_shards.py"
+    ),
     Mutant("reached", "axes - joined_axes(program, node)", "axes", "test_lint_shards.py"),
     Mutant(
         "ShardMap.note_layers",

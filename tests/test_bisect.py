@@ -314,6 +314,15 @@ def test_a_factor_is_no_rounding():
     assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
 
 
+@pytest.mark.parametrize("number", [0.0, -np.inf])
+def test_a_factor_that_leaves_one_number_as_it_is_is_no_rounding(number):
+    right = np.random.default_rng(0).standard_normal((4, 8))
+    right[1, 2] = number
+    assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
+    rounded = np.asarray(jnp.asarray(right, jnp.bfloat16), np.float64)
+    assert diagnose(right, rounded, {}, 1) == "rounded to bfloat16"
+
+
 @pytest.mark.parametrize("dtype", ["int32", "bool", "key"])
 def test_copies_of_whole_numbers_that_differ_are_reported(dtype):
     """Replicas may have drifted apart in a step's number or a random key too."""

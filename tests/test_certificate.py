@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax import grads, mesh
+from parallax import grads, hardware, mesh
 from parallax.collectives import cost, ring
 from parallax.collectives.types import varying
-from parallax.compiled import certificate, hlo
+from parallax.compiled import certificate, hlo, links
 from parallax.compiled.certificate import Entry
 
 SIZES = {"a": 2, "b": 4}
@@ -270,13 +270,6 @@ PREDICTED = {  # of a ring of 64 bytes along b, and two numbers summed along a
         [Entry("collective-permute", ("b",), 6, 96, 6), Entry("all-reduce", ("a",), 1, 8, 1)],
         [],
     ),
-    "right as entries of each array": (
-        [
-            *(Entry("collective-permute", ("b",), 3, 48, 3) for _ in range(2)),
-            Entry("all-reduce", ("a",), 1, 8, 1),
-        ],
-        [],
-    ),
     "too few bytes": (
         {"b": 48, "a": 8},
         [
@@ -322,6 +315,14 @@ def test_says_where_a_prediction_is_wrong(name):
     predicted, expected = PREDICTED[name]
     found = entries(lambda x: (ring.all_reduce(x, "b"), lax.psum(x[:2], "a")))
     assert certificate.differences(found, predicted) == expected
+
+
+def test_predicted_entries_of_one_kind_and_axes_are_added_up():
+    found = [Entry("all-reduce", ("a",), 2, 12, 2)]
+    weights, loss = Entry("all-reduce", ("a",), 1, 8, 1), Entry("all-reduce", ("a",), 1, 4, 1)
+    assert certificate.differences(found, [weights, loss]) == []
+    (sentence,) = certificate.differences(found, [weights, weights])
+    assert "16 bytes were predicted, and the program has 12" in sentence
 
 
 def test_finds_a_reduction_in_the_loop_over_microbatches():

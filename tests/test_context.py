@@ -468,6 +468,12 @@ ERRORS = {
     "the number of tokens of a device, 3 (6 over 2 devices), must be a multiple of 2, the number "
     "of chunks of a device. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
+    "context.ulysses needs keys of the same tokens as the queries; got 4 keys and 2 queries": {
+        **{"q": (2, 4, 4, 2), "attend": through(context.ulysses)}
+    },
+    "context.gathered needs keys of the same tokens as the queries; got 4 keys and 6 queries on": {
+        **{"q": (2, 12, 4, 2), "attend": through(context.gathered)}
+    },
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
         "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
     },

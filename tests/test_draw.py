@@ -126,6 +126,12 @@ def test_timeline(tmp_path, name):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("suffix", ["svg", "SVG"])
+def test_an_svg_file_has_no_date(tmp_path, suffix):
+    draw.timeline(one_f_one_b_lockstep(2, 2), tmp_path / f"a.{suffix}")
+    assert b"<dc:date>" not in (tmp_path / f"a.{suffix}").read_bytes()
+
+
 def test_narrow_boxes_have_no_label(tmp_path):
     draw.timeline(one_f_one_b_lockstep(2, 64), tmp_path / "a.svg", forward=0.1)
     assert svg_text(tmp_path / "a.svg").count("63") == 2  # the backward boxes alone

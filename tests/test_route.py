@@ -207,13 +207,14 @@ REFUSED = {
         (3,),
         [{1: [2], 2: [2]}, {1: [1]}],
     ),
-    "Route: in round 1 block 2 arrives at offset 1, but the block at offset 1 was sent away in "
-    "round 0, so the terms that arrive would be lost. Let block 2 arrive earlier": (
+    "Route: in round 1 block 2 of the sender arrives as block 1 of the receiver. But the receiver "
+    "already sent its block 1 in round 0, so the partial sum that arrives would not reach the "
+    "block's owner. Send block 2 in an earlier round": (
         (3,),
         [{1: [1]}, {1: [2]}],
     ),
-    "Route: in round 0 block 2 arrives at offset 1, but the block at offset 1 was sent away in "
-    "round 0, so": (
+    "Route: in round 0 block 2 of the sender arrives as block 1 of the receiver. But the receiver "
+    "already sent its block 1 in round 0, so": (
         (3,),
         [{1: [1, 2]}],
     ),

@@ -3,9 +3,9 @@
     python make_state_of_the_union.py FOLDER_OF_THE_PACKAGE
 
 The file has all State of the Union addresses since 1934 that the package's table marks
-as spoken, sorted by date; the other addresses were sent in writing. The addresses are
-whole, without two kinds of editors' notes: those that have a line of their own, such as
-"[Delivered in person before a joint session]", and "[See APP Note.]".
+as spoken, sorted by date; the other addresses were sent in writing. Two kinds of
+editors' notes are left out: the note "[See APP Note.]", and each note on a line of its
+own, such as "[Delivered in person before a joint session]".
 """
 
 import csv
@@ -18,7 +18,7 @@ EDITORS_NOTE = re.compile(r"\[[^\[\]]*\]")
 
 
 def tidy(address: str) -> str:
-    """Returns the text of an address without the editors' notes, with single spaces and
+    """Returns the text of a speech without the editors' notes, with single spaces and
     only printable characters. Each run of blank lines becomes one blank line.
     """
     address = address.replace("[See APP Note.]", "")

@@ -1,5 +1,5 @@
-"""Checks that the flags go together, and fit the text and the devices. An error
-proposes only flags that pass these checks."""
+"""Checks that the flags go together, and that they fit the training text and the
+devices. An error proposes only flags that pass these checks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -115,7 +115,8 @@ def model(settings: Settings, world: World) -> Change:
 
 def asked(settings: Settings, world: World) -> tuple[Change, Change]:
     """Returns two dicts: the fields of the layout that the flags ask for, and the sizes
-    that the layout must fit (of the model, of the batch, and the number of devices)."""
+    that the layout must fit, such as the number of layers, the batch and the number of
+    devices."""
     n = settings.devices if world.devices is None else world.devices
     layout = _axes(settings, n)
     usual, chunks = settings.schedule, 1
@@ -339,12 +340,12 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """Returns the new values of flags. `change` has new values by name: those of fields
-    of the layout, and of the settings' sizes.
+    """Returns the new values of flags, by flag. `change` maps names to new values: the
+    names of fields of the layout, and the keys of `SIZES`.
 
-    The default sizes of data, stage and tensor depend on each other. So if the change
-    has at least one of these axes, and the user did not set the flags of all three, the
-    result has all three.
+    The default sizes of the axes data, stage and tensor depend on each other. So if
+    `change` has one of these axes, and at least one of their three flags is not set,
+    the result has the sizes of all three axes.
     """
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}

@@ -1,4 +1,5 @@
-"""The loss curve, and the whole run on one page, OUT/report.html."""
+"""Draws the loss curve, a PNG, and writes a page that shows the whole run, an HTML
+file."""
 
 import functools
 import tempfile
@@ -163,7 +164,7 @@ def _draw_losses(axes: Any, records: list[dict]) -> None:
 
 
 def _memory(train: Any) -> dict[str, int]:
-    """Returns the bytes on a device in a step for each kind of memory, such as
-    "temporaries". Kinds of 0 bytes are left out, and so is the sum, "peak"."""
+    """Returns a dict: for each kind of memory, such as "temporaries", the bytes that a
+    step uses on a device. Kinds of 0 bytes are left out, and so is the sum, "peak"."""
     sizes = memory.of(train)
     return {kind: size for kind, size in sizes.items() if size and kind != "peak"}

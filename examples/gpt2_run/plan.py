@@ -212,8 +212,8 @@ def check_folder(plan: Plan) -> None:
         if not (written := settings_in(out / SETTINGS)) and not stored:
             raise ValueError(
                 f"{out / SETTINGS}: needed the settings of a run, found a damaged "
-                f"file. No checkpoint says to which run {out} belongs. Choose another "
-                "--out."
+                f"file. No checkpoint names the run of the folder {out} either. Choose "
+                "another --out."
             )
         # If the settings are damaged, the checkpoints say to which run they belong.
         if written and (
@@ -229,8 +229,8 @@ def check_folder(plan: Plan) -> None:
         and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}
     ):
         raise ValueError(
-            f"{out}: needed an empty folder or that of a run, found other files. "
-            "Choose another --out."
+            f"{out}: needed an empty folder or the folder of a run, found files that "
+            "no run wrote. Choose another --out."
         )
     reached = max(
         (record["step"] for record in metrics.recorded(out / "metrics.jsonl")),

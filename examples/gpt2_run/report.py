@@ -37,7 +37,8 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def step_flops(config: gpt2.Config, tokens: int, length: int) -> int:
-    """Returns the model's flops in a step of `tokens` tokens: 6 N + 12 L D T per token.
+    """Returns the model's flops in a step of `tokens` tokens: 6 N + 12 L D T per token,
+    for N parameters, L layers, width D and sequences of T = `length` tokens.
 
     6 N is a multiplication and an addition per parameter, once forward and twice
     backward. 12 L D T is the two products of attention, without a causal mask, forward

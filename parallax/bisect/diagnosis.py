@@ -83,8 +83,9 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
     numbers is at most the type's rounding error, and more than 1/16 of this rounding error."""
     errors = gaps(right, wrong) / np.maximum(np.abs(right), 1e-300)  # no division by 0
     # If all relative errors are about equal, the wrong value is a multiple of the right one, and
-    # was not rounded.
-    if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
+    # was not rounded. A multiple of 0 or of an infinite number has no error.
+    counted = np.isfinite(right) & (right != 0)
+    if float(np.min(errors, initial=np.inf, where=counted)) > _largest(errors) / 4:
         return ""
     for name, digits in DIGITS.items():
         # Rounding to so many binary digits changes a number by at most 2^-digits of it. The largest

@@ -45,9 +45,9 @@ def straight(n: int) -> Route:
 def _messages(size, n, itemsize):
     """Returns the rounds of messages of `all_to_all`, from which `cost` computes a call's cost.
 
-    A message has 1/n of the `size` numbers of the array on one device, rounded up; `itemsize` is
-    the bytes of a number. `n` is a number of devices, or a tuple with the number on each of several
-    axes; `devices(n)` is the number of all devices.
+    `n` is the number of devices, or a tuple with the number on each of several axes; `devices(n)`
+    is the number of all devices. A message has 1/`devices(n)` of the `size` numbers of the array on
+    one device, rounded up. `itemsize` is the bytes of a number.
     """
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 

@@ -232,8 +232,8 @@ def _in_order(parts: list[Axis]) -> Axis:
     the first, as `Axis.of` states. An all-to-all is refused.
 
     The `axis_name` passed to a collective may name all mesh axes of the combined axis, or only some
-    of these mesh axes; their order in `axis_name` counts. `_groups` joins neighbouring axes that
-    have the same algorithm. Then the groups work one after the other.
+    of these mesh axes; their order in `axis_name` counts. Neighbouring mesh axes that have the same
+    algorithm form one group (see `_groups`). A collective works along one group after the other.
     """
 
     def all_reduce(x, axis_name):

@@ -40,10 +40,11 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
     too. The leaves of a bucket have the same dtype and vary along the same axes. They are in the
     order of the tree, and have at most `nbytes` bytes together. A leaf that JAX types as
     `unreduced` or `reduced` along an axis has its own bucket, and so has a leaf of `nbytes` or
-    more. A bucket is padded to a multiple of the number of devices, so that a ring need not copy
-    the bucket again. The int8 algorithm `quantized` rounds a block of neighbouring numbers by one
-    scale, and in a bucket a block may hold numbers of two leaves. So reduce a loss apart from the
-    gradients: the magnitude of the loss would spoil the accuracy of the gradients.
+    more. While the leaves are copied into a bucket, the bucket is padded to a multiple of the
+    number of devices. Otherwise a ring would copy the bucket once more to pad it. The int8
+    algorithm `quantized` rounds a block of neighbouring numbers by one scale, and in a bucket a
+    block may hold numbers of two leaves. So reduce a loss apart from the gradients: the magnitude
+    of the loss would spoil the accuracy of the gradients.
 
     Args:
         axis: the axis, or its name. All collectives but `all_reduce` stay as they are.

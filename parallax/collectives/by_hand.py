@@ -10,7 +10,7 @@ from jaxtyping import Array, Shaped
 def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "*block"]:
     """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`.
 
-    The partial sum for block i goes from device i + 1 round to device i, and gains a term per hop.
+    The partial sum for block i starts on device i + 1, gains a term per hop, and ends on device i.
     """
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     partial = x[(me - 1) % n]  # after n - 1 hops it is at device me - 1, which owns that block

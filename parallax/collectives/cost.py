@@ -219,7 +219,7 @@ def _rounds(function, size, n, itemsize, options):
 
 
 def describe(collective: Callable[..., Any]) -> str:
-    """Returns a function's name for errors and reports: `ring.all_reduce` or `lax.psum`."""
+    """Returns a function's name for errors and reports, such as `ring.all_reduce`."""
     # `priced` gave the function its `rounds`, and this name as `__qualname__`.
     if hasattr(collective, "rounds"):
         return collective.__qualname__

@@ -10,16 +10,16 @@ The devices form a box, such as `(2, 8)`. An *offset* is the place of a device i
 from this device. It is a `Point`: one number for each dim of the box. This device is at
 `route.home`, offset 0, and `route.device_at(me, offset)` is the device at an offset. The pair
 (table, offset of the owner) identifies one share of one block. A round of a `Route` is
-{step: offsets}: in a scatter, each device sends the blocks whose owners are at `offsets` to the
-device at offset `step`. If a block's owner is at offset o from the sender, the owner is at
-`offset_after(o, step)` from the receiver. After k hops of the same step, the owner is at
-`offset_after(o, step, k)` from the device that has the block. `pairs(step)` lists the messages of
-one hop of a scatter as pairs (sender, receiver); `pairs(step, back=True)` lists the messages of the
-same hop of a gather.
+{step: offsets}: in a scatter, each device sends to the device at offset `step` the blocks whose
+owners are at `offsets` from the sender. If a block's owner is at offset o from the sender, the
+owner is at `offset_after(o, step)` from the receiver. After k hops of the same step, the owner is
+at `offset_after(o, step, k)` from the device that has the block. `pairs(step)` lists the messages
+of one hop of a scatter as pairs (sender, receiver); `pairs(step, back=True)` lists the messages of
+the same hop of a gather.
 
-Consecutive rounds are a *chain* if, in each table, each round but the first sends exactly the
-blocks that arrived in the round before, as in a ring. A long chain becomes a loop, so that the
-compile time does not grow with the number of devices. Other rounds are written out.
+Consecutive rounds are a *chain* if, in each table, every round after the chain's first round sends
+exactly the blocks that arrived in the round before, as in a ring. A long chain becomes a loop, so
+that the compile time does not grow with the number of devices. Other rounds are written out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -149,9 +149,9 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains (consecutive rounds that can run as a loop), as ranges of round numbers. A
     single round may be a chain.
 
-    In each round of a chain but the first, a table sends exactly the blocks that arrived in the
-    round before. If no block arrived, the table sends nothing. A round that breaks this rule begins
-    a new chain.
+    After the first round of a chain, a table sends in each round exactly the blocks that arrived in
+    the round before. If no block arrived, the table sends nothing. A round that breaks this rule
+    begins a new chain.
     """
     # `_hands_on` tells whether a round follows this rule, with the step of the round before.
     count, start = len(routes[0].rounds), 0
@@ -275,8 +275,7 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
-    """Runs a chain of rounds of a gather as a loop, the last round first. Returns the new `result`,
-    and updates `copies`.
+    """Runs a chain of rounds of a gather as a loop. Returns the new `result`, and updates `copies`.
 
     Each iteration is one hop: each table sends the blocks that arrived in the iteration before, and
     the blocks that arrive in this iteration are written into `result`. `copies[table][offset]` is
@@ -284,11 +283,11 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     and `dim` are as in `gather`: `write(result, table, j, block)` returns `result` with device j's
     block written into it.
 
-    A gather runs the table backwards: the rounds that stand before the chain in the table run after
-    the chain. These rounds may pass on any block that arrives in the chain. So if the table has
-    such rounds, the loop keeps every message that arrives. For each array of a message there is a
-    stack of shape `[length, *array]`, where `length` is the number of iterations; entry k is the
-    array that arrives in iteration k.
+    A gather runs the table backwards: the loop begins with the chain's last round, and the rounds
+    that stand before the chain in the table run after the loop. These rounds may pass on any block
+    that arrives in the loop. So if the table has such rounds, the loop keeps every message that
+    arrives. For each array of a message there is a stack of shape `[length, *array]`, where
+    `length` is the number of iterations; entry k is the array that arrives in iteration k.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
@@ -353,9 +352,10 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
     """Returns (table, step, offsets) for each table that sends in the first round of `chain`.
 
-    A chain is a range of rounds, and `step` is the receiver's offset. The first round determines
-    the other rounds: each of them has the same `step`, and sends the blocks that arrived in the
-    round before. An offset o of one round becomes `route.offset_after(o, step)` in the next round.
+    A device sends to the device at offset `step` the blocks whose owners are at `offsets`. The
+    first round determines the other rounds: each of them has the same `step`, and sends the blocks
+    that arrived in the round before. An offset o of one round becomes `route.offset_after(o, step)`
+    in the next round.
     """
     messages = []
     for table, route in enumerate(routes):

@@ -8,10 +8,10 @@ table of messages.
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
 A table is a `Route`. Its first argument is the shape of the grid that the devices form, here `(n,)`
-for a row of n devices. Its second argument is a list of rounds, each {step: offsets}: in a
-reduce-scatter, device i sends to device i + step the blocks that belong to the devices i + o, for
-each o in `offsets` (modulo n). Several tables may run side by side. Then each table carries its own
-*share* of every block.
+for a row of n devices. Its second argument is a list of rounds, each a dict {step: offsets}. In a
+reduce-scatter, for each o in `offsets`, device i sends to device i + step the block that belongs to
+device i + o. Device numbers are modulo n. Several tables may run side by side. Then each table
+carries its own *share* of every block.
 """
 
 import functools
@@ -201,7 +201,7 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
             raise ValueError(
                 f"{name}: all tables that run side by side need {n} devices and {rounds} rounds, "
                 f"like the first table; one has {table.n} devices and {len(table.rounds)} "
-                "rounds. Add empty rounds, {}, to the tables that have fewer."
+                "rounds. If a table has too few rounds, add empty rounds, {}."
             )
 
 
@@ -219,8 +219,8 @@ def messages(
         routes: the tables.
         nbytes: for each table, the bytes of a block.
         back: whether the rounds are those of a gather, for which the tables run backwards.
-        added: for each table, the bytes that a device adds to its own numbers for each arriving
-            block; by default a device adds nothing.
+        added: for each table, the bytes of the sum that a device computes when a block arrives: the
+            block plus the device's own term. By default a device computes no sums.
     """
     # After each round: the length of the longest chain of messages so far, in any table, in which
     # each message waits for the one before.

@@ -43,10 +43,10 @@ exponent.) A hop is one message, of integers and exponents together. In hop k of
 device sends to the device k places after it. On a switch, hop k is as fast as a hop to a neighbour.
 On a ring of direct links, hop k crosses k links.
 
-The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
-exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
-Leaves with fewer numbers than a block (a loss, a norm) are sent by the exact ring, and so are
-leaves of integers or complex numbers.
+The functions take the same types, trees and axes as those of `ring`. The derivative ignores the
+rounding of the forward pass. The messages of the backward pass are int8 too. On an axis of one
+device nothing is sent or rounded. Leaves with fewer numbers than a block (a loss, a norm) are sent
+by the exact ring, and so are leaves of integers or complex numbers.
 
 Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et
 al., 1-bit stochastic gradient descent (2014), for error feedback; Dettmers, 8-bit approximations
@@ -495,8 +495,8 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of some leaves of the tree `x`, and `exact` of the other leaves.
 
     `quantized_leaf` and `exact` are functions. `quantized_leaf` gets the floating-point leaves that
-    have `block_size` numbers or more. `exact` gets the other leaves: int8 would save only few bytes
-    of a shorter leaf (a loss, a norm). `more` are trees like `x`: both functions also get the
+    have `block_size` numbers or more. `exact` gets all other leaves. For a shorter leaf (a loss, a
+    norm), int8 would save only a few bytes. `more` are trees like `x`: both functions also get the
     corresponding leaf of each of these trees.
     """
     if block_size < 1:
@@ -553,7 +553,7 @@ def _exponent_dtype(dtype):
     """Returns the integer dtype in which `quantize` stores the exponents of blocks of `dtype`.
 
     The exponents run from `minexp` to `maxexp` - 7 of `dtype`. In float32 that is from -126 to 121,
-    which int8 holds, and -128 is left to mean NaN. The exponents of float64 need 16 bits.
+    which int8 holds, and -128 is left to mean NaN. The exponents of float64 need int16.
     """
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 

@@ -177,9 +177,10 @@ def matmul_reduce_scatter(
 def _all_gather_matmul(x, weight, axis_name, axis):
     """Returns the gathered `x`, [..., T, ..., D], times the weight, [D, *F_X].
 
-    A device's own `x` is [..., T_X, ..., D], and T_X is its dim `axis`. The derivative is written
-    by hand, so that the products in it overlap with messages too. The backward pass gathers `x`
-    again: JAX's own derivative would keep every block of `x` until the backward pass.
+    A device's own `x` is [..., T_X, ..., D]; `axis` is the index of the dim T_X in this shape. The
+    derivative is written by hand, so that the products in it overlap with messages too. The
+    backward pass gathers `x` again: JAX's own derivative would keep every block of `x` until the
+    backward pass.
     """
 
     def multiply(y, j, block):
@@ -348,7 +349,7 @@ def _transposed(weight, inputs: int):
 
 
 def _block(x, j, dim: int, length: int):
-    """Returns block j of `x`, if `x` is cut along `dim` into blocks of this `length`."""
+    """Returns block j of `x`, which is cut along `dim` into blocks of size `length`."""
     return lax.dynamic_slice_in_dim(x, j * length, length, dim)
 
 

@@ -61,7 +61,8 @@ class Route:
         rounds: a list of rounds, each {step: offsets}. In a round, each device sends its blocks at
             `offsets` to the device that is `step` places after it. The block at offset o belongs to
             the device that is o places after the sender. If the box has one dim, steps and offsets
-            may be plain integers. A step may be negative: -1 means n - 1. A round may be empty.
+            may be plain integers. A step may be negative: along a dim of size n, -1 means n - 1. A
+            round may be empty.
 
     Raises:
         ValueError: a device's term of a block would not reach the block's owner exactly once; a
@@ -109,9 +110,10 @@ class Route:
         return tuple([(o - times * s) % length for o, s, length in dims])
 
     def device_number(self, point: Sequence[int]) -> int:
-        """Returns the number, in row-major order, of the device at a point of the box of devices.
+        """Returns the number of the device at `point` of the grid of devices, whose shape is `shape`.
+        The devices are numbered in row-major order.
 
-        A point outside the box wraps around.
+        A point outside the grid wraps around.
         """
         number = 0
         for place, length in zip(point, self.shape, strict=True):
@@ -232,10 +234,11 @@ def _check(route: Route) -> None:
         for o, arrival in arrivals.items():
             if arrival in sent:
                 raise ValueError(
-                    f"Route: in round {r} block {_describe(o)} arrives at offset "
-                    f"{_describe(arrival)}, but the block at offset {_describe(arrival)} was sent "
-                    f"away in round {sent[arrival]}, so the terms that arrive would be lost. "
-                    f"Let block {_describe(o)} arrive earlier, or at another offset."
+                    f"Route: in round {r} block {_describe(o)} of the sender arrives as block "
+                    f"{_describe(arrival)} of the receiver. But the receiver already sent its "
+                    f"block {_describe(arrival)} in round {sent[arrival]}, so the partial sum that "
+                    "arrives would not reach the block's owner. "
+                    f"Send block {_describe(o)} in an earlier round, or with another step."
                 )
     # No block was sent twice, and the own block never: n - 1 sent blocks are all the others.
     if len(sent) < route.n - 1:

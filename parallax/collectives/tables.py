@@ -131,7 +131,7 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     """
 
     def table(n: int) -> Route:
-        """Returns the table for n devices in a grid: [machines, devices of a machine]."""
+        """Returns the table for n devices, which form a grid of n/g machines x g devices."""
         if n % g:
             raise ValueError(
                 f"machines({g}) needs a multiple of {g} devices; got {n}. Use machines of a size "
@@ -205,6 +205,6 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns all points whose coordinates are those of one point of each route, one after another:
-    those of `point` for route `k`, and those of a point of `spans[i]` for every other route i."""
+    """Returns all points of the box that joins the routes' boxes, such that the coordinates in the
+    box of route `k` are `point`, and those in the box of each other route i are in `spans[i]`."""
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

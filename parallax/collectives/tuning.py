@@ -348,11 +348,11 @@ def _worth_a_race(
 def measure(
     mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int
 ) -> list[float]:
-    """Returns the median seconds of each call.
+    """Returns the time of each call in seconds: the median of `rounds` measurements.
 
-    A call is a pair: a function of a device's float32 vector, and the bytes of that vector. The
-    calls take turns, so that a machine that becomes slower slows all calls. The time of a call is
-    the time of the slowest process.
+    A call is a pair: a function of a device's float32 vector, and the bytes of that vector. Each
+    round measures all calls, so a machine that becomes slower slows all calls alike. If there are
+    several processes, the time of a call is the time of the slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
 

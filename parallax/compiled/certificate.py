@@ -132,12 +132,13 @@ def differences(
 
     Args:
         entries: the result of `read`.
-        predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
-            tuple of names. The value of a key is a `Cost`, or only a number of bytes. The bytes, or
-            the `sent` of a `Cost`, are compared with the bytes of all entries along this axis. The
-            `messages` of a `Cost` are compared with the sum of the entries' `count`, and the
-            `chain` of a `Cost` with the entries' `hops`. Fewer hops than predicted are no
-            difference, since several arrays may travel side by side.
+        predicted: a list of entries, or a mapping. The numbers of entries that differ in nothing
+            else are added up. A key of the mapping is an axis: a name, or a tuple of names. The
+            value of a key is a `Cost`, or only a number of bytes. The bytes, or the `sent` of a
+            `Cost`, are compared with the bytes of all entries along this axis. The `messages` of a
+            `Cost` are compared with the sum of the entries' `count`, and the `chain` of a `Cost`
+            with the entries' `hops`. Fewer hops than predicted are no difference, since several
+            arrays may travel side by side.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -150,8 +151,7 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
     entries. An entry that is in only one of the two lists is a difference; fewer hops than
     predicted are no difference. Two entries are compared if they have the same `kind`, `axes`,
     `conditional` and `unbounded`."""
-    expected = {_identity(entry): entry for entry in predicted}
-    actual = {_identity(entry): entry for entry in entries}
+    expected, actual = _added_up(predicted), _added_up(entries)
     sentences = []
     for key in dict.fromkeys([*expected, *actual]):
         kind, names, *_ = key
@@ -160,6 +160,20 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
         counted = [actual[key]] if key in actual else []
         sentences += _compared(f"{kind} along {_axes_text(names)}", numbers, counted)
     return sentences
+
+
+def _added_up(entries: Sequence[Entry]) -> dict[tuple, Entry]:
+    """Returns the entries by their `_identity`. The counts, bytes and hops of entries with the same
+    identity are added up."""
+    by_identity: dict[tuple, Entry] = {}
+    for entry in entries:
+        other = by_identity.setdefault(_identity(entry), entry._replace(count=0, bytes=0, hops=0))
+        by_identity[_identity(entry)] = other._replace(
+            count=other.count + entry.count,
+            bytes=other.bytes + entry.bytes,
+            hops=other.hops + entry.hops,
+        )
+    return by_identity
 
 
 def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
@@ -327,11 +341,13 @@ def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tupl
     mesh.
 
     `groups` has an array of device numbers for each group; None stands for one group of all
-    devices. `shape` has the sizes of the mesh's axes. Raises `ValueError` for a device number that
-    the mesh lacks.
+    devices, and without any group there are no axes. `shape` has the sizes of the mesh's axes.
+    Raises `ValueError` for a device number that the mesh lacks.
     """
     sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
+    if not len(groups):
+        return ()
     largest = max(int(group.max()) for group in groups)
     if largest >= math.prod(sizes):
         raise ValueError(

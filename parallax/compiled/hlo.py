@@ -143,13 +143,13 @@ class Instruction(NamedTuple):
     def groups(self) -> list[np.ndarray] | None:
         """The groups of devices that exchange data, each an array `[devices]` of device numbers.
 
-        Each group of a permute is a pair (sender, receiver). None stands for one group of all
-        devices.
+        Each group of a permute is a pair (sender, receiver), and a permute that sends nothing has
+        no group. None stands for one group of all devices.
         """
         match = GROUPS.search(self.attributes)
         text = match[1] if match else ""
         if text in ("{}", ""):
-            return None
+            return [] if self.collective == "collective-permute" else None
         if text.startswith("mesh"):
             return list(_named(text))
         if text.startswith("["):

@@ -215,7 +215,8 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the number of trips of a loop; 0 if it would not end.
+    """Returns the number of trips of a loop; 0 if it would not end. `direction` is one of the keys
+    of `MIRRORED`.
 
     The loop's condition compares two numbers. In trip t = 0, 1, ... the left one minus the right
     one is `first + t * step`. The loop goes on as long as this difference is below 0 ("LT"), at

@@ -179,11 +179,11 @@ class Costs:
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
         """Returns the bytes that a fusion reads of one parameter, an array. `fused` has the
-        instructions in the fusion. If every instruction that has the parameter as an operand is a
-        slice, only the slices are read. If every one of these instructions writes into the
+        instructions in the fusion. If every instruction that has the parameter as an operand slices
+        the parameter, only the slices are read. If every one of these instructions writes into the
         parameter in place, nothing of the parameter is read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
-        if users and all(user.opcode in SLICES for user in users):
+        if users and all(_slices(user, parameter) for user in users):
             return float(sum(nbytes(user.result) for user in users))
         if users and all(_updates(user, parameter) for user in users):
             return 0.0
@@ -192,6 +192,12 @@ class Costs:
     def _size(self, name: str) -> int:
         """Returns the bytes of the result of the instruction `name`; 0 for an unknown name."""
         return nbytes(self.lines[name].result) if name in self.lines else 0
+
+
+def _slices(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
+    """Returns whether `user`, an instruction that has the array `parameter` as an operand, takes a
+    slice of this array. The other operands of such an instruction are indices."""
+    return user.opcode in SLICES and user.operands[0] == parameter.name
 
 
 def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:

@@ -103,9 +103,9 @@ def of(
         axes: the sizes of the mesh's axes.
 
     Raises:
-        ValueError: the program is for another backend; `axes` do not multiply to the number of the
-            machine's devices; or the program states times in cycles and `machine.hardware` has no
-            clock rate.
+        ValueError: the program is for another backend or another number of devices; `axes` do not
+            multiply to the number of the machine's devices; or the program states times in cycles
+            and `machine.hardware` has no clock rate.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -115,6 +115,7 @@ def of(
             f"got {dict(axes)}. Pass the shape of the mesh that the program was compiled for."
         )
     check_backend(text, machine.hardware.platform)
+    links.check_devices(text, machine)
     program = hlo.module(text)
     replay = _Replay(program, machine, axes, source_lines.read(text))
     events: list[Event] = []

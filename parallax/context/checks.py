@@ -354,13 +354,8 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
     `chunks` is the number of chunks into which the tokens of a device are cut.
     """
     check_heads("context.attention", q, k, v)
+    check_as_many_keys("context.attention", q, k, axis)
     n, tokens = axis.size(), q.shape[1]
-    if k.shape[1] != tokens:
-        raise ValueError(
-            f"context.attention needs keys of the same tokens as the queries; got {k.shape[1]} "
-            f"keys and {tokens} queries on each device of {axis.names!r}. Split both by "
-            "context.split or context.local_tokens."
-        )
     if tokens % chunks or not tokens:
         next_multiple = max(1, -(-tokens // chunks)) * chunks
         raise ValueError(
@@ -370,6 +365,18 @@ def check_attention(q: Any, k: Any, v: Any, segments: Any, axis: Axis, chunks: i
         )
     if segments is not None:
         check_segments("context.attention", segments, q.shape[:2])
+
+
+def check_as_many_keys(name: str, q: Any, k: Any, axis: Axis) -> None:
+    """Raises `ValueError` if a device has another number of keys than of queries. `name` is the
+    name of the calling function, for the message."""
+    tokens, keys = q.shape[1], k.shape[1]
+    if keys != tokens:
+        raise ValueError(
+            f"{name} needs keys of the same tokens as the queries; got {keys} keys and {tokens} "
+            f"queries on each device of {axis.names!r}. Split both by context.split or "
+            "context.local_tokens."
+        )
 
 
 def check_segments(name: str, segments: Any, shape: tuple[int, ...]) -> None:
@@ -388,7 +395,8 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
 
     If q varies along an axis and k does not, the axis may split the heads of q. Then attention
     would give some heads of q the wrong heads of k, unless k has only one head. So k must have one
-    head in this case. `name` is the caller's name, for the message.
+    head in this case. The callers check that q and k have the same number of tokens, if they must.
+    `name` is the caller's name, for the message.
     """
     H, G = q.shape[2], k.shape[2]
     if (

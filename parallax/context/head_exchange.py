@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from parallax.collectives import Axis, AxisLike
-from parallax.context.checks import check_heads
+from parallax.context.checks import check_as_many_keys, check_heads
 from parallax.context.gathered_keys import sequence_order, vary_alike, whole_segments
 from parallax.context.orders import ChunkOrder, zigzag
 
@@ -52,6 +52,7 @@ def ulysses(
         `k` and `v` are [B, T_X, G, K]. `segments` has the document of each token, [B, T_X].
         """
         check_heads("context.ulysses", q, k, v)
+        check_as_many_keys("context.ulysses", q, k, axis)
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
             raise ValueError(

@@ -32,7 +32,7 @@ def save(picture: Any, path: Path) -> None:
 
     # A fixed salt for the ids in the file, and no date, make the file depend on the figure alone.
     # "none" writes text as text, not as outlines.
-    metadata = {"Date": None} if str(path).endswith(".svg") else None
+    metadata = {"Date": None} if str(path).lower().endswith(".svg") else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
         picture.savefig(path, dpi=150, metadata=metadata)
 

@@ -232,7 +232,8 @@ class _Operation:
         # The `Term` of the first array stands for all. If `is_linear` or `added` differ, a mistake
         # with another of the arrays may be missed.
         terms = tuple(pair for pair in inputs[0].terms if pair[0] in axes)
-        return Value(dims=dims, terms=terms)
+        shared = frozenset.intersection(*(value.shared for value in inputs))
+        return Value(dims=dims, terms=terms, shared=shared)
 
     def _stacked(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of `stack`: arrays side by side along a new dim."""
@@ -271,10 +272,11 @@ class _Operation:
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
-        # In its shard of a table, a device looks up rows by their indices in the shard: counting
-        # these indices on the device is no mistake. A table of numbers written into the program
-        # (`dims` is None) may be made for such indices too.
-        is_local = table.dims is None or any(dim.split for dim in table.dims)
+        # In its shard of the rows of a table, a device looks up rows by their indices in the shard:
+        # counting these indices on the device is no mistake. A table of numbers written into the
+        # program (`dims` is None) may be made for such indices too. `start_index_map` has the dims
+        # of the table that the indices are about.
+        is_local = table.dims is None or any(table.dims[i].split for i in numbers.start_index_map)
         dims_of_indices = (
             dim._replace(counted=dim.counted and not is_local)
             for dim in self._dims(indices, place=1)
@@ -282,7 +284,7 @@ class _Operation:
         # The result's dims `offset_dims` are those of a row, and the others those of the indices.
         rank = range(len(self.shapes[0]))
         dims = (next(in_row if i in numbers.offset_dims else dims_of_indices) for i in rank)
-        return Value(dims=tuple(dims))
+        return Value(dims=tuple(dims), shared=table.shared)
 
     # Operations that join values
 
@@ -485,7 +487,9 @@ class _Operation:
                 *(left[i].split for i in left_summed), *(right[j].split for j in right_summed)
             )
             terms |= dict.fromkeys(summed, Term(self.node, self.avals[0]))  # the left one's type
-        return Value(dims=tuple(dims), terms=tuple(terms.items()))
+        # Each element is a sum of products, and a product is shared if one of its factors is.
+        shared = first.shared | second.shared
+        return Value(dims=tuple(dims), terms=tuple(terms.items()), shared=shared)
 
     # Collectives
 
@@ -601,7 +605,8 @@ def _regrouped(
 
     If the reshape turns a split dim into several dims, the outermost of them is split, and the
     others get the axes of the split dim as their `within`. On a device, the outermost may have
-    size 1: then the device has only one index of this dim.
+    size 1: then the device has only one index of this dim. The last dims of `before`, if they have
+    size 1 and `after` lacks them, are dropped with their facts, as by a squeeze.
     """
     if 0 in before:  # an array without elements: products of its sizes do not tell dims apart
         return (Dim(),) * len(after)

@@ -81,7 +81,7 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
         result: the id of the value that may be an update.
         bases: the ids of the arguments of which `result` may be an update.
     """
-    bases, added, decisions = set(bases), [], []
+    bases, added, based, decisions = set(bases), [], [], []
     # A list of values still to read, not a recursion: a sum may have thousands of terms.
     seen, waiting = set(), [result]
     while waiting:
@@ -91,13 +91,16 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
         for node in (program.made.get(value) for value in unscaled - seen):
             if not node or node.name not in ADDS:
                 continue
-            is_base = [bool(_unscaled_values(program, x) & bases) for x in node.inputs]
-            if any(is_base):
-                # w + u adds u. In w + w both operands are bases, and the second counts as added.
-                added.append(node.inputs[1 - is_base.index(True)])
-            else:
-                waiting += node.inputs
+            for operand in node.inputs:
+                is_base = bool(_unscaled_values(program, operand) & bases)
+                (based if is_base else added).append(operand)
+            # In (w + a) + b and w + (a + b), an operand is a sum too.
+            waiting += node.inputs
         seen |= unscaled
+    if not based:
+        return []
+    # In w + decay * w both operands are bases: one of them is added to the other.
+    added += based if len(based) > 1 else []
     # A term that is one number in every place, such as the epsilon of w + epsilon, does not count.
     full_terms = [
         term
@@ -377,7 +380,7 @@ def _rounds(program: Flat, node: Node) -> bool:
     """Returns whether an operation rounds to whole numbers, or casts to integers or to
     floating-point numbers of fewer than 16 bits."""
     if node.name != "convert_element_type":
-        return node.name == "round"
+        return node.name in ("round", "floor", "ceil")
     dtype = program.types[node.outputs[0]].dtype
     small = jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.itemsize_bits(dtype) < 16
     return bool(small or jnp.issubdtype(dtype, jnp.integer))

@@ -5,6 +5,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from parallax.models.files.json_file import short
 
 LARGEST = 2**31 - 1  # the largest int32
@@ -67,8 +69,10 @@ class Checked(NamedTuple):
         for field in fields:
             value = getattr(self.config, field)
             try:  # nan stands for a value that is no number, since no `Bound` holds for nan
-                # `float` would accept a text such as "1.5", and True as 1.
-                number = math.nan if isinstance(value, str | bytes | bool) else float(value)
+                # `float` would accept a text such as "1.5" and the bytes of one (which NumPy takes
+                # as an array), True as 1, and the real part of a complex number.
+                array = np.asarray(value)
+                number = math.nan if array.ndim or array.dtype.kind in "bcSU" else float(value)
             except (TypeError, ValueError, OverflowError):
                 number = math.nan
             if not bound.holds(number):

@@ -194,8 +194,7 @@ class Reading:
             atom
             for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)
             if needed
-            for atom in eqn.invars
-            if not jaxprs.is_literal(atom)
+            for atom in _variables(eqn)
         )
         for atom, outside in zip(jaxpr.outvars, readers, strict=True):
             if not jaxprs.is_literal(atom):
@@ -779,6 +778,14 @@ class Reading:
         inside = Value(var.aval, value.root.reads, eqn=value.root.eqn)
         inside.source = value.root
         return inside
+
+
+def _variables(eqn: JaxprEqn) -> list[Any]:
+    """Returns the variables that an equation reads. A variable that is two operands of one
+    operation is in the list once. It is in the list twice if the equation has an inner program,
+    since different operations of this program may read the two operands."""
+    variables = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
+    return variables if jaxprs.inner(eqn) else list(dict.fromkeys(variables))
 
 
 def _is_literal_zero(atom: Any) -> bool:
