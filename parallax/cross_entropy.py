@@ -67,8 +67,8 @@ def mean(
         weights: the factors of the tokens' losses. The sum is still divided by the number of
             tokens: pass `normalized` weights for a weighted mean. The weights are not
             differentiated.
-        vocabulary: the number of rows without padding. The logits of padding are minus infinity,
-            and the gradients of padding are 0.
+        vocabulary: the number of rows of the whole table that are not padding; padding rows are the
+            last ones. Their logits are minus infinity, and their gradients are 0.
         block_tokens: the largest number of tokens whose logits exist at the same time. See
             `default_block_tokens` for the default.
 
@@ -176,9 +176,9 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"cross_entropy.mean needs an x that differs along {axis.names!r}, because the "
-            f"gradient of x differs there; this x, of shape {x.shape}, is the same along "
-            f"{sorted(same)}. Pass tensor.copy_to(x, {axis!r})."
+            f"cross_entropy.mean needs an x whose type varies along {axis.names!r}, because the "
+            f"gradient of x varies there; the type of this x, of shape {x.shape}, does not vary "
+            f"along {sorted(same)}. Pass tensor.copy_to(x, {axis!r})."
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
@@ -203,12 +203,12 @@ def _in_blocks(leaf: Array, blocks: int) -> Array:
 def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
     """Returns `weights` divided by their mean over the global batch.
 
-    With these weights the mean of weight · loss over tokens is Σ weight · loss / Σ weight. The
-    weighted mean of the batch is not the mean of the weighted means of its parts, since devices and
-    microbatches have different sums of weights. So the weights are divided once, before the
-    gradient function, by the mean of all weights of the global batch. Then plain means over equal
-    parts give the right result. `mean`, `grads.accumulated`, `grads.averaged`,
-    `zero.reduce_scattered` and pipelines compute such plain means. The devices send one scalar.
+    If each token's loss is multiplied by its entry of the result, the plain mean over all tokens is
+    the weighted mean, Σ weights · loss / Σ weights. The weighted mean of the batch is not the mean
+    of the weighted means of its parts, since devices and microbatches have different sums of
+    weights. So the weights are divided once, before the gradient function. Then plain means over
+    equal parts give the right result. `mean`, `grads.accumulated`, `grads.averaged`,
+    `zero.reduce_scattered` and pipelines compute plain means. The devices send one scalar.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch

@@ -4,11 +4,12 @@ An atom is an operand of an equation: a variable or a literal. The `aval` of an 
 array differs along a mesh axis if the array's type says that it varies over the devices of that
 axis. `inner(eqn)` are the jaxprs that the equation `eqn` holds, such as the body of a loop.
 
-A fact about a value is any object. `Following` computes the facts about an equation's results from
-the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
-the facts about it are `first | second`, where `first` and `second` are the facts about the two
-values and `|` joins them. The method `Following.met` combines the facts about several operands into
-the facts about a value that is computed from all of them; by default it joins them by `|` too.
+A fact about a value may have any Python type. `Following` computes the facts about an equation's
+results from the facts about its operands. If a value may be either of two values, as the result of
+a `cond` may, the facts about it are `first | second`, where `first` and `second` are the facts
+about the two values and `|` joins them. The method `Following.met` combines the facts about several
+operands into the facts about a value that is computed from all of them; by default it joins them by
+`|` too.
 
 One kind of fact is a `Reach`: the arguments of the program that a value depends on. A `Reach` is
 five masks with a bit for each argument. The mask `at_all` has all arguments on which the value
@@ -218,17 +219,18 @@ class Uses(NamedTuple):
 def uses(
     closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool], weights: Sequence[Any] = ()
 ) -> list[Uses]:
-    """Returns, for each result of a program, the `Uses` that say how the result depends on each
-    argument, and then on each of `weights`.
+    """Returns one `Uses` for each result of a program. A list of a `Uses` has an entry for each
+    argument, followed by an entry for each of `weights`.
 
-    Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
-    may be added to a loss. In a ring that is written by hand, each device first uses its own block
-    of an argument, and then sends the block on by a `ppermute`. So that this first use does not
-    count, `Uses.unsent` is false for all arguments that go into a `ppermute`.
+    `Uses.unsent` says whether an operation combines an argument with data, and no collective has
+    sent the argument before. An operation on scalars alone does not count, so that a penalty on
+    weights may be added to a loss. For each argument that goes into a `ppermute`, `unsent` is
+    false: in a ring that is written by hand, each device first uses its own block of an argument,
+    and then sends the block on.
 
     Args:
         closed: the program.
-        axis: the axis; collectives along other axes are ignored.
+        axis: the mesh axis of the collectives that count; collectives along others are ignored.
         data: for each argument, whether it is data (an array of the batch) and not a weight.
         weights: weights that the program may read by closure. Each of these arrays counts as a
             further argument.
@@ -411,10 +413,10 @@ class _Ways(FollowingAlong):
     `Reach`.
 
     Attributes:
-        data: a mask of the arguments that are data (arrays of the batch), and of the constants that
-            differ between devices.
+        data: a mask with the bits of all arguments that are data (arrays of the batch), and with
+            the one bit that stands for all constants that differ between devices.
         of_constants: the `Reach` of a constant that differs between devices.
-        of_weights: the `Reach` of a constant that is a weight, by the array's id.
+        of_weights: a dict from the id of an array to its `Reach`, for constants that are weights.
         own_data: a mask of the arguments that are data and differ along the axis.
         passed_on: a mask of the arguments that go into a `ppermute`.
     """
@@ -424,10 +426,10 @@ class _Ways(FollowingAlong):
     def __init__(self, axis: str, data: int, of_constants: int, of_weights: dict[int, Reach]):
         """Begins with empty masks `own_data` and `passed_on`: the function `uses` sets `own_data`,
         and the method `plain` adds to `passed_on`. The argument `data` is the mask of the arguments
-        that are arrays of the batch. A mask has one further bit, which stands for all constants
-        that differ between devices; `of_constants` is the mask with only this bit. These constants
-        count as data too, unless they are weights: `of_weights` has the `Reach` of each weight, by
-        the id of its array."""
+        that are arrays of the batch. A mask has one bit for each argument and each weight, and a
+        last bit for all constants that differ between devices. `of_constants` is the mask with only
+        the last bit. These constants count as data too, unless they are weights: `of_weights` is a
+        dict from the id of a weight's array to the weight's `Reach`."""
         super().__init__(axis)
         # Such a constant has its bit only in the mask `at_all`: it is data, and no weight.
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
@@ -466,8 +468,8 @@ class _Ways(FollowingAlong):
         return joined if differs else joined._replace(alone=0, met=0)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the `Reach` of a result that is computed from all operands. If an operand depends
-        on data, the arguments in `alone` of each other operand are in `met` of the result."""
+        """Returns the `Reach` of a result that is computed from all operands. If operand i depends
+        on data, `met` of the result gets the arguments in `alone` of all operands except i."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):

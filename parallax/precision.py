@@ -50,10 +50,10 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """Returns a function like `grad` that computes with the parameters cast to `dtype`, and returns
     gradients in the parameters' own dtypes.
 
-    Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
-    cast once per step, and the sums over microbatches stay in float32 or wider. Put `mixed` inside
-    `grads.averaged`, which then reduces gradients in float32 or wider. The loss is in float32 or
-    wider too; auxiliary values stay as they are.
+    Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`, so that the parameters
+    are cast once per step, not once per microbatch. Both functions sum 16-bit gradients in float32.
+    Put `mixed` inside `grads.averaged`, which then reduces gradients in float32 or wider. The loss
+    is in float32 or wider too; auxiliary values stay as they are.
 
     The batch is not cast. A float32 input would make the matmuls run in float32, so cast such an
     input where the model reads it, as in `x.astype(weight.dtype)`.

@@ -1,9 +1,9 @@
 """Whether a record of a model's values is made, and the layer and microbatch that are traced now.
 
-The module `taps` makes the record; a *tap* is a place in the model that reports a value. While a
-loop over layers or microbatches traces the model, it sets the number of the layer or microbatch by
-`at`. The code of the loop imports only this file, not `taps`. Outside of `with taps.recording()`,
-this file adds nothing to a program.
+The module `taps` makes the record; a *tap* is a place in the model that reports a value. A loop
+over layers or microbatches traces the model inside `with at(...)`, a function of this file that
+sets the number of the layer or microbatch. The code of the loop imports only this file, not `taps`.
+Outside of `with taps.recording()`, this file adds nothing to a program.
 """
 
 import contextlib

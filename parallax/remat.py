@@ -9,8 +9,8 @@ layer, with width D and H heads, on B x T tokens:
     products   keeps the products with weights; attention, norms and activation run twice
     block      keeps the block's input; everything runs twice, a third more arithmetic
 
-`prevent_cse` is the option of `jax.checkpoint` that puts a barrier around the kept results; see
-`in_a_loop`.
+`prevent_cse` is an option of `jax.checkpoint`: it keeps XLA from reusing results of the forward
+pass where the backward pass should recompute them. `in_a_loop` turns the option off.
 
 To recompute only the attention, wrap the attention function: `attend=jax.checkpoint(attend)`. For
 an activation or a norm, whose results are cheap to compute again, use `of_arguments`.

@@ -2,7 +2,8 @@
 stream.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, X the tensor axis, t devices
-on X. `[T_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet.
+on X. `[T_X]` is split over X. `{U_X}` after an array says that the array on each device is one term
+of a sum over X.
 
 An all-reduce is a reduce-scatter and then an all-gather. Here the two are separate operations. The
 computation between them (residual stream, norms, dropout) is done on each device for only its share
@@ -109,9 +110,9 @@ def row(
     matmul_reduce_scatter: Callable[..., Any] | None = None,
     on_tpu: bool = False,
 ) -> Float[Array, "batch tokens_shard outputs"]:
-    """Returns the result of a row-parallel layer. The devices' products are terms of a sum over the
-    axis X, marked `{U_X}`. The sum is split by tokens, and the bias is added:
-    `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`.
+    """Returns the result of a row-parallel layer, with the tokens split over the axis X:
+    `A[B, T, I_X] · W[I_X, J] {U_X} -> [B, T_X, J] + b[J]`. `{U_X}` says that each device's product
+    is one term of a sum over X. A reduce-scatter adds these terms and splits the tokens.
 
     `x` (A) and `weight` (W) have this device's inputs, and `bias` (b) has all outputs. With
     `on_tpu` the gradient of the bias is a product with ones, which is faster on TPUs.
@@ -235,7 +236,7 @@ def _check(tokens: int, axis: Axis) -> None:
     devices = axis.size()
     if tokens % devices:
         raise ValueError(
-            f"sequence: {tokens} tokens must be a multiple of the {devices} devices of "
-            f"{axis.names!r}. Use sequences of {-(-tokens // devices) * devices} tokens, or do not "
-            f"split them."
+            f"sequence: the number of tokens, {tokens}, must be a multiple of {devices}, the "
+            f"number of devices of {axis.names!r}. Use sequences of "
+            f"{-(-tokens // devices) * devices} tokens, or do not split the sequences."
         )

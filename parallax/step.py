@@ -244,7 +244,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
             raise ValueError(
                 f"step.make: the parameter {trees.dotted(path)} differs along {mixed}, and its "
                 "gradient is the same there, so the gradients of different shards were summed. "
-                "Reduce it only along the axes along which the parameter is the same, as "
+                "Reduce the gradient only along the axes along which the parameter is the same, as "
                 "grads.averaged and grads.summed do."
             )
 

@@ -10,9 +10,9 @@ JAX's sense), so transformations treat it like any other operation. Users call `
 
 `tap_p` is the primitive. Its first operands are the value (a device's block of a whole array), the
 device's index along each axis, and the numbers of the microbatch and the layer. If some dims are
-not split into equal blocks in order, the last operands are the positions of the block's elements
-along each of these dims in the whole array. The parameters of `tap_p` are `way`, `mark` and
-`recorder`:
+not split into equal blocks in the order of the devices, the last operands are the positions of the
+block's elements along each of these dims in the whole array. The parameters of `tap_p` are `way`,
+`mark` and `recorder`:
 
 - `way` says what the tap reports. A FORWARD tap reports the value, a BACKWARD tap the cotangent,
   and an AFTER tap a value that is computed after the backward pass. The derivative of a FORWARD
@@ -61,8 +61,8 @@ class Mark(NamedTuple):
         terms: the axes over which the value is still to be summed, since each device has a term.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
-        placed: the dims for which a report gives the positions of the block's elements in the whole
-            array.
+        placed: the dims that are not split into equal blocks in the order of the devices. For each
+            of them, a report has the positions of the device's elements in the whole array.
         differentiated: whether the tap was differentiated. The first derivative adds a tap on the
             value's tangent; derivatives of higher order add no taps.
     """
@@ -88,8 +88,8 @@ class Report(NamedTuple):
             an idle tick of a pipeline.
         layer: the number of the layer; -1 if the value belongs to no layer.
         value: the device's block of the value.
-        places: for each dim in the mark's `placed`, the positions of the block's elements in the
-            whole array.
+        places: for each dim in the mark's `placed`, the positions of the elements of `value` along
+            this dim in the whole array.
     """
 
     mark: Mark
@@ -105,9 +105,9 @@ class Recorder:
     """The object to which taps report.
 
     Attributes:
-        paths: the index of each `path`, the name of a tap. Indices count from 0, in the order in
-            which the names were first traced.
-        marks: the `Mark` of each name, from the first trace of a tap with this name.
+        paths: a dict from the name of each tap (its `path`) to an index. Indices count from 0, in
+            the order in which the names were first traced.
+        marks: a dict from the name of each tap to its `Mark`, from the first trace of the tap.
         reports: the reports of all devices, in any order.
     """
 
@@ -154,8 +154,8 @@ def tap(
             that each part of the batch has its own value, and that the whole value is the mean of
             these values, as for a loss. Along all axes that the spec does not name, the devices
             must have the same value.
-        places: for each dim that is not split into equal blocks in order, the positions of this
-            device's elements in the whole array.
+        places: a dict with a key for each dim that is not split into equal blocks in the order of
+            the devices: the positions of this device's elements along the dim in the whole array.
 
     Raises:
         ValueError: the spec has more dims than `x`, or a value that is split differently has the
@@ -221,8 +221,9 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     """Returns `x` with a tap of the name `path`. Adds the tap's `Mark` to the active `Recorder`, if
     the recorder has no mark of this name yet. `spec` is the split of the whole value over the
-    mesh's axes. `places` has, for dims that are not split into equal blocks in order, the positions
-    of the elements of `x` in the whole array. `way` is FORWARD or AFTER."""
+    mesh's axes. If a dim is not split into equal blocks in the order of the devices, `places[dim]`
+    has the positions of the elements of `x` along this dim in the whole array. `way` is FORWARD or
+    AFTER."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
     if len(spec.partitions) > x.ndim:

@@ -8,9 +8,10 @@ after the pair (all-reduce forward, identity backward). In place of one axis, se
 With `()` nothing is split, and the same code runs on one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
-axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
-along an axis if the array's type says that it may differ between devices. `Axis.of(axis)` has the
-axis's names (`names`), its number of devices (`size()`) and this device's index (`index()`).
+axis. `[I_X]` is split over X. `{U_X}` after an array says that the array on each device is one term
+of a sum over X. An array varies along an axis if the array's type says that it may differ between
+devices. `Axis.of(axis)` has the axis's names (`names`), its number of devices (`size()`) and this
+device's index (`index()`).
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -173,7 +174,8 @@ def column(
     *,
     on_tpu: bool = False,
 ) -> Float[Array, "*batch_and_outputs_shard"]:
-    """Returns a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
+    """Returns the result of a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B,
+    J_X]`.
 
     The backward pass takes one all-reduce of the size of `x`.
 
@@ -181,10 +183,11 @@ def column(
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
     `tensor.column(x, linear, None, axis)` computes the same as `ColumnLinear`.
 
-    `on_tpu` chooses what is fastest on TPUs, except for a `Linear`. A weight `[I, n, H, K]`, such
-    as that of queries, keys and values, is applied in n separate products, so no copy is needed to
-    separate the n results. The gradient of a bias is computed as a product with ones, since the
-    matrix units add up numbers faster than the vector units.
+    With `on_tpu` the layer computes in the way that is fastest on TPUs. A weight `[I, n, H, K]`,
+    such as that of queries, keys and values, is applied in n separate products, so no copy is
+    needed to separate the n results. The gradient of a bias is computed as a product with ones,
+    since the matrix units add up numbers faster than the vector units. `on_tpu` has no effect on a
+    `Linear`.
 
     Raises:
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
@@ -205,7 +208,7 @@ def row(
     *,
     on_tpu: bool = False,
 ) -> Float[Array, "... outputs"]:
-    """Returns a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
+    """Returns the result of a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
     The forward pass takes one all-reduce of the size of the result.
 
@@ -634,7 +637,8 @@ def affine(
     *,
     on_tpu: bool,
 ) -> Float[Array, "*batch_and_outputs"]:
-    """Returns `x · weight + bias`, summed over the inputs: `A[B, I] · W[I, *J] + b[*J] -> [B, *J]`.
+    """Returns the product of `x` and `weight`, plus `bias`: `A[B, I] · W[I, *J] + b[*J] -> [B,
+    *J]`. The product is a sum over the inputs.
 
     A weight of four dims, `[I, n, H, K]`, has n arrays of heads, such as queries, keys and values.
     With `on_tpu` each has its own product, and the n results are stacked. A caller that takes them

@@ -70,7 +70,7 @@ class Fault(NamedTuple):
 
 
 class Wording(NamedTuple):
-    """The form in which the caller writes sizes, and the sizes that the caller can change.
+    """The form in which the caller writes sizes, and the sizes that the caller cannot change.
 
     Attributes:
         value: a function that takes a name and its value, and returns a text such as `data=4` or
@@ -402,7 +402,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault if the number of sequences of the batch is not a multiple of the number of
     parts into which the batch is split. Yields another if the number of tokens of a sequence is not
-    a multiple of the parts into which a sequence is split."""
+    a multiple of the number that `_tokens_divisor` returns."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         # The axes that split sequences: `data`, which every mesh has, and those of several devices.
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]

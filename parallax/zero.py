@@ -18,15 +18,15 @@ backward pass, and scatters the blocks' gradients once.
 
 A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
-says why), and its gradient is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum
-over X that was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each
-gradient is scattered over the axes that its leaf's spec names, and summed over the other axes. Over
-an axis that splits the parameter even without ZeRO, such as the experts' axis, the gradient is
-neither scattered nor summed. A mean divides by the product of the sizes of all axes of the tuple.
-`splits_of(path, by_path, axis)` takes the spec of a leaf from the dict `by_path`. For each dim that
-axes in `axis` split, it returns a `Split`: the dim, and these axes. `sequence_after(x, y)` is `x`;
-on a CPU each array of `x` waits for all of `y`, so that all devices send in one order. Otherwise
-the devices could wait for each other forever.
+says why), and its gradient is all-reduced. `A[I_X]` is split over the axis X. `{U_X}` after an
+array says that the array on each device is one term of a sum over X. Sums are taken in float32 or
+wider. With a tuple of axes each gradient is scattered over the axes that its leaf's spec names, and
+summed over the other axes. Over an axis that splits the parameter even without ZeRO, such as the
+experts' axis, the gradient is neither scattered nor summed. A mean divides by the product of the
+sizes of all axes of the tuple. `splits_of(path, by_path, axis)` takes the spec of a leaf from the
+dict `by_path`. It returns one `Split` for each dim that is split over axes in `axis`: the dim, and
+those axes. `sequence_after(x, y)` is `x`; on a CPU each array of `x` waits for all of `y`, so that
+all devices send in one order. Otherwise the devices could wait for each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
 `ZeRO` makes all these functions, from a stage, an axis and the model's sharding rule.
@@ -69,8 +69,8 @@ def reduce_scattered(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`. Each device
-    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`. `{U_X}` is a sum over X that was not
-    taken yet, and `A[I_X]` is split over X.
+    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`. `{U_X}` says that `A` on each device
+    is one term of a sum over X, and `A[I_X]` is split over X.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
     `grads.averaged`. The gradients of leaves that stay whole are all-reduced, and so is the loss.
@@ -112,7 +112,7 @@ def reduce_scattered(
 
         def scattered(gradient, param, splits):
             """Returns this device's share of one gradient, in float32 or wider. Without splits,
-            the gradient is not summed here: `value_and_sums` sums it later (`names_left`)."""
+            the gradient is not summed here: `value_and_sums` all-reduces it later."""
             # A gradient that does not have the parameter's shape was already scattered inside
             # `grad`: a pipeline whose argument `scatter` is `zero.reduce_scatter` scatters once in
             # each microbatch (ZeRO-2). `shards.reduce_scatter` sums in float32 or wider; the cast
@@ -170,12 +170,12 @@ def sharded(
     and 2, for an optimizer that acts element by element.
 
     The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
-    updates that share of the parameters, and gathers the updates: each of the n devices sends
-    (n - 1)/n of the parameters' bytes. `update` also takes gradients of full shape: it averages and
-    scatters them itself, or, if they are averaged already, only cuts out the device's share. Inside
-    `shard_map`, the returned `init` makes the device's share of the state. Outside, where arrays
-    are global, `init` returns the whole state; `rules.optimizer_specs(optimizer, params, specs)`
-    gives its specs.
+    computes the updates of the same share of the parameters, and gathers these updates. Each of the
+    n devices sends (n - 1)/n of the parameters' bytes. `update` also takes gradients of full shape:
+    it averages and scatters them itself, or, if they are averaged already, only cuts out the
+    device's share. Inside `shard_map`, the returned `init` makes the device's share of the state.
+    Outside, where arrays are global, `init` returns the whole state;
+    `rules.optimizer_specs(optimizer, params, specs)` gives its specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
     that combines elements of a gradient, as by a norm, would see only the elements of a share, so
@@ -578,8 +578,9 @@ class ZeRO:
                 raise ValueError(
                     f"ZeRO.{name}: in stage {self.stage}, a device needs a part of shape {needed} "
                     f"of {path or 'the parameter'}; got {shape}. The whole shape is "
-                    f"{wholes[path]}, and the spec is {specs[path]}. Give step.init this object's "
-                    f"rule, ZeRO.rule, and run the step on its mesh, {dict(self.mesh.shape)}."
+                    f"{wholes[path]}, and the spec is {specs[path]}. Pass the attribute `rule` of "
+                    "this ZeRO object to step.init, and run the step on this object's mesh, "
+                    f"{dict(self.mesh.shape)}."
                 )
 
         def wrapped(params, *arguments):

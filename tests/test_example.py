@@ -98,7 +98,7 @@ def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(fin
             ["--steps=7", "--batch=32"],
             "holds another run, with batch=16 (here 32), steps=6 (here 7). Choose another --out",
         ),
-        (["--out=out"], "out: needed an empty folder or the folder of a run, found files"),
+        (["--out=out"], "out: needed an empty folder or the folder of a run, found other files"),
     ],
 )
 def test_a_folder_of_something_else_is_refused_and_left_as_it_is(finished, arguments, message):

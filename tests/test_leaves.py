@@ -206,8 +206,8 @@ def test_a_scalar_in_the_batch_is_refused_by_its_path():
     grad = grads.accumulated(lambda model, batch: (jnp.sum(model), model), microbatches=2)
     for scalar in (jnp.ones(()), np.float64(1.0), 1.0):
         message = (
-            r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, and the first dim "
-            r"of every leaf must be the sequences"
+            r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, but the first dim "
+            r"of every leaf must run over the sequences"
         )
         with pytest.raises(ValueError, match=message):
             grad(jnp.ones(3), {"x": jnp.ones((4, 2)), "weights": {"temperature": scalar}})

@@ -253,8 +253,8 @@ def output(**fields):
 
 
 NOT_A_SCALAR = (
-    "pipeline: {} must be a scalar, one real number for a microbatch; got {}. Take its mean or "
-    "its sum."
+    "pipeline: {} must be a scalar, one real floating-point number for a microbatch; got {}. Take "
+    "its mean or its sum."
 )
 NO_NUMBER = (
     "pipeline: {} is no array of numbers, so it cannot be added up over the stages. Leave it out."
@@ -349,7 +349,7 @@ def test_nothing_to_compute_on_is_refused(change, rows, message):
 
 def test_a_scalar_in_the_batch_is_refused():
     with pytest.raises(
-        ValueError, match="is a scalar, and the first dim of every leaf must be the sequences"
+        ValueError, match="is a scalar, but the first dim of every leaf must run over the"
     ):
         jax.eval_shape(grad_fn(), params(), jnp.ones(()))
 
@@ -386,8 +386,8 @@ def test_a_head_that_some_stages_share_is_refused():
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
             "A table of layers has 0 for chunk 0 of stage 1, and each chunk needs at least one "
-            "layer, since all stages run the same program. Give this chunk a layer of another "
-            "chunk, or use fewer stages.",
+            "layer, since padding repeats the chunk's last layer. Give this chunk a layer of "
+            "another chunk, or use fewer stages.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),

@@ -229,8 +229,8 @@ def check_folder(plan: Plan) -> None:
         and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}
     ):
         raise ValueError(
-            f"{out}: needed an empty folder or the folder of a run, found files that "
-            "no run wrote. Choose another --out."
+            f"{out}: needed an empty folder or the folder of a run, found other files. "
+            "Choose another --out."
         )
     reached = max(
         (record["step"] for record in metrics.recorded(out / "metrics.jsonl")),

@@ -110,7 +110,7 @@ class Route:
         return tuple([(o - times * s) % length for o, s, length in dims])
 
     def device_number(self, point: Sequence[int]) -> int:
-        """Returns the number of the device at `point` of the grid of devices, whose shape is `shape`.
+        """Returns the number of the device at `point` of the grid of devices, of shape `shape`.
         The devices are numbered in row-major order.
 
         A point outside the grid wraps around.

@@ -1,5 +1,4 @@
-"""Declares replication types that JAX's public functions cannot declare, such as that a result is
-the same on all devices.
+"""Declares replication types of arrays that JAX's public functions cannot declare.
 
 Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
 devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
@@ -7,16 +6,15 @@ yet: each device has one term. A *reduced* value is the same on all, and its cot
 JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
 `lax.pcast` never goes from varying to invariant (in its words "invarying"). So the result of a ring
-of `ppermute`s could never leave the `shard_map` under `out_specs=P()`. And JAX would derive the
-transpose of the ring hop by hop.
+of `ppermute`s could never leave the `shard_map` under `out_specs=P()`.
 
 Three primitives declare these types and transposes. `replicated` declares a value invariant.
 `terms_p` declares an unreduced value varying: the result on each device is that device's term.
 `linear` pairs a linear function with its transpose, as `jax.custom_derivatives.linear_call` does,
-and has a batching rule too.
+and has a batching rule too. Without `linear`, JAX would transpose each `ppermute` of a ring.
 
-This is the only file that uses undocumented parts of JAX: types, and the state of
-`jax.distributed`.
+This is the only file that uses undocumented parts of JAX: `aval.mat`, the equation that made a
+tracer, and the state of `jax.distributed`.
 """
 
 from collections.abc import Callable, Mapping
@@ -181,12 +179,15 @@ def _check_bound(names: tuple[str, ...]) -> None:
         try:
             lax.axis_size(name)
         except NameError as error:
-            where, cure = "outside a map", "Call it inside mesh.spmd, over a mesh with that axis"
+            where = "here, since no shard_map is around this call"
+            cure = "Call it inside mesh.spmd, over a mesh with that axis"
             if bound:
-                where, cure = f"over {', '.join(map(repr, bound))}", "Name one of those"
-            raise ValueError(
-                f"{name!r} is not an axis of this code, which runs {where}. {cure}."
-            ) from error
+                where = (
+                    "of the shard_map around this call, which has the axes "
+                    f"{', '.join(map(repr, bound))}"
+                )
+                cure = "Name one of those"
+            raise ValueError(f"{name!r} is not an axis {where}. {cure}.") from error
 
 
 def check_typed() -> None:
@@ -448,8 +449,8 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
     if reduced:
         cure = f'Cast it first: lax.pcast(x, {reduced[0]!r}, to="varying")'
     raise ValueError(
-        f"{name} along {axis_name!r} needs an x that is varying or invariant there; this one, of "
-        f"shape {x.shape}, is {_describe(states)}. {cure}."
+        f"{name} along {axis_name!r} does not take an x that is {_describe(states)}; this x has "
+        f"the shape {x.shape}. {cure}."
     )
 
 

@@ -1,20 +1,20 @@
 """Sends tokens to their experts, and the results back; the experts are split over an axis.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n of them on
-each device, D width, C rows of a message. A *choice* is a token and one of its k experts; *load* is
-the number of choices of an expert or device. `compute(x, source, ids, weights)` runs this device's
-experts: for each i, row `source[i]` of x goes to expert `ids[i]`. An id of E/n (`local_experts`)
-means no expert.
+each device, D width, C rows of a message. A *choice* is a token and one of its k experts. The
+*load* of a device is the number of choices for its experts. `compute(x, source, ids, weights)` runs
+this device's experts: for each i, row `source[i]` of x goes to expert `ids[i]`. An id of E/n
+(`local_experts`) means no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops no choice
     exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    may drop choices
     ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      may drop choices
 
-The third column is the count of numbers that a device sends in a forward pass; it sends as many in
-the backward pass. The capacity c sets the room for choices: in each message of `exchanged`, and
-on each receiving device of `ragged`. The room is c times the mean number of choices there. A choice
-without room is dropped, and the number of dropped choices is returned. `exchanged(c)` sends less
-than `gathered` if c k < n.
+The third column counts the numbers that a device sends in one direction of a forward pass: with the
+tokens to the experts, or with the results back. The backward pass sends as many in each direction.
+The capacity c sets the room for choices, in each message of `exchanged`, and on each receiving
+device of `ragged`: c times the mean number of choices there. A choice without room is dropped, and
+the number of dropped choices is returned. `exchanged(c)` sends less than `gathered` if c k < n.
 """
 
 import math
@@ -110,7 +110,7 @@ class Gathered:
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's rows of the results, [tokens, width], and the number of dropped
-        pairs of a token and its expert: always 0.
+        choices, always 0.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -131,9 +131,9 @@ class Gathered:
     ) -> BytesSent:
         """Returns the bytes that a device sends, for n devices and k experts of a token.
 
-        Each device gathers all tokens, so a device sends (n - 1) T tokens, each with D numbers, k
-        int32 ids and k weights. Back, it sends (n - 1) T results of D numbers. T is `tokens`, D is
-        `width`, and a number or weight has `itemsize` bytes.
+        In the all-gather, a device sends (n - 1) T tokens, each with D numbers, k int32 ids and k
+        weights. In the reduce-scatter, it sends (n - 1) T results of D numbers. T is `tokens`, the
+        tokens of one device, D is `width`, and a number or weight has `itemsize` bytes.
         """
         rows = (n - 1) * tokens
         # `BytesSent` is (out, back, ids, weights); an id is an int32.
@@ -177,8 +177,8 @@ class exchanged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's results, [tokens, width], and the number of pairs of a token and
-        its expert for which a message had no room.
+        """Returns this device's results, [tokens, width], and the number of dropped choices. A
+        choice, a token and one of its experts, is dropped if its message has no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -276,8 +276,8 @@ class ragged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's results, [tokens, width], and the number of pairs of a token and
-        its expert for which the receiver had no room.
+        """Returns this device's results, [tokens, width], and the number of dropped choices. A
+        choice, a token and one of its experts, is dropped if its receiver has no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -340,7 +340,8 @@ class ragged:
         and a row has `width` numbers of `itemsize` bytes. The field `ids` has the bytes of an int32
         id for each row, and of an all-gather of the row counts. A device has n int32 counts: how
         many rows the device sends to each device. It sends all n counts to each of the n - 1 other
-        devices, since the place of a row at its receiver depends on the counts of earlier senders.
+        devices: a receiver's rows are ordered by the sender's index, so a device needs the counts
+        of all devices before it to place its own rows.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -370,7 +371,7 @@ class _Exchange(NamedTuple):
             device received.
         back_output_offsets: for each sender, the index of its first row to this device, among all
             rows that the sender sent.
-        dropped: the number of this device's pairs of a token and its expert that found no room.
+        dropped: the number of this device's choices that found no room at their receivers.
     """
 
     move: Callable[..., Any]
@@ -401,7 +402,7 @@ class _Exchange(NamedTuple):
             return jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
 
         me = axis.index()
-        # In a receiver's column, a sender gets the room that earlier senders leave.
+        # In a receiver's column, a sender gets the room that the senders of lower index leave.
         granted = jnp.clip(room - before(wanted_rows, 0), 0, wanted_rows)
         # A sender lays out all wanted rows one after another, but a receiver has only the granted
         # rows: the rows without room are skipped.

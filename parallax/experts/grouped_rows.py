@@ -1,13 +1,14 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of the expert's
-result for this row. An id equal to the number of experts on the device means no expert.
+Pair r sends row `source[r]` of x to expert `ids[r]`. The expert's result, times `weights[r]`, is
+added to the same row of the output y. An id equal to the number of experts on the device means no
+expert.
 
-Each block has rows for one expert; *filling rows* fill up the expert's last block. Each row of a
-block has three indices: `read` is the row of x that it copies, `written` the row of the result to
-add to, and `pair` the row's pair. Filling rows must add nothing to the results, so their `written`
-and `pair` are out of range: there `_take` gives 0, and `_add` adds nothing. An expert has `trained`
-arrays, which are differentiated, and `others`, which are not.
+Each block has rows for one expert; *filling rows* fill up the expert's last block. A block has
+three indices for each of its rows. The row copies row `read` of x, its result is added to row
+`written` of y, and its weight is the weight of pair `pair`. Filling rows must add nothing to y, so
+their `written` and `pair` are out of range: there `_take` gives 0, and `_add` adds nothing. An
+expert has `trained` arrays, which are differentiated, and `others`, which are not.
 
 Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
@@ -158,7 +159,8 @@ def _table(
         `ends[e]` is the number of blocks of the experts 0 to e, so the block's expert is the first
         e with `ends[e]` > j. `order` sorts the pairs by expert. `starts[e]` is the place of the
         first pair of expert e among the sorted pairs. Row i of the block is for the pair at
-        `place[i]` among the sorted pairs, unless it is a filling row. `within[i]` is i.
+        `place[i]` among the sorted pairs. If the expert has no pair there, row i only fills up the
+        block. `within[i]` is i.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.
@@ -191,9 +193,9 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
 
         def body(j, y):
             """Returns `y` with the weighted results of block j added."""
-            # For each row of the block: `read` and `written` are its row in x and y, and `pair` is
-            # its pair. In filling rows `written` and `pair` are out of range: `_take` gives a
-            # weight of 0, and `_add` ignores them.
+            # Each row of the block copies row `read` of x, is added to row `written` of y, and has
+            # the weight of pair `pair`. For filling rows `written` and `pair` are out of range:
+            # `_take` gives a weight of 0, and `_add` ignores these rows.
             block = block_of(j)
             results = _apply(expert, others, block, _at(trained, block.expert), x[block.read])
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)
@@ -218,9 +220,9 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             The block's results are computed again. `_at` picks one expert's arrays, and `_take`
             picks rows.
             """
-            # For each row of the block: `read` is the row of x that it copies, `written` the row of
-            # x that gets its gradient, and `pair` its pair. A filling row copies some row, but its
-            # `written` and `pair` are out of range: `_take` gives 0, and `_add` ignores it.
+            # Each row of the block copies row `read` of x, its gradient is added to row `written`
+            # of the gradient of x, and its weight is that of pair `pair`. For filling rows
+            # `written` and `pair` are out of range: `_take` gives 0, and `_add` ignores these rows.
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])

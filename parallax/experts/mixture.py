@@ -1,4 +1,5 @@
-"""A mixture of experts: a layer of a router and experts of any kind.
+"""A mixture of experts: a layer in which a router chooses the experts of each token. The experts
+may be of any kind.
 
 Legend: B sequences, T tokens in a sequence, D width, F hidden width of an expert, E experts, n
 devices of the axis.
@@ -89,8 +90,8 @@ def moe(
     results of all experts, where experts that were not chosen have the weight 0. Add the result to
     the residual stream.
 
-    The axis that splits the experts also splits the batch. It may be the data axis, another axis
-    that splits the data (name both in `grads.averaged`), or several axes. An expert receives its
+    The axis that splits the experts also splits the batch: it may be the data axis, another axis,
+    or several axes. Pass all axes that split the batch to `grads.averaged`. An expert receives its
     tokens from all devices of `axis`, so its gradient is already a sum over these devices. Along
     `axis`, `grads.averaged` and `zero.reduce_scattered` therefore only divide this gradient: they
     sum only over axes along which a parameter is the same.
@@ -99,9 +100,9 @@ def moe(
         x: this device's tokens.
         params: the whole router, and this device's experts.
         axis: the axis that the experts are split over; `()` if each device has all of them.
-        route: chooses the experts of a token, such as `top_k(k)`.
+        route: the function that chooses the experts of each token; for example, `top_k(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
-        compute: runs this device's experts, such as `grouped(expert)`.
+        compute: the function that runs this device's experts; for example, `grouped(expert)`.
         comms: the communication along the axis that splits each expert's hidden width. If there is
             such an axis, the experts' results are partial sums. Use `tensor.comms("tensor")`, or
             `sequence.comms` if `x` has a device's share of the tokens. With `context.comms`, the

@@ -68,7 +68,7 @@ def top_k(
     """
 
     def route(logits, bias):
-        """Returns the `Routing` of tokens with these logits, [..., E], and a bias, [E] or None."""
+        """Returns the `Routing` of the tokens. `logits` is [..., E], and `bias` is [E] or None."""
         count = logits.shape[-1]
         if not 1 <= k <= count:
             raise ValueError(
@@ -113,9 +113,8 @@ class Statistics(NamedTuple):
             small (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is
             log(E), for E experts, if the router prefers no expert. It has no gradient.
-        load: the share of all choices (pairs of a token and one of its experts) that fall on each
-            expert. The load times the number of all choices is the number of tokens that the expert
-            gets.
+        load: for each expert, the fraction of all choices that fall on the expert. A choice is a
+            token and one of its experts. Choices that are dropped later count too.
         dropped: the dropped choices per sequence. This number times the number of sequences is the
             number of all dropped choices.
     """

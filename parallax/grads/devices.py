@@ -128,9 +128,9 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
         name = jax.tree_util.keystr(path) or "itself"
         if not jnp.ndim(leaf):
             raise ValueError(
-                f"The batch's leaf {name} is a scalar, and the first dim of every leaf must be the "
-                "sequences. Broadcast it to one number per sequence, or let the loss close over "
-                "it."
+                f"The batch's leaf {name} is a scalar, but the first dim of every leaf must run "
+                "over the sequences. Broadcast it to one number per sequence, or let the loss "
+                "close over it."
             )
         if leaf.shape[0] % microbatches:
             raise ValueError(
@@ -384,9 +384,9 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
     No gradient is summed twice. Without `reduced=picked`, `averaged` declares the block's
-    parameters varying, so the block sums nothing, and `averaged` sums at the end. With
-    `reduced=picked`, but a block that is not wrapped, the picked parameters are not varying, so JAX
-    itself sums their gradients in the backward pass, by `jax.lax`. The block sums a gradient in
+    parameters varying, so the block sums nothing, and `averaged` sums at the end. If you pass
+    `reduced=picked` but do not wrap the block, the picked parameters are not varying, so JAX itself
+    sums their gradients in the backward pass, by a `psum`. The wrapped block sums a gradient in
     float32 or wider, and rounds the sum to the parameter's dtype.
 
     Args:

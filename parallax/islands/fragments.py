@@ -208,8 +208,8 @@ def checked_fragments(
             if cut:
                 raise ValueError(
                     f"islands: a fragment has a part of dim {cut[0]} of {name}. That dim is split "
-                    f"by {splits[name]}, so which layers the fragment has would depend on the "
-                    "layout. Cut a dim that no axis splits, or use by_path."
+                    f"by {splits[name]}, so the layers in the fragment would depend on the layout. "
+                    "Cut a dim that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():
         found = sum(sizes.get(name, []))

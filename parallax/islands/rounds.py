@@ -168,8 +168,8 @@ def _inner(state: Any) -> Any:
 
 class _Round(eqx.Module):
     """A round of fragment `k`. The method `sent` exchanges the islands' changes, and the method
-    `received` makes the outer optimizer's step with the result. `inner` is this island's training
-    state, and `state` is the `State` of all islands.
+    `received` makes the outer optimizer's step with the result. The methods take `inner`, this
+    island's training state, and `state`, the `State` of all islands.
 
     Attributes:
         part: the fragment.
@@ -221,8 +221,8 @@ class _Round(eqx.Module):
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Exchanges the islands' changes of fragment number `self.k` of the model, `self.part`. The
-        change of island i is the outer weights W minus the island's weights w_i.
+        """Exchanges the islands' changes of this round's fragment of the model. The change of
+        island i is the outer weights W minus the island's weights w_i.
 
         Returns two things: a `SentChanges`, with the mean change of the islands that take part in
         the round, and this island's new rounding error, None unless the exchange rounds to int8.

@@ -341,30 +341,31 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns `tree` with arrays [islands, ...] in place of its arrays [before, ...]. Island i
-        gets the arrays of the old island `sources[i]`."""
+        """Returns `tree` with arrays of the new islands in place of its arrays of the old islands.
+        The first dim is the dim of islands. New island i gets the part of old island `sources[i]`.
+        """
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
-        """Returns `tree` with zeros [islands, ...] in place of its arrays [before, ...]."""
+        """Returns `tree` with zeros in place of its arrays. The first dim of an array, the number
+        of old islands, becomes the number of new islands."""
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
         """Returns `sent` with zeros in all arrays: the result of an exchange in which no island
-        took part. The shape of `present` changes from [before] to [islands]. Returns None if `sent`
-        is None."""
+        took part. `present` gets one entry for each new island. Returns None if `sent` is None."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)
         return SentChanges(mean, jnp.zeros_like(sent.some), zeros(sent.present))
 
     def resized(state):
-        """Returns the arrays of a state of `islands` islands. The argument `state` has the arrays
-        of the state of `before` islands.
+        """Returns the arrays of the state of the new islands. `state` has the arrays of the state
+        of the old islands.
 
-        Every island starts from the outer weights, `state.model`, which has None for leaves that
-        are not trained. Island i takes the leaves that are not trained, and the inner optimizer's
-        state, from the old island `sources[i]`. Rounding errors and the unused results of exchanges
+        Every new island starts from the outer weights, `state.model`, with None for leaves that are
+        not trained. New island i takes the leaves that are not trained, and the inner optimizer's
+        state, from old island `sources[i]`. Rounding errors and the unused results of exchanges
         become zero, since they belong to islands that may be gone.
         """
         inner = state.inner

@@ -122,8 +122,8 @@ class _Leaf(NamedTuple):
         weight: the parameter. In ZeRO-1 the parameter is whole, and the gradient is a share.
         split: the axes that split the gradient or the parameter. Axes of one device are left out.
         whole: the shape of the whole parameter; if `is_open`, an upper bound of this shape.
-        is_open: whether it is unknown which dim of the parameter is split, because the parameter's
-            spec does not name an axis that splits the parameter.
+        is_open: whether it is unknown which dim of the parameter is split. It is unknown if the
+            parameter has several dims, and its type varies along an axis that its spec lacks.
     """
 
     path: tuple[Any, ...]
@@ -162,10 +162,10 @@ class _Update:
         axes: Callable[[Any], frozenset[str]],
         at: str,
     ):
-        """Reads from `arguments` the leaves, and the leaf that each array of the state belongs to
-        (its owner). `arguments` are (gradients, state, parameters that have a gradient), `specs`
-        has the parameters' specs by path, `axes(x)` returns the axes that split an array `x`, and
-        `at` is the caller's name."""
+        """Makes a `_Leaf` for each parameter that has a gradient, and finds the parameter to which
+        each array of the optimizer's state belongs. `arguments` are (gradients, state, parameters
+        that have a gradient), `specs` has the parameters' specs by path, `axes(x)` returns the axes
+        that split an array `x`, and `at` is the caller's name."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -368,8 +368,8 @@ class _Update:
             f"{self.at}: each device updates its shards alone, and {fault}. {leaf.name} is "
             f"split along {axis}: {why}. Wrap the optimizer: optimizers.whole(optimizer, {axis}, "
             f"specs) updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) "
-            "updates whole matrices, each on one device. If the optimizer itself communicates, so "
-            "that its result on shards is right, wrap it in optimizers.on_shards."
+            "updates whole matrices, each on one device. If the optimizer itself communicates, and "
+            "its result on shards is therefore right, wrap it in optimizers.on_shards."
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:

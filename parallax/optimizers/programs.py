@@ -248,8 +248,7 @@ def _operation(eqn: JaxprEqn) -> str:
 
 def _keeps_places(eqn: JaxprEqn) -> bool:
     """Returns whether an equation keeps each element of its first operand at the same place. The
-    equation is one of `LAID_OUT`: a reshape, a broadcast, `squeeze` or `expand_dims`; no
-    transpose."""
+    equation is a reshape, a broadcast, `squeeze` or `expand_dims` (`LAID_OUT`)."""
     before, after = jaxprs.types(eqn.invars)[0], jaxprs.types(eqn.outvars)[0]
     # A reshape with `dimensions` would also transpose.
     return before.shape == after.shape and eqn.params.get("dimensions") is None

@@ -11,9 +11,9 @@ update it, and return to each device its own *share* of the update:
 
 The first `lead` dims of a leaf run over stacked layers, and are its *dims of layers*: for [L, I,
 J], `lead` is 1. In `by_matrix`, the last dim of layers, dim `lead - 1`, is divided among the
-owners. `whole` divides no dim, and takes 0 as `lead` of every leaf. The table has the bytes that
-each link carries for a leaf of S bytes, with n devices of `axis`. Both wrappers send shares of
-gradients and parameters; only `by_matrix` also sends the update:
+owners. `whole` divides no dim, and takes 0 as `lead` of every leaf. Both wrappers send the shares
+of a gradient, and the shares of a parameter that is split, to the owners. `by_matrix` also sends
+the update back. For a leaf of S bytes, with n devices of `axis`, each link carries these bytes:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
@@ -53,7 +53,8 @@ from parallax.optimizers.programs import (
 from parallax.rules import GatheredOptState
 from parallax.shards import Split
 
-# A function `(path, ndim)` that returns `lead`: the first `lead` dims of the leaf run over layers.
+# A function `(path, ndim)` that returns `lead`, the number of a leaf's first dims that run over
+# layers.
 Leads = Callable[[str, int], int]
 
 # The primitives that draw random numbers. Most functions of `jax.random` draw by `random_bits`.
@@ -121,10 +122,10 @@ def by_matrix(
 
     Raises:
         ValueError: a leaf has more than three dims, and `layers` has no number for it. The layers
-            on a device cannot be divided evenly among the devices that update them. `axis` splits a
-            dim of layers that is not the last dim of layers of its leaf. The optimizer draws random
-            numbers, or combines several leaves, as clipping by the global norm does. The errors of
-            `whole` are raised too.
+            on a device cannot be divided evenly among the devices that update them. A leaf has
+            several dims of layers, and `axis` splits one that is not the last of them. The
+            optimizer draws random numbers, or combines several leaves, as clipping by the global
+            norm does. The errors of `whole` are raised too.
     """
 
     def leading(path, ndim):
@@ -206,8 +207,8 @@ class _Owners(NamedTuple):
         optimizer: the optimizer. Of a leaf with layers, the optimizer sees only the layers that the
             device owns, and no layer is split. It sees the whole of any other leaf.
         axis: the axes over which the leaves are gathered.
-        specs: the specs by which the leaves are split into the devices' shares, by path.
-        leads: the function `(path, ndim)` that returns `lead`: the first `lead` dims of a leaf run
+        specs: a dict from a leaf's path to the spec that splits the leaf into devices' shares.
+        leads: the function `(path, ndim)` that returns the number of a leaf's first dims that run
             over layers.
         by_layer: whether each layer is updated by one device, as in `by_matrix`.
     """
@@ -305,9 +306,9 @@ class _Owners(NamedTuple):
 
 
 def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns those of a leaf's `splits` that cut `x`, the gradient or the parameter of the leaf.
-    With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. In all other
-    cases the gradient is cut as the parameter is.
+    """Returns those of a leaf's `splits` that cut `x`. The array `x` is the leaf's gradient or its
+    parameter. With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. In
+    all other cases the gradient is cut as the parameter is.
     """
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:

@@ -76,9 +76,10 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in the slot `slot` of the buffers. `like` is a tree like the result, of
-    arrays or types. A buffer that has one dim more than its array in `like` has a dim of slots,
-    [slots, ...]."""
+    """Returns the tree in the slot `slot` of the buffers. `like` is a tree with the structure of
+    the result, and its leaves have the `ndim` of the result's arrays. A buffer with one dim more
+    than its leaf in `like` is [slots, ...]; any other buffer has no slots, and is returned whole.
+    """
 
     def leaf(buffer, like):
         """Returns `buffer[slot]`, an array with as many dims as `like`."""

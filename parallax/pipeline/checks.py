@@ -66,10 +66,10 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Raises a `ValueError` unless the schedule has one stage for each device of the axis, the
-    first dim of each array of the blocks is the schedule's number of chunks, and each stage has a
-    layer. If all stages have the same blocks, the error is a `Misused`, a `ValueError` whose fields
-    `lint.program` reads. `blocks` are the blocks on this device."""
+    """Raises a `ValueError` unless the schedule has one stage for each device of the axis, and each
+    array of `blocks`, the blocks on this device, meets three conditions: it is split over the axis,
+    its first dim is the schedule's number of chunks per stage, and it has a layer. If an array is
+    not split, the error is a `Misused`, a `ValueError` whose fields `lint.program` reads."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -222,13 +222,13 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Returns `value` as an array. If this array is not one real number, raises a `ValueError` that
-    calls the array by `name`."""
+    """Returns `value` as an array. If this array is not one real floating-point number, raises a
+    `ValueError` that calls the array by `name`."""
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
-            f"pipeline: {name} must be a scalar, one real number for a microbatch; got "
-            f"{value.dtype}{list(value.shape)}. Take its mean or its sum."
+            f"pipeline: {name} must be a scalar, one real floating-point number for a microbatch; "
+            f"got {value.dtype}{list(value.shape)}. Take its mean or its sum."
         )
     return value
 

@@ -77,9 +77,9 @@ def value_and_grad(  # noqa: PLR0913
     several functions read a parameter, its gradient is the sum over all these functions.
 
     Each tick sends one activation to the next stage and one cotangent to the stage before, by one
-    `ppermute` per array. `schedule.makespan` gives the time of all ticks. A device has
-    `schedule.slot_count` slots; each slot holds the arrays that `save` saves of one chunk for one
-    microbatch.
+    `ppermute` per array. `schedule.makespan()` returns the total time of the ticks. A device
+    has `schedule.slot_count` slots; each slot holds the arrays that `save` saves of one chunk for
+    one microbatch.
 
     Args:
         embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Arrays
@@ -114,19 +114,19 @@ def value_and_grad(  # noqa: PLR0913
             one chunk of the blocks, and None for leaves of which this job computes no gradient. It
             returns a tree of the same structure, whose arrays may be smaller; the final gradients
             then have these smaller shapes.
-        aux: a function that is applied to the stacked auxiliary values: those of the head are
-            [microbatches, ...] each, and those of the stages (`Aux.stages`) [microbatches, chunks
-            of all stages, ...]. If stages have auxiliary values, the result is `((loss, Aux(head,
-            stages)), gradients)`. If only the head has some, the result is `((loss, aux),
-            gradients)`.
+        aux: a function that is applied to the stacked auxiliary values. An array of the head is
+            stacked as [microbatches, ...]. An array of the stages is stacked as [microbatches,
+            chunks of all stages, ...]. If stages have auxiliary values, the result is `((loss,
+            Aux(head, stages)), gradients)`. If only the head has some, the result is `((loss,
+            aux), gradients)`.
 
     Raises:
-        ValueError: the schedule has another number of stages than the axis; the number of sequences
-            is not a multiple of the number of microbatches, or is 0; `params` has no `blocks`, and
-            no `blocks` is given; an array of `blocks(params)` is not split over `axis`, or its
-            first dim is not the schedule's number of chunks; `stage` returns a tree of another
-            structure, shape or dtype than its input; a function reads a parameter by closure, or
-            `embed` or `head` reads one of the blocks: these parameters would have no gradient.
+        ValueError: the schedule's number of stages is not the size of the axis. The number of
+            sequences is 0, or is not a multiple of the number of microbatches. `params` has no
+            `blocks`, and no `blocks` is given. An array of `blocks(params)` is not split over
+            `axis`, or its first dim is not the number of chunks per stage. `stage` returns a tree
+            of another structure, shape or dtype than its input. A parameter would have no gradient,
+            since a function reads it by closure, or since `embed` or `head` reads the blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)

@@ -60,7 +60,8 @@ class Terms(NamedTuple):
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
         """Returns the `Terms` of a value that is computed from two values, whose `Terms` are `self`
-        and `second`. In the result `by_index` is None, since the operation is not known here."""
+        and `second`. `by_index` of the result is None: to compute the result on a stage, the
+        operation would be needed, and only the operands' `Terms` are given."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
@@ -176,7 +177,7 @@ class _Sums(jaxprs.FollowingAlong):
     def met(self, operands: Sequence[Terms]) -> Terms:
         """Returns the `Terms` of a value that depends on all `operands`. If all operands depend on
         no argument (`is_number`), the value depends on no argument either. `by_index` of the result
-        is None, since the operation is not known here."""
+        is None: to compute the value on a stage, the operation would be needed."""
         is_number = all(operand.is_number for operand in operands)
         return super().met(operands)._replace(is_number=is_number)
 
@@ -193,8 +194,9 @@ class _Sums(jaxprs.FollowingAlong):
         """Returns the `Terms` of one result of a conditional: the joined `Terms` of the result in
         the branches that early stages run. If the result depends on no argument (`is_number`) in
         every branch, `by_index` of the returned `Terms` gives the result on each stage. `which` has
-        the `Terms` of the branch's index, which depends on the stage's index and on no argument;
-        `branches` checks that. `cases` has the `Terms` of the result in each branch."""
+        the `Terms` of the branch's index. The caller has checked that the branch's index depends on
+        the stage's index and on no argument. `cases` has the `Terms` of the result in each
+        branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
         # `_returned` computes the branch's index on a stage, and then the result of that branch. It

@@ -87,8 +87,8 @@ class Carry(NamedTuple):
     """The values that one tick passes to the next tick, and that one job passes to later jobs.
 
     Attributes:
-        arrived: the executor's `Arrived`, which has the activations and cotangents that arrived or
-            are to be sent.
+        arrived: the `Arrived` of the executor (`lockstep` or `per_stage`): the activations and
+            cotangents that the stage received, and, within a tick, also the array to send.
         saved: the slots for the arrays that the forward job saves for the backward job, or for its
             two parts (I and W).
         deferred: the slots for the arrays that the first part of the backward job (I) stores for

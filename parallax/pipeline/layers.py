@@ -173,8 +173,8 @@ def checked(table: Layers) -> Layers:
         chunk, stage = np.argwhere(table < 1).tolist()[0]
         raise ValueError(
             f"A table of layers has {table[chunk, stage]} for chunk {chunk} of stage {stage}, and "
-            "each chunk needs at least one layer, since all stages run the same program. Give this "
-            "chunk a layer of another chunk, or use fewer stages."
+            "each chunk needs at least one layer, since padding repeats the chunk's last layer. "
+            "Give this chunk a layer of another chunk, or use fewer stages."
         )
     return table
 
@@ -223,8 +223,8 @@ def _reordered(
     v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns `w`, [chunks, layers / chunks, ...], with its groups of layers in the new order:
-        group k of the result is group `order[k]` of `w`."""
+        """Returns `w`, [chunks, layers / chunks, ...], with the chunks in the new order. A group is
+        the layers of one chunk of one stage; group k of the result is group `order[k]` of `w`."""
         # Each place has the same number of layers: places with fewer were padded.
         if w.shape[:1] != (v,) or w.shape[1] % P:
             raise ValueError(
@@ -246,7 +246,8 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     rows of this stage's chunks.
 
     Call it in the function that `step.make` takes as `after_update`. That function may use these
-    values to change this stage's blocks: for example, the loads of experts to change their biases.
+    values to change this stage's blocks. For example, it may compute new biases of the experts from
+    the loads of the experts.
     `placement` is the schedule's `placed`, [chunks, stages]. On one device with `unpipelined`, pass
     the axis `()` and a placement of one stage: then all chunks are on this stage.
 

@@ -148,9 +148,10 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs the kinds of work in `lanes` in all ticks of the schedule, and returns the sums. If a
-    sequence of stretches (successive ticks with the same kinds of work) repeats, one loop runs all
-    its repeats."""
+    """Runs all ticks of the schedule, and returns the sums. `lanes` has pairs: a kind of work and
+    its function. A tick runs the function of each kind that at least one stage has in this tick. If
+    a sequence of stretches (successive ticks with the same kinds) repeats, one loop runs all its
+    repeats."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)

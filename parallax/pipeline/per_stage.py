@@ -97,9 +97,9 @@ def run(jobs: Jobs) -> Sums:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
-        """Runs embed, the stage's job, exchange, head and embed_backward for `row`, the tick's row
-        of the schedule. If `row` has no job or microbatch for a part, the loop of this part has no
-        iteration. Returns `(carry, None)`, as a body of `lax.scan`."""
+        """Runs the parts of one tick: embed, the stage's job, exchange, head and embed_backward.
+        All parts but the exchange run only if `row`, the tick's row of the schedule, has a job or a
+        microbatch for them. Returns `(carry, None)`, as a body of `lax.scan`."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
@@ -230,8 +230,9 @@ def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: R
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
     carry in place. The loop has a name from `counted_scope`, such as "head.3_of_8": in the compiled
-    program this name tells that the head runs in 3 of 8 ticks. All stages have the same number of
-    jobs of each kind, so the column of stage 0 in `table` tells in how many ticks the part runs.
+    program this name tells that the head runs in 3 of 8 ticks. These numbers come from `table`. For
+    a job (F, I or W), the ticks of stage 0 are counted, since all stages run equally many jobs of
+    each kind. For embed, head and embed_backward, `table` has one column for all stages.
     """
     column, number = table.jobs[name], row.jobs[name]
     # `column` is [ticks, stages], or [ticks] for a part that all stages run together.

@@ -273,8 +273,8 @@ class Programs:
         if along and len(along) < len(axes_of(self.axis)):
             raise ValueError(
                 f"pipeline: the head's value differs along {along}, and is the same along the "
-                f"other axes of {self.axis.names!r}. A head that the stages share must sum over "
-                "all axes of the stages; a head that they do not share must sum over none of them."
+                f"other axes of {self.axis.names!r}. If the stages compute the value together, the "
+                "head must sum over all axes of the stages; otherwise, over none of them."
             )
         return not along
 

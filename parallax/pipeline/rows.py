@@ -35,12 +35,12 @@ class Row(NamedTuple):
             chunk.
         saved: for each lane, the slot of the arrays that a forward job F saves. F writes the slot,
             and the backward job B of the same microbatch and chunk reads the slot. If B is split
-            into I and W, both read the slot. In a tick without a forward job, the lane "forward"
-            has a slot that is free, so that the write does no harm.
+            into I and W, both read the slot. In lockstep a stage without a forward job writes too.
+            Its slot in the lane "forward" is then a free one, in which no array waits.
         deferred: for each lane, the slot of the arrays that job I leaves for W; an empty dict if no
-            B is split. I writes the slot, and W of the same microbatch and chunk reads it. In a
-            tick without a job I, the lane "backward" has a slot that is free, so that the write
-            does no harm.
+            B is split. I writes the slot, and W of the same microbatch and chunk reads it. In
+            lockstep a stage without a job I writes too. Its slot in the lane "backward" is then a
+            free one, in which no array waits.
         arrival: for each lane, the slot from which F, B or I reads its message in this tick.
         arriving: for each distance d, the slot for the message that arrives at the end of this tick
             from the stage that is d stages before this one.

@@ -45,8 +45,10 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
     def forward(trained, x, given):
         """Returns the results of `f`, and the residuals that are not among the known arrays, which
-        are `trained` and `given`. Writes into `of_last_trace` the structure of `transposed` and,
-        for each residual, its index among the known arrays, or None if the residual is saved."""
+        are `trained` and `given`. For `backward`, writes two values into `of_last_trace`: the tree
+        structure of the function from `jax.vjp`, whose leaves are the residuals, and a list with an
+        entry for each residual. The entry is the residual's index among the known arrays, or None
+        if the residual is not one of them."""
         out, transposed, extra = _vjp(f, trained, x, given)
         # The index of each known array by its id. A residual that is a parameter or an array of the
         # microbatch is the same Python object, a tracer, as that array.

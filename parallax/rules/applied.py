@@ -337,8 +337,8 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
-    """Returns the end of an error's text, for a pattern that matches no leaf, such as "matches none
-    of the 12 leaves (the nearest is wte)": "wte" is then the path closest to the pattern."""
+    """Returns the end of an error's text for a pattern that matches no leaf. An example is "matches
+    none of the 12 leaves (the nearest is wte)", where "wte" is the path most like the pattern."""
     return (
         f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
     )

@@ -84,7 +84,7 @@ class fsdp:
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps dim 0 of the
     blocks whole. This is the dim of layers, over which a scan runs. If this dim were split, each
-    replica would run only some of the layers, and `zero.gathered` would raise an error.
+    replica would have only some of the layers, so `zero.gathered` would raise an error.
 
     `size` is the size of the mesh axis, or the product of the sizes for a tuple of axes. `size` is
     given here so that a rule needs no mesh; `specs` compares `size` with the mesh.

@@ -103,8 +103,8 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns `refusal` with an advised spec in its field `fits`. If an axis in `stacked`
-        splits the leaf, a "does-not-divide" error is returned without an advised spec."""
+        """Returns `refusal` with the advised spec in its field `fits`. A "does-not-divide" refusal
+        is returned unchanged if an axis that seems to split layers (`stacked`) splits the leaf."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -232,8 +232,8 @@ def _fitting(
     An axis does not fit the leaf if the mesh lacks it, or if an earlier dim is split over it. A dim
     may have several axes, which are added one by one. An axis also does not fit if the dim's size
     is no multiple of the number of devices along this axis and the axes that were added before it.
-    The batch axes never fit, since replicas would differ. The axes of the leaf's wrappers never fit
-    either, since the wrappers add these axes themselves.
+    The batch axes never fit, since replicas would differ. The axes of the wrappers (the `fsdp`s
+    around the leaf's rule) never fit either, since each `fsdp` adds its axis to the spec itself.
     """
     # The axes that no further dim may have.
     used = {

@@ -143,8 +143,8 @@ def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
     rank, in their order. Each job gets the first tick in which it can run.
 
     A whole backward job (B) is read as an input-gradient job (I) and then a weight-gradient job
-    (W), since a file of torch may have B beside I and W. If a cell has two jobs that torch
-    overlaps, the job that is listed first runs first.
+    (W): one file of torch may have B, I and W, and a `Schedule` with W cannot have B. If a cell has
+    two jobs that torch overlaps, the job that is listed first runs first.
     """
     orders = []  # the jobs of each rank
     for rank, row in enumerate(rows):

@@ -74,8 +74,8 @@ def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     exchange, so it may run late: on stage s it runs s ticks after the I of the same chunk and
     microbatch. With this delay all stages run W in the same M v ticks, where M is the number of
     microbatches. So W adds nothing to the bubble. The delay costs memory: stage s holds the
-    residuals of up to P + (P-1-s)/v microbatches, and of up to P + (P-1-2s)/v microbatches in
-    `one_f_one_b_lockstep`.
+    residuals of up to P + (P-1-s)/v microbatches. In `one_f_one_b_lockstep` it holds the
+    residuals of up to P + (P-1-2s)/v microbatches.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or the schedule's table would have

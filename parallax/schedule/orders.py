@@ -163,9 +163,9 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """Returns the tables of jobs given as pairs (tick, job), one table for each kind of job:
-    "forward", "backward", "weight". An entry is -1 for no job, else microbatch * v + chunk, where v
-    is the number of chunks per stage.
+    """Returns three tables, [ticks, stages], one for each kind of job: "forward", "backward" and
+    "weight". `jobs` has each job with its tick, as (tick, job). An entry of a table is -1 for no
+    job, else microbatch * v + chunk, where v is the number of chunks per stage.
 
     The tables have `ticks` rows; by default the last row is the tick of the last job.
 

@@ -52,8 +52,8 @@ def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
 
 
 def is_looped(placement: Placement) -> bool:
-    """Returns whether the placement is that of `looped_placement`: the order in which arrays
-    [chunks, stages, ...] have the chunks is then the order of the model."""
+    """Returns whether the placement is that of `looped_placement`. If it is, an array [chunks,
+    stages, ...], read row by row, has the chunks in the order of the model."""
     return np.array_equal(np.ravel(placement), np.arange(np.size(placement)))
 
 

@@ -503,8 +503,9 @@ class Schedule:
     def _costs(
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
-        """Returns the time of one chunk of one microbatch for each lane that the schedule has. The
-        arguments are the times of one microbatch through a whole stage, as in `makespan`."""
+        """Returns, for each lane (kind of job) of the schedule, the time of one job: one chunk of
+        layers, for one microbatch. The arguments are the times of a whole stage, for one
+        microbatch, as in `makespan`."""
         # A chunk is 1/v of a stage's layers. A schedule without W has only the first two lanes.
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
@@ -523,8 +524,8 @@ def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
-    """Returns the name of a job in pictures: `3` for microbatch 3, or `3.1` for its chunk 1 if a
-    stage has several chunks."""
+    """Returns the label of a job in a picture: `3` for microbatch 3 if a stage has one chunk, else
+    `3.1` for microbatch 3 and chunk 1."""
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
 
 
@@ -569,11 +570,11 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 
 
 def _check(schedule: Schedule) -> None:
-    """Raises `ValueError` or `CannotRun` if a schedule has no jobs, if a job is missing or runs
-    twice, or if it runs before a job that it needs. A schedule that does not run `per_stage` must
-    also have the placement of `looped_placement`, and a job on at least one stage in every tick. In
-    such a schedule, a job that needs a neighbouring chunk's job must run in the tick right after
-    that job.
+    """Raises `ValueError` or `CannotRun` if a schedule has no jobs, or if a job is missing, runs
+    twice, or runs before a job that it needs. If the schedule runs in lockstep (`per_stage` is
+    False), there are three more conditions. The placement must be that of `looped_placement`. Each
+    tick must have a job on at least one stage. A job that needs the job of a neighbouring chunk
+    must run in the tick right after that job.
     """
     if not schedule.microbatches:
         raise ValueError(

@@ -183,7 +183,7 @@ class Cut(NamedTuple):
     @property
     def handed_count(self) -> int:
         """The number of arrays that go from the first half to the second. If the first half has
-        scans, the arrays that these stack for the second half are included."""
+        scans, the number includes the arrays that the scans stack for the second half."""
         # A scan stacks each array that its trips hand over, and hands over the stacks. These are
         # not in `self.handed`. All such scans are in `first`: to a scan that runs only in the
         # second half, nothing is handed.
@@ -469,7 +469,7 @@ def _cut_loop(
 
     def carried(results):
         """Returns, for each carry in `results`, the argument of the body's jaxpr that is this
-        carry. `results` are indices of the scan's results, of which the first are carries."""
+        carry. `results` are indices of the scan's results. The carries have the lowest indices."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:
