@@ -1,15 +1,16 @@
 """Activation checkpointing: the backward pass recomputes some results instead of keeping them.
 
 Each function takes a block of layers and returns a block that computes the same results, as in
-`gpt2.loss(..., remat=remat.products)`. For a block of B x T tokens, width D and H heads:
+`gpt2.loss(..., remat=remat.products)`. The bytes below are for a block that is one transformer
+layer, with width D and H heads, on B x T tokens:
 
     none       keeps all: 34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
     gathers    keeps all but the results gathered over devices; the gathers run twice
     products   keeps the products with weights; attention, norms and activation run twice
     block      keeps the block's input; everything runs twice, a third more arithmetic
 
-`prevent_cse` is the option of `jax.checkpoint` that puts a barrier around the kept results; see
-`in_a_loop`.
+`prevent_cse` is an option of `jax.checkpoint`: it keeps XLA from reusing results of the forward
+pass where the backward pass should recompute them. `in_a_loop` turns the option off.
 
 To recompute only the attention, wrap the attention function: `attend=jax.checkpoint(attend)`. For
 an activation or a norm, whose results are cheap to compute again, use `of_arguments`.

@@ -57,9 +57,9 @@ CASES = {
     "data.write('a.bin', TOKENS, "
     "vocabulary=256.0)": r"data\.write needs a whole number as vocabulary; got 256\.0",
     "data.write('a.bin', TOKENS / 2, "
-    "vocabulary=256)": r"one dim of one or more whole numbers, got float64\[20\]",
+    "vocabulary=256)": r"one-dimensional array of one or more whole numbers, got float64\[20\]",
     "data.write('a.bin', ['a', 'b'], "
-    "vocabulary=256)": r"one dim of one or more whole numbers, got <U1\[2\]",
+    "vocabulary=256)": r"one-dimensional array of one or more whole numbers, got <U1\[2\]",
     "data.read('a.bin', "
     "vocabulary='256')": r"a token file needs a whole number as vocabulary; got '256'",
     "shards.write('a', "

@@ -147,7 +147,7 @@ REFUSED = {
     "ring then xla has no all_to_all. Use one algorithm for all axes": lambda x: Axis.of(
         (ring("a"), "b")
     ).all_to_all(x, 0, 0),
-    "'c' is not an axis of this code, which runs over 'a', 'b'.": lambda x: ring("c").all_reduce(x),
+    "'c' is not an axis of the shard_map around this call": lambda x: ring("c").all_reduce(x),
 }
 
 

@@ -76,7 +76,7 @@ def test_a_share_is_compared_with_the_whole_leaf_and_not_with_the_shard(told):
     from_200 = of_leaves(lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 200 else g)
     message = refusal(OF_SHARDS, {"": zero.sharded(from_200, "data", specs)}, **on_both)
     assert "zero.sharded: each device updates its shards alone" in message
-    assert "its program depends on the leaf's size" in message
+    assert "the update depends on the size of a leaf" in message
 
 
 # One matrix at a time
@@ -185,8 +185,8 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     init = optimizers.by_matrix(BY_MATRIX["muon"], "tensor", specs, layers=LAYERS).init
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
-        "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
-        "be a multiple of 8, the number of devices among which these layers are divided. Use "
+        "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)). This number "
+        "must be a multiple of 8, the number of devices among which these layers are divided. Use "
         "optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -200,8 +200,8 @@ def test_by_matrix_refuses_whole_layers_that_do_not_divide():
     over = mesh.make(tensor=4, data=2)
     run = mesh.spmd(optimizer.init, mesh=over, in_specs=(P(),), out_specs=P())
     message = (
-        "weight has 12 layers on a device (dim 0 of (12, 2, 2)), which must be a multiple of 8, "
-        "the number of devices among which these layers are divided."
+        "weight has 12 layers on a device (dim 0 of (12, 2, 2)). This number must be a multiple of "
+        "8, the number of devices among which these layers are divided."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, params)
@@ -219,8 +219,8 @@ def test_by_matrix_refuses_outer_layers_that_are_split():
 
 def test_by_matrix_refuses_what_joins_leaves():
     assert_refused_by_matrix(
-        "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-        "optimizer makes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or combine "
+        "optimizers.by_matrix: the update of a leaf must not depend on other leaves, but this "
+        "optimizer computes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or combine "
         "leaves outside of the optimizer, as step.make and grads.clipped do to clip by the norm.",
         optax.chain(optax.clip_by_global_norm(1.0), BY_MATRIX["muon"]),
     )
@@ -231,7 +231,7 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
         lambda g, w: g | {"head": lax.cond(jnp.max(g["scale"]) > 0, jnp.tanh, jnp.sin, g["head"])}
     )
     assert_refused_by_matrix(
-        "this optimizer makes 'head' from 'scale'. Use optimizers.whole", scales, layers={}
+        "this optimizer computes 'head' from 'scale'. Use optimizers.whole", scales, layers={}
     )
 
 

@@ -360,8 +360,8 @@ def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, num
         store.save(1, small_state(1))
         with pytest.raises(
             ValueError,
-            match=r"state of step 3 is not finite, and was not saved: weight\. The newest "
-            r".*00000001\.",
+            match=r"state of step 3 was not saved, because these arrays are not finite: weight\. "
+            r"The newest .*00000001\.",
         ):
             store.save(3, state)
         assert store.steps() == [1]
@@ -547,7 +547,7 @@ def test_steps_do_not_go_back(tmp_path):
         for number in (8, 5):
             with pytest.raises(
                 ValueError,
-                match=f"finished checkpoint of step 8, which is not before step {number}",
+                match=f"finished checkpoint of step 8, so step {number} cannot be saved",
             ):
                 store.save(number, small_state())
     assert checkpoints(tmp_path).steps() == [4, 8]
@@ -638,10 +638,10 @@ def test_another_state_is_refused_by_its_leaves(tmp_path):
     [
         ({"keep": Retention(0)}, r"`keep` must be 1 or more; got Retention\(newest=0"),
         ({"keep": Retention(every=0)}, r"got Retention\(newest=3, every=0\)"),
-        ({"tries": 0}, "tries of 1 or more; got 0"),
+        ({"tries": 0}, "`tries` must be 1 or more; got 0"),
         (
             {"run": {"rate": np.ones(2)}},
-            r"JSON values in `settings`: .*; got a ndarray as 'rate' \(.*\)\. Convert an array by",
+            r"`settings` needs JSON values .*; 'rate' is of type ndarray \(.*\)\. Convert an array",
         ),
     ],
 )
@@ -666,16 +666,36 @@ def test_states_that_cannot_be_stored_are_refused(tmp_path):
         for state in ({}, {"a": jnp.zeros((0, 2))}, {"scale": 1.0}):
             with pytest.raises(ValueError, match=r"needs a state with an array that is not empty"):
                 store.save(1, state)
-        with pytest.raises(ValueError, match=r"JSON values in `note`: .*got a ArrayImpl as 'seen'"):
+        with pytest.raises(ValueError, match=r"`note` needs JSON .*; 'seen' is of type ArrayImpl"):
             store.save(1, {"a": jnp.zeros(1)}, {"seen": jnp.zeros(1)})
         assert store.steps() == []
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 1.5, True, 1e300 + 2j])
+def test_a_plain_number_comes_back(tmp_path, number):
+    """A whole number may be too large for a float."""
+    state = {"a": jnp.zeros(1), "number": number}
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+    assert_equal(checkpoints(tmp_path).restore(state | {"number": type(number)(1)}).state, state)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_setting_or_a_note_may_be_no_finite_number(tmp_path, number):
+    """A nan differs from itself: no checkpoint of a run with such a setting was of that run."""
+    with checkpoints(tmp_path, {"clip": number}) as store:
+        store.save(1, small_state(1), note={"loss": number})
+    found = checkpoints(tmp_path, {"clip": float(str(number))}).restore(small_state(2))
+    np.testing.assert_equal(found.note, {"loss": number})
+    with pytest.raises(checkpoint.Refused, match=r"clip=(nan|inf) \(here 1\.0\)"):
+        checkpoints(tmp_path, {"clip": 1.0}).restore(small_state(2))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(
-            OSError, match=rf"^{folder}: needed a folder for checkpoints; .* Choose"
+            OSError, match=rf"^{folder}: cannot make this folder for checkpoints: .* Choose"
         ):
             checkpoints(folder)
 
@@ -802,6 +822,6 @@ def test_a_plain_number_that_the_code_has_changed_is_told(tmp_path):
     checkpoints(tmp_path, say=said.append).restore(small_state(2) | {"loss_scale": 0.25})
     line = (
         "the plain numbers of step 2 differ from this program's, and the stored ones are used: "
-        "loss_scale=0.5 (here 0.25). A number"
+        "loss_scale=0.5 (here 0.25). A constant"
     )
     assert [text for text in said if text.startswith(line)]

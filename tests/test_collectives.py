@@ -598,8 +598,8 @@ ERRORS = {
     "devices on the axis. Pad it to 8, "
     "or choose another dim.": (lambda f, x: f(x, "x", tiled=True), "reduce_scatter"),
     "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of "
-    "devices on the axis, since tiled=False drops it. Pass tiled=True to split a longer dim, "
-    "or reshape.": (
+    "devices on the axis, since tiled=False drops this dim. Pass tiled=True to split a longer "
+    "dim, or reshape.": (
         lambda f, x: f(x, "x", scatter_dimension=-1),
         "reduce_scatter",
     ),
@@ -721,7 +721,7 @@ def test_random_keys_are_not_added(algorithm, name):
         lambda keys: getattr(algorithm, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P()
     )
     with pytest.raises(
-        ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."
+        ValueError, match=r"Random keys cannot be added; got an array of keys, key<fry>\[4\]\."
     ):
         run(jax.random.split(jax.random.key(0), 4))
 

@@ -546,7 +546,7 @@ def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
     specs, found = mixtures.layer_specs("data"), []
     vary = lambda f: lambda w, x: f(varying(w, "data"), x)  # so that no gradient is summed
     arguments = layer_of(count), jnp.ones((n * sequences, TOKENS, D))
-    by_device = jax.tree.map(lambda _: P("data"), specs, is_leaf=mesh.is_spec)
+    by_device = jax.tree.map(lambda _: P("data"), specs)
     for f, out in ((forward, P("data")), (vary(both), (P("data"), (by_device, P("data"))))):
         program = (
             jax.jit(mesh.spmd(f, mesh=world, in_specs=(specs, P("data")), out_specs=out))
@@ -628,21 +628,21 @@ def test_refusals():
         split=False,
     )
     refused(
-        "experts.ragged moves data only by jax.lax, and the axis is ring('data'). Pass the "
-        "axis by its name, 'data', or use exchanged",
+        "experts.ragged needs an axis without an algorithm of its own; got ring('data'). Pass "
+        "the axis by its name, 'data', or use experts.exchanged",
         axis=ring("data"),
         dispatch=experts.ragged(1.0),
     )
     refused(
         "experts.ragged needs an axis to move rows along, and the experts are not split over "
-        "any axis. Use gathered, or name",
+        "any axis. Use experts.gathered, or split",
         axis=(),
         specs=mixtures.layer_specs(None),
         dispatch=experts.ragged(1.0),
     )
     refused(
-        "experts: an expert must return rows of the same shape and type as its input, "
-        "float64[128, 8]; it returned float64[128, 6]. Let its",
+        "experts: an expert must return rows of the same shape and dtype as its input, "
+        "float64[128, 8]; it returned float64[128, 6]. Make its",
         compute=experts.grouped(lambda w, rows: rows @ w.up),
     )
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):

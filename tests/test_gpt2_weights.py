@@ -315,7 +315,7 @@ def replaced(name, value):
 WRONG_TENSORS = {
     "missing": (
         without("transformer.h.1.mlp.c_fc.bias"),
-        r"the tensor h\.1\.mlp\.c_fc\.bias is missing, which .*config",
+        r"the tensor h\.1\.mlp\.c_fc\.bias is missing, but .*config",
     ),
     "extra": (
         replaced("transformer.h.3.ln_1.bias", lambda _: np.zeros(12)),
@@ -324,7 +324,7 @@ WRONG_TENSORS = {
     "shape": (
         replaced("transformer.wpe.weight", lambda _: np.zeros((13, 12))),
         r"transformer\.wpe\.weight must be of shape \(12, 12\) in a GPT-2 of .*n_positions=12, "
-        r".*config\.json.*it is \(13, 12\)",
+        r".*config\.json.*its shape is \(13, 12\)",
     ),
     "transposed": (
         replaced("transformer.h.0.attn.c_attn.weight", lambda tensors: np.zeros((36, 12))),
@@ -365,8 +365,8 @@ WRONG_FIELDS = [
     ({"model_type": "llama"}, r"model_type must be 'gpt2'; it is 'llama'"),
     (
         {"activation_function": "relu"},
-        r"activation_function must be 'gelu_new' or .*; it is 'relu', for which this GPT-2 has "
-        r"no code",
+        r"activation_function must be 'gelu_new' or .*; it is 'relu', which Parallax does "
+        r"not support in a GPT-2\. Load a model with a supported activation_function\.",
     ),
     ({"n_inner": 24}, r"n_inner must be None or 48; it is 24"),
     ({"scale_attn_weights": False}, r"scale_attn_weights must be True; it is False"),
@@ -427,7 +427,7 @@ def test_truncated_weights_are_refused(left, folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"n_layer": 3, ', r"config\.json is not whole JSON"),
+        ('{"n_layer": 3, ', r"config\.json is not valid JSON"),
         ("[]", r"must hold a JSON object; got a list"),
     ],
 )
@@ -451,7 +451,7 @@ def test_missing_files_are_named(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(
         FileNotFoundError,
-        match=r"needs model\.safetensors or .*it holds .*pytorch_model\.bin.*save_pretrained",
+        match=r"needs model\.safetensors or .*folder holds .*pytorch_model\.bin.*save_pretrained",
     ):
         gpt2.load(folder)
     (folder / "config.json").unlink()
@@ -471,7 +471,7 @@ def test_damaged_shards_are_refused(folder):
     )
     with pytest.raises(
         ValueError,
-        match=r"must name the same tensors; transformer\.wpe\.weight is in only one of them",
+        match=r"must name the same tensors, but transformer\.wpe\.weight is in only one of",
     ):
         gpt2.load(folder)
     index.write_text("{}")

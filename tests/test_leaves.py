@@ -111,8 +111,8 @@ def test_a_gradient_of_a_python_number_is_refused():
     state, specs = step.init(floats, sgd, rules.match("**", P()), world)
     train = step.make(grads.averaged(jax.value_and_grad(floats_loss), "data"), sgd)
     message = (
-        "The gradients have a leaf 'scale', and that parameter is 2.0, which is not an array, so "
-        "it is not trained. Use eqx"
+        "The gradients have a leaf 'scale', but the parameter at this path is 2.0, and only arrays "
+        "are trained. Use eqx"
     )
     with pytest.raises(ValueError, match=message):
         on(world, train, (specs, P("data")), (specs, P()))(state, np.ones((16, 8)))
@@ -173,7 +173,7 @@ def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_to
     grad = grads.averaged(eqx.filter_value_and_grad(loss), "data")
     specs = rules.specs(make(), rules.fsdp("data", size=8, min_size=1), world)
     with pytest.raises(
-        ValueError, match=r"blocks, here of shape .1, 8, 8., differs along 'data' as a share does"
+        ValueError, match=r"blocks, here of shape .1, 8, 8., differs along 'data', so it counts as"
     ):
         on(world, grad, (specs, P("data")), (P(), specs))(make(), np.ones((16, 8)))
 
@@ -197,7 +197,7 @@ def test_two_leaves_of_one_path_are_refused():
         "same-path"
     ]
     with pytest.raises(
-        ValueError, match=r"The specs have two leaves of the path a.b: rename one of them"
+        ValueError, match=r"The specs have two leaves with the same path, a.b: rename one of them"
     ):
         trees.by_path({"a.b": P(), "a": {"b": P("data")}})
 
@@ -206,8 +206,8 @@ def test_a_scalar_in_the_batch_is_refused_by_its_path():
     grad = grads.accumulated(lambda model, batch: (jnp.sum(model), model), microbatches=2)
     for scalar in (jnp.ones(()), np.float64(1.0), 1.0):
         message = (
-            r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, and the first dim "
-            r"of every leaf must be the sequences"
+            r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, but the first dim "
+            r"of every leaf must run over the sequences"
         )
         with pytest.raises(ValueError, match=message):
             grad(jnp.ones(3), {"x": jnp.ones((4, 2)), "weights": {"temperature": scalar}})

@@ -87,8 +87,8 @@ CURE = (
 )
 ELSEWHERE = (
     "{0} reads blocks.w, which is split over 'stage'. In {0} each device would read only the "
-    "blocks of its own stage, and the blocks would get no gradient from {0}. Move the code that "
-    "reads the blocks into the stage. A stage may add a term to the loss: let it return "
+    "blocks of its own stage, and the blocks would get no gradient from {0}. Read the blocks "
+    "in the stage instead. A stage may add a term to the loss: let it return "
     "pipeline.Output(x, loss=...). A weight that embed, head and all stages use does not belong in "
     "the blocks."
 )
@@ -253,8 +253,8 @@ def output(**fields):
 
 
 NOT_A_SCALAR = (
-    "pipeline: {} must be a scalar, one real number for a microbatch; got {}. Take its mean or "
-    "its sum."
+    "pipeline: {} must be a scalar, one real floating-point number for a microbatch; got {}. Take "
+    "its mean or its sum."
 )
 NO_NUMBER = (
     "pipeline: {} is no array of numbers, so it cannot be added up over the stages. Leave it out."
@@ -262,9 +262,9 @@ NO_NUMBER = (
 REFUSALS = {
     "another tree": (
         {"stage": lambda params, x, part, position: {"y": x}},
-        "pipeline: a stage must return the tree that it takes, float64[2, 4], since its output "
-        "is the next stage's input; it returned y: float64[2, 4]. Values beside x go into "
-        "pipeline.Output(x, loss=..., aux=...).",
+        "pipeline: a stage must return a tree of the same structure as its input, float64[2, 4], "
+        "since its output is the next stage's input; it returned y: float64[2, 4]. To return a "
+        "loss or auxiliary values as well, return pipeline.Output(output, loss=..., aux=...).",
     ),
     "another leaf": (
         {
@@ -272,8 +272,8 @@ REFUSALS = {
             "stage": lambda params, x, part, position: x | {"skip": x["skip"][:, :2]},
         },
         "pipeline: a stage must return what it takes, skip: float64[2, 4], since its output is "
-        "the next stage's input; it returned skip: float64[2, 2]. Move what changes the shape "
-        "into embed or head.",
+        "the next stage's input; it returned skip: float64[2, 2]. Change the shape or "
+        "the dtype only in embed or head.",
     ),
     "auxiliary value": (
         {
@@ -349,7 +349,7 @@ def test_nothing_to_compute_on_is_refused(change, rows, message):
 
 def test_a_scalar_in_the_batch_is_refused():
     with pytest.raises(
-        ValueError, match="is a scalar, and the first dim of every leaf must be the sequences"
+        ValueError, match="is a scalar, but the first dim of every leaf must run over the"
     ):
         jax.eval_shape(grad_fn(), params(), jnp.ones(()))
 
@@ -380,24 +380,24 @@ def test_a_head_that_some_stages_share_is_refused():
     [
         (
             lambda: pipeline.layers_per_stage(3, 4),
-            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a stage without a "
+            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a chunk without a "
             "layer. Use at least 4 layers, or fewer stages or chunks.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
             "A table of layers has 0 for chunk 0 of stage 1, and each chunk needs at least one "
-            "layer, since all stages run the same program. Give it a layer of another chunk, or "
-            "use fewer stages.",
+            "layer, since padding repeats the chunk's last layer. Give this chunk a layer of "
+            "another chunk, or use fewer stages.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
-            "A table of layers must have whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; "
-            "got float64 of shape (1, 2).",
+            "A table of layers must be an array [chunks, stages] of whole numbers, such as "
+            "[[3, 3, 2, 2]]; got float64 of shape (1, 2).",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((4, 2)), np.array([[2, 1]])),
-            "pipeline.pad_layers needs blocks of [3, ...], for the layers of the table; got shape "
-            "(4, 2). Put the layers into the first dim.",
+            "pipeline.pad_layers needs arrays [3, ...] in the blocks, since the table has 3 layers "
+            "in all; got shape (4, 2). Put the layers into the first dim.",
         ),
         (
             lambda: pipeline.unpad_layers(jnp.ones((1, 3, 2)), np.array([[2, 1]])),

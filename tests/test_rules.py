@@ -170,6 +170,15 @@ def test_a_tree_without_arrays_needs_no_rule():
     assert rules.specs({"f": jax.nn.relu, "n": 3}, rules.first()) == {"f": None, "n": None}
 
 
+def test_a_rule_and_a_tree_in_each_other_s_place_are_refused():
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    for call in (rules.specs, rules.audit, rules.explain):
+        with pytest.raises(
+            ValueError, match=r"a tree without arrays .* Exchange the two arguments"
+        ):
+            call(rules.match("**", P()), model)
+
+
 def test_rules_are_values():
     assert rules.match("a", P("x")) == rules.match("a", P("x"))
     assert (
@@ -427,7 +436,7 @@ REFUSALS_WITH_A_MESH = {
         rules.first(rules.match("a.w", P("data", "tensor")), B),
         "a.w: dim 0 of shape (6, 8) must be a multiple of 4, the size of its mesh axes ('data' of "
         "size 4; rule match('a.w', ",
-        "no other free dim is a multiple of 4, or replicate this leaf with P().",
+        "no other free dim is a multiple of 4, so replicate this leaf with P().",
     ),
     "data, with its size": (
         a_plain_rule,
@@ -621,6 +630,6 @@ def test_state_of_a_foreign_shape_is_refused_unless_its_parameter_is_whole():
 def test_optimizer_specs_need_the_specs_of_this_tree():
     with pytest.raises(
         ValueError,
-        match=r"one PartitionSpec for each of its 5 arrays; .*; pass the result of rules\.specs",
+        match=r"one PartitionSpec for each of the 5 trainable .*\. Pass the result of rules\.specs",
     ):
         rules.optimizer_specs(optax.adam(1e-2), model(), P())

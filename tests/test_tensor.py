@@ -339,12 +339,13 @@ REFUSED = {
         lambda x: tensor.reduce_from(x, ring("tensor")),
         "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, "
         "3), is the same along ['tensor'], and would be counted once per device. Split the weights "
-        "of the layer before `reduce_from`, or leave out `reduce_from`.",
+        "of the layer whose result `reduce_from` sums, or leave out `reduce_from`.",
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),
-        "tensor.row needs a weight whose inputs are split over ('tensor', 'data'); this one, of "
-        "shape (3, 2), is the same along 'data', so the sum would count it once for each device.",
+        "tensor.row needs a weight whose inputs are split over ('tensor', 'data'); this weight, "
+        "of shape (3, 2), is the same along 'data', so devices would multiply different inputs by "
+        "the same weights.",
     ),
 }
 

@@ -12,6 +12,7 @@ from collections import Counter
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from benchmark_modules import load
@@ -205,6 +206,16 @@ def test_parts_of_an_array_that_are_joined_are_all_read():
     assert read(lambda x: jnp.concatenate([x, x])) == SIZE
 
 
+def test_an_operation_that_reads_a_value_twice_is_one_reader():
+    """Its operand needs no memory, while a value that two operations read is written."""
+
+    def written(f):
+        return on_one(lambda x: f(x, jnp.exp(x)), SHAPE).written
+
+    assert written(lambda x, y: y * y) == written(lambda x, y: y * x) == SIZE
+    assert written(lambda x, y: (y * x, y + x)) == 3 * SIZE
+
+
 def test_a_loop_of_unknown_length_counts_only_in_the_branch_that_counts():
     """The branch with more products."""
 
@@ -284,6 +295,32 @@ def test_what_is_kept_for_the_backward_pass_is_counted_and_remat_keeps_less():
 def test_what_is_not_needed_or_done_twice_counts_once():
     assert on_one(lambda x: (x @ x, x @ (x + 1))[0], SHAPE).operations == {"float32": 2 * 256**3}
     assert on_one(lambda x: x @ x + x @ x, SHAPE).operations == {"float32": 2 * 256**3}
+
+
+@pytest.mark.parametrize("specs", [(P(), P("data")), (P("data"), P())])
+def test_an_array_that_is_passed_whole_and_split_counts_whole(specs):
+    world = mesh.abstract(data=4)
+    double = mesh.spmd(lambda x, y: (2 * x, 3 * y), mesh=world, in_specs=specs, out_specs=specs)
+    found = plan.trace(jax.jit(lambda x: double(x, x)), (SHAPE,), world)
+    whole = 4 * 256**2
+    assert found.arguments == whole
+    assert found.read == found.written == whole + whole // 4
+
+
+def test_large_arrays_that_differ_in_one_number_are_two():
+    """With this option JAX writes arrays into the program as literals."""
+    zeros = np.zeros((256, 256), np.float32)
+    other = zeros.copy()
+    other[100, 100] = 1
+    first, second = jnp.asarray(zeros), jnp.asarray(other)
+    expected = on_one(lambda x: (x @ first, x @ second), SHAPE)
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        found = on_one(lambda x: (x @ first, x @ second), SHAPE)
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    assert found.operations == expected.operations == {"float32": 2 * 2 * 256**3}
+    assert found.read == expected.read
 
 
 def test_a_sum_that_nothing_reads_is_not_sent():

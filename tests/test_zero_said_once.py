@@ -155,29 +155,29 @@ FORGOTTEN = {
     "1: the optimizer's rule": (
         1,
         {"forgotten": ("optimizer_rule",)},
-        "or ZeRO.optimizer_rule, or call this optimizer's init",
+        "or ZeRO.optimizer_rule. Or make the state for shards",
     ),
     "2: the optimizer's rule": (
         2,
         {"forgotten": ("optimizer_rule",)},
-        "or ZeRO.optimizer_rule, or call this optimizer's init",
+        "or ZeRO.optimizer_rule. Or make the state for shards",
     ),
     "3: loss": (3, {"forgotten": ("loss",)}, "ZeRO.loss"),
     "3: the model's rule": (
         3,
         {"model_rule": lambda sharing: RULE},
-        "a device needs the shape (8, 4) of layers.0.linear.weight",
+        "a device needs a part of shape (8, 4) of layers.0.linear.weight",
     ),
     "1: which rule is the model's": (
         1,
         {"model_rule": lambda sharing: sharing.optimizer_rule},
-        "in stage 1, by the spec P('tensor',), a device needs the shape (8, 8) of "
-        "layers.0.linear.weight, whose whole shape is (16, 8); got",
+        "in stage 1, a device needs a part of shape (8, 8) of layers.0.linear.weight; got (8, 4). "
+        "The whole shape is (16, 8), and the spec is P('tensor',).",
     ),
     "the rule of the split layers": (
         1,
         {"inside": WHOLE},
-        "tensor.ColumnLinear needs the 16 outputs",
+        "tensor.ColumnLinear needs an eqx.nn.Linear whose 16 outputs are split over the 2 devices",
     ),
     "the rule of the other leaves": (
         1,
@@ -193,7 +193,7 @@ FORGOTTEN = {
     "the model's other sizes": (
         1,
         {"model": eqx.filter_eval_shape(make_mlp, 32)},
-        "a device needs the shape (16, 8) of",
+        "a device needs a part of shape (16, 8) of",
     ),
     "a leaf of the model": (
         1,
@@ -203,7 +203,7 @@ FORGOTTEN = {
     "the state's specs": (
         1,
         {"specs_in": P()},
-        "a device needs the shape (8, 8) of layers.0.linear.weight",
+        "a device needs a part of shape (8, 8) of layers.0.linear.weight",
     ),
     "the size of the mesh": (1, {"sizes": (4, 2)}, "the mesh has 4 devices along 'data', not 2"),
 }

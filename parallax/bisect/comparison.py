@@ -14,23 +14,32 @@ import numpy as np
 
 from parallax.bisect.collectives_between import ProgramSlice, before_result, before_tap
 from parallax.bisect.diagnosis import diagnose
-from parallax.bisect.records import ARGUMENT, RESULT, Key, Record, record, relative
+from parallax.bisect.records import (
+    ARGUMENT,
+    RESULT,
+    Key,
+    Record,
+    gaps,
+    largest_finite,
+    record,
+    relative,
+)
 
 BOUND = 1e-11  # for float64: more than the sum of some thousand roundings of 1e-16
 # The true value of some cotangents is 0, and their computed numbers are only rounding errors. So a
 # difference is divided by at least this part of the largest number among the values of the same
-# kind.
+# kind (see `_kind`).
 SMALL = 1e-3
 
 
 class Difference(NamedTuple):
-    """The first value that differs between two runs.
+    """The first value that differs between two runs, or whose copies on the devices of the second
+    run differ.
 
     Attributes:
         key: the value's key.
-        off: the largest difference of an element, divided by the largest magnitude in the value. If
-            the runs agree, but copies of the value on several devices differ, `off` may be below
-            `bound`.
+        off: the largest difference of an element between the runs, divided by the largest magnitude
+            in the first run's value. If only the copies differ, `off` may be below `bound`.
         bound: the largest `off` that is allowed.
         index: the index of the number with the largest difference, in the whole value.
         right: this number in the first run.
@@ -62,8 +71,8 @@ class Difference(NamedTuple):
         return self.program_slice.collectives if self.program_slice else ()
 
     def __str__(self) -> str:
-        """Returns the difference as text: the right and the wrong number, the diagnosis, and the
-        code between the last equal values and the value that differs."""
+        """Returns the fields as text. If the difference has a `program_slice`, the last two lines
+        list its collectives and at most eight of its functions."""
         part = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         lines = [
             f"{self.key} differs first: {self.off:.2g} of its largest number, "
@@ -156,8 +165,8 @@ def compare(
 
 
 def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
-    """Returns a bound for each value of a run in low precision, such as bfloat16: `times` times the
-    larger of the value's rounding error and the median error of all values. The median is taken
+    """Returns a bound for each value of a run in low precision, such as bfloat16. The bound is
+    `times` * max(the value's rounding error, the median error of all values). The median is taken
     over the errors other than 0, since many values may be exact.
 
     `compare(exact, run, bound=rounding(exact, rounded))` then compares a run of another layout in
@@ -185,9 +194,8 @@ def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
 
 def _kind(key: Key) -> tuple[str, str]:
     """Returns the kind of a value: the `way` of the value's key, and the beginning of the key's
-    path. This beginning has three names for an argument or a result of the run, such as
-    "result.0.model", and one name for a value that a tap reported. Values of one kind, such as the
-    moments of an optimizer, have numbers of similar magnitude.
+    path. For an argument or a result of the run, the beginning is the first three parts of the
+    path, such as "result.0.model"; for a value that a tap reported, it is the first part.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.
@@ -199,14 +207,14 @@ def _differences(a: Record, b: Record) -> dict[Key, float]:
     """Returns, for each value that both runs have, the largest difference of its elements in the
     two runs, divided by a magnitude.
 
-    This magnitude is the larger of two numbers: the largest |element| of the value in `a`, and
-    `SMALL` times the largest |element| among all values of the same kind in `a`. The result is
-    infinite if the shapes differ, or if whole numbers differ at all.
+    This magnitude is the larger of two numbers: the largest finite |element| of the value in `a`,
+    and `SMALL` times the largest finite |element| among all values in `a` of the same kind, as
+    `_kind` returns it. The result is infinite if the shapes differ, or if any integers or
+    booleans differ.
     """
     largest: dict[tuple[str, str], float] = {}
     for key, value in a.values.items():
-        largest_of_value = float(np.nanmax(np.abs(value.whole), initial=0))
-        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_of_value)
+        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_finite(value.whole))
     differences = {}
     for key in a.values:
         if key in b.values:
@@ -251,11 +259,15 @@ def _described(
         equal: the keys of the values before `key`, which are equal in both runs.
     """
     right, value = a.values[key].whole, b.values[key]
+    # A pipeline's [stages, layers of a stage, ...] gets the shape [layers, ...], or the reverse.
     wrong = _shaped_like(right, value.whole)
+    if np.iscomplexobj(right) or np.iscomplexobj(wrong):
+        # The last index is 0 for the real parts, and 1 for the imaginary parts.
+        right, wrong = (np.stack([np.real(x), np.imag(x)], axis=-1) for x in (right, wrong))
     index: tuple[int, ...] = ()
     right_and_wrong = np.nan, np.nan  # the two numbers at `index`
     if right.shape == wrong.shape and right.size:
-        off_by = np.abs(np.asarray(wrong, np.float64) - right)
+        off_by = gaps(right, np.asarray(wrong, np.float64))
         off_by = np.where(np.isnan(off_by), np.inf, off_by)  # nan differs most
         index = tuple(int(i) for i in np.unravel_index(np.argmax(off_by), right.shape))
         right_and_wrong = float(right[index]), float(wrong[index])
@@ -271,18 +283,18 @@ def _described(
     if copies and key.layer >= 0:
         # If several layers report under one number, their reports look like copies that differ.
         text += "; or several layers have this number"
-    # If copies differ, a wrong number of the microbatch or of the layer may be the reason, so the
-    # code that computes these numbers is searched too.
+    # Copies may also differ because reports were sorted under a wrong index of a microbatch or of a
+    # layer. So with `numbers=True` the slice has the code that computes these indices too.
     program_slice = _slice_before(b, key, numbers=bool(copies))
-    # `near` has the equal values at which the slice begins, in this layer or in the layer before or
-    # after it.
+    # `near` has the equal values at which the slice begins. `taps` names these values by path and
+    # way, without a layer, so only values of this layer and of the layers beside it are taken.
     taps = program_slice.taps if program_slice else ()
     near = [
         before
         for before in equal
         if (before.path, before.way) in taps and abs(before.layer - key.layer) <= 1
     ]
-    # If there is no such value, the last equal one is shown. At most four are shown.
+    # The field `after` gets at most four of these values; without any, it gets the last equal one.
     after = tuple(dict.fromkeys(map(str, near or equal[-1:])))
     # `*off` gives the fields `off` and `bound`.
     return Difference(

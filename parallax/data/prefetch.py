@@ -69,8 +69,8 @@ class Prefetched(Generic[Batch]):
                 ...
 
     If `make` raises an error at a step, the `next` that asks for the batch of this step raises this
-    error. At most `ahead` + 1 batches are in memory. At the end of the `with` block the thread
-    ends, after the batch that it is making.
+    error, or `ValueError` in place of a `StopIteration`. At most `ahead` + 1 batches are in memory.
+    At the end of the `with` block the thread ends, after the batch that it is making.
 
     Args:
         make: a function that returns the batch of a step.
@@ -105,12 +105,21 @@ class Prefetched(Generic[Batch]):
 
     def _run(self, make, start, stop):
         """Makes the batches `make(start)`, ..., `make(stop - 1)`, in the thread, and puts each into
-        the queue as a pair (batch, error). The last pair has an error: the error of `make`, or
-        `StopIteration`. Returns early if the `with` block ends.
+        the queue as a pair (batch, error). The last pair has an error: the error of `make` (a
+        `ValueError` in place of its `StopIteration`), or `StopIteration`. Returns early if the
+        `with` block ends.
         """
         for step in range(start, stop):
             try:
                 pair = (make(step), None)
+            except StopIteration as ended:  # raised in a loop, it would end the loop early
+                error = ValueError(
+                    f"Prefetched needs a batch for every step from {start} to {stop - 1}; "
+                    f"make({step}) raised StopIteration, since its data had ended. Pass a smaller "
+                    "stop, or more data."
+                )
+                error.__cause__ = ended
+                pair = (None, error)
             # Any error: `__next__` raises it in the caller's thread.
             except BaseException as error:
                 pair = (None, error)

@@ -1,6 +1,6 @@
 """Draws causal attention over split tokens: the hop in which each block of scores is computed, and
 the device that computes the block. A *block* has the scores of one chunk of queries and one chunk
-of keys. Between two *hops*, the keys move to the next device of the ring.
+of keys. In *hop* h, the keys have moved h times to the next device of the ring.
 """
 
 import numpy as np

@@ -1,17 +1,17 @@
 """The norm of gradients whose leaves may be shards, and clipping by this norm.
 
-A gradient that varies along an axis, as its type says, is a shard over that axis. An axis may be a
-name, which stands for the collectives of `jax.lax`, or `ring("data")`: an axis with an algorithm
-for its collectives.
+The gradients are already reduced over devices. So a gradient whose type varies along an axis is a
+shard over that axis. An axis is a name, such as "data", or a name with an algorithm for its
+collectives, such as `ring("data")`. The collectives of a plain name are those of `jax.lax`.
 """
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from parallax._typing import PyTree
@@ -30,9 +30,9 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
     Use `clipped` outside `averaged`, `accumulated` and `precision.unscaled`, so that it gets the
     gradients of the whole step. A gradient that varies along an axis counts as a shard of a larger
-    gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the sum of squares is
-    all-reduced by the algorithm of this axis, here `ring`. Along any other axis `jax.lax` reduces
-    it.
+    gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the algorithm of this
+    axis (here `ring`) all-reduces the sum of squares. Along any other axis, `jax.lax` all-reduces
+    the sum.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
@@ -50,7 +50,7 @@ def check_max_norm(where: str, max_norm: Any) -> None:
     A traced number has no value yet, and passes. `where` names the caller in the message.
     """
     # `not ... > 0` is also true for NaN.
-    if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
+    if not isinstance(max_norm, Tracer) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
             "trained. Leave the clipping out, or give the largest norm that the gradients of a "
@@ -76,8 +76,8 @@ class Clipped:
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
     """Raises `ValueError` if `grad` is `clipped`: inside `wrapper`, `grad` would not clip the
-    gradients of the step. `clipped_gradients` is the text by which the error message names the
-    gradients that `grad` would clip.
+    gradients of the step. `clipped_gradients` names, in the error message, the gradients that
+    `grad` would clip instead.
     """
     if isinstance(grad, Clipped):
         raise ValueError(
@@ -93,8 +93,8 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
     A leaf that varies along some axes is a shard over them. The squares of all leaves with the same
     axes are summed to one scalar, in float32 or wider, and this scalar is all-reduced over exactly
-    these axes. Along an axis in `axes`, such as `ring("data")`, the algorithm of this axis sends
-    the data, here `ring`; along any other axis `jax.lax` does.
+    these axes. Along an axis in `axes`, such as `ring("data")`, the algorithm of this axis (here
+    `ring`) sends the data. Along any other axis, `jax.lax` sends the data.
 
     Raises:
         ValueError: there is no gradient; a gradient is not yet reduced over devices; or the types
@@ -114,16 +114,16 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
         # `declared` has the axes over which a gradient function around this call will reduce.
         if unreduced := sorted(ENCLOSING.value.declared & set(names)):
             raise ValueError(
-                f"A norm is taken inside a function that reduces over {unreduced}, so it would "
-                "treat each device's gradients as shards of larger arrays. Clip outside it: "
-                "grads.clipped(grads.averaged(...), max_norm)."
+                f"A norm is taken inside a function that reduces over {unreduced}, so the "
+                "norm would treat each device's gradients as shards of larger arrays. Clip outside "
+                "this function: grads.clipped(grads.averaged(...), max_norm)."
             )
         squares[names] = squares.get(names, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
 
     def total(names, square):
-        """Returns a sum of squares all-reduced over the axes `names`. `jax.lax` reduces it along an
-        axis that `axes` does not list."""
+        """Returns `square`, a sum of squares, all-reduced over the axes `names`. Along an axis
+        without an entry in `algorithms`, `jax.lax` all-reduces the sum."""
         if not names:
             return square
         return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(

@@ -145,10 +145,11 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         structures = []
 
         def out_and_leaves(*arguments):
-            """Returns `f(*arguments)` and the leaves of its pullback."""
+            """Returns `f(*arguments)` and the leaves (arrays) of the pullback of `f`."""
             out, pullback = jax.vjp(f, *arguments)
             leaves, structure = jax.tree.flatten(pullback)
-            # A jaxpr returns arrays only, so the tree leaves the trace through this list.
+            # A jaxpr returns arrays only, so the pullback's tree structure is handed out of the
+            # trace in this list.
             structures.append(structure)
             return out, *leaves
 
@@ -159,8 +160,8 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments. The pullback, like `f`, is traced without the
-        types of `check_vma`, which would refuse the kernels of both.
+        """Returns the cotangents of the arguments. The pullback is traced without the types of
+        `check_vma`: with these types, JAX would refuse the kernels in the pullback.
         """
         leaves, pullback = residuals
 

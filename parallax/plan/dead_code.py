@@ -69,7 +69,8 @@ class Needed:
         return [var in live for var in jaxpr.invars], found[::-1]  # in the order of the equations
 
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Returns whether an equation needs each of its operands for the `used` results.
+        """Returns, for each operand of an equation, whether the equation needs this operand to
+        compute the needed results: those with True in `used`.
 
         A scan needs the operands that its body needs (`_scan`). An optimization barrier returns
         each operand as a result, and needs the operands whose results are used. A call, such as a

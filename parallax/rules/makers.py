@@ -25,7 +25,7 @@ from parallax.rules.placement import free, padded, spec_of
 
 @dataclass(frozen=True)
 class match:
-    """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
+    """The rule that gives `spec` to paths that match the glob `pattern`, and None to other paths.
 
     Dots separate the parts of a pattern and of a path. `**` matches any number of parts, also none.
     Any other part of the pattern is a file-name glob for one part of the path: `*` matches any
@@ -49,7 +49,7 @@ class experts(match):
 
     Tokens of all replicas reach each expert, so `spec` may name an axis that splits the batch. An
     `fsdp` over the same axis does not change `spec`. If a `match` split any other leaf over such an
-    axis, each replica would train another model.
+    axis, the replicas would train different models.
     """
 
     def __repr__(self) -> str:
@@ -73,7 +73,8 @@ class first:
 
 @dataclass(frozen=True)
 class fsdp:
-    """The rule of ZeRO-3: the spec that `inside` gives, with one more dim split over `axis_name`.
+    """The rule of ZeRO-3: it takes the spec of another rule, `inside`, and splits one more dim over
+    `axis_name`.
 
     The split dim is the largest that no axis splits yet and that is a multiple of `size`; of
     equally large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
@@ -83,7 +84,7 @@ class fsdp:
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps dim 0 of the
     blocks whole. This is the dim of layers, over which a scan runs. If this dim were split, each
-    replica would run only some of the layers, and `zero.gathered` would raise an error.
+    replica would have only some of the layers, so `zero.gathered` would raise an error.
 
     `size` is the size of the mesh axis, or the product of the sizes for a tuple of axes. `size` is
     given here so that a rule needs no mesh; `specs` compares `size` with the mesh.
@@ -152,7 +153,8 @@ class fsdp:
 
 
 def matches_glob(pattern: str, path: str) -> bool:
-    """Returns whether the glob `pattern` of dotted parts matches the whole of `path`."""
+    """Returns whether the glob `pattern` matches the whole of `path`. In both, dots separate the
+    parts."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:
         """Returns whether `globs`, the parts of a pattern, match `parts`, all parts of a path."""

@@ -30,7 +30,7 @@ KEYS = {
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays and the Python numbers of a tree, each as a dict by path. A complex number
-    becomes a list of its two parts.
+    becomes a list of its real and its imaginary part.
 
     Raises:
         ValueError: two leaves have the same path, or a Python number is not finite.
@@ -53,7 +53,9 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"are stored by path."
             )
     for name, number in numbers.items():
-        if not all(map(math.isfinite, number if isinstance(number, list) else [number])):
+        parts = number if isinstance(number, list) else [number]
+        # `math.isfinite` would convert a whole number to a float, which may be too large for that.
+        if not all(isinstance(part, int) or math.isfinite(part) for part in parts):
             raise ValueError(
                 f"{name}: a plain number to store must be finite; got {number}. Store it as "
                 f"an array."
@@ -76,9 +78,9 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses: the stored
-    arrays may have other shapes than those of `like`, whose shardings then do not fit. `like` holds
-    arrays or shapes; nothing is computed.
+    """Returns `to_disk(like)` with a `jax.ShapeDtypeStruct` in place of each array. The compiler
+    chooses the shardings: the arrays of `to_disk(like)` may have other shapes than those of `like`,
+    so the shardings of `like` may not fit. `like` holds arrays or shapes; nothing is computed.
     """
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
@@ -97,8 +99,9 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
     arrays, convert, statics = _of_arrays(from_disk, state)
     arrays_like = eqx.filter(like, mesh.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), arrays_like)
-    # The call of `convert` comes first; its trace adds the leaves that are no arrays to `statics`.
-    return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
+    placed_arrays = jax.jit(convert, out_shardings=shardings)(arrays)
+    # When this call traced `convert`, that added the leaves that are no arrays to `statics`.
+    return eqx.combine(placed_arrays, statics[-1])
 
 
 def _of_arrays(
@@ -112,8 +115,8 @@ def _of_arrays(
     statics = []
 
     def of_arrays(arrays):
-        """Returns the arrays of the result of `f` for the whole tree: `arrays`, and the leaves that
-        are no arrays. Adds the other leaves of the result, as a tree, to the list `statics`."""
+        """Calls `f` on `tree` with `arrays` in place of its arrays, and returns the arrays of the
+        result. Adds the other leaves of the result, as a tree, to the list `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
         return result
@@ -130,7 +133,8 @@ def check_same(
 
     def kinds(numbers):
         """Returns a dict from the name of each Python number to `[type, shape]`, the form that
-        `Record.arrays` has for arrays. A complex number is stored as a list of its two parts.
+        `Record.arrays` has for arrays. In `numbers`, a complex number is a list: its real and
+        its imaginary part.
         """
         return {
             name: ["complex" if isinstance(number, list) else type(number).__name__, []]
@@ -165,9 +169,10 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     """
 
     def leaf(path, leaf):
-        """Returns the stored number or array with this path, in the type of `leaf`, the leaf of
-        `like` at this path. A complex number was stored as a list of its parts, and random keys as
-        integers.
+        """Returns the stored number or array with this path. `leaf`, the leaf of `like` at this
+        path, has the type of the array, by `check_same`; a number gets the type of `leaf`. A
+        complex number was stored as a list of its real and its imaginary part, and random keys
+        were stored as integers.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:
@@ -246,7 +251,8 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
     """
 
     def array(leaf):
-        """Returns an array unchanged, and a new array for a `jax.ShapeDtypeStruct`."""
+        """Returns `leaf` if it is an array. For a `jax.ShapeDtypeStruct`, returns a new array with
+        its shape, dtype and sharding."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
