@@ -17,9 +17,9 @@ written down before any estimate was made, and not changed to fit measurements. 
   are from Austin et al., How to scale your model (jax-ml.github.io/scaling-book), chapter 2. For
   the v4 and the TPU7x, the rate of the network between slices is not stated: the table has the rate
   of a v5p for a v4, and the rate of a v6e for a TPU7x. The latency of that network is assumed to be
-  10 us. Google's pages state the sum over all links of a chip and both directions: 1,200 GB/s for a
-  v5p and a TPU7x, 800 for a v6e. That is 100 GB/s per link in one direction; the table has the
-  book's 90 GB/s for these three chips.
+  10 us. For all links of a chip together, in both directions, Google's pages state 1,200 GB/s (v5p
+  and TPU7x) and 800 GB/s (v6e). That is 100 GB/s for one link in one direction. The table has the
+  90 GB/s that Austin et al. state for these three chips.
 * The compiler for a TPU states times in cycles; the clock turns cycles into seconds. Up to v5p, the
   clock is computed: the rate of matrix products is divided by the chip's operations per cycle. Each
   matrix unit does 2 x 128 x 128 operations per cycle, and a core has 4 such units; a v5e has one
@@ -126,8 +126,8 @@ class Hardware:
                 are multiplied by this number, since the bytes cross each link. `gamma` is not
                 multiplied, since each byte is added once.
 
-        The `cores` devices of a chip share its fast links, and are assumed to send at the same
-        time. So `cores` multiplies the `beta` of fast links.
+        All devices of one chip are assumed to send over the chip's fast links at the same time. So
+        the `beta` of a fast link is also multiplied by `cores`, the number of devices of a chip.
         """
         if span > self.domain:
             return self.slow
@@ -135,8 +135,9 @@ class Hardware:
         return self.fast._replace(alpha=links * self.fast.alpha, beta=beta)
 
     def hops(self, axes: Mapping[str, int]) -> dict[str, float]:
-        """Returns, for each axis, the mean number of links that a message to the next device along
-        the axis crosses, if `mesh.make` lays the axes on the torus. Without a torus each mean is 1.
+        """Returns, for each axis, the mean number of links on the way from a device to the next
+        device along the axis, if `mesh.make` lays the axes on the torus. Without a torus each mean
+        is 1.
 
         Raises:
             ValueError: the product of the axes is neither the number of the torus's chips nor the
@@ -233,7 +234,7 @@ def named(name: str) -> Hardware:
 
     Raises:
         ValueError: the chip is not known, the sizes of the torus are not whole numbers of 1 or
-            more, or the chip is a GPU, which has no torus.
+            more, or the name gives a torus for a GPU.
     """
     key, _, sizes = name.lower().partition(":")
     # Names such as "TPU v5p" are known too.

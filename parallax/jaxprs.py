@@ -219,8 +219,8 @@ class Uses(NamedTuple):
 def uses(
     closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool], weights: Sequence[Any] = ()
 ) -> list[Uses]:
-    """Returns one `Uses` for each result of a program. A list of a `Uses` has an entry for each
-    argument, followed by an entry for each of `weights`.
+    """Returns one `Uses` for each result of a program. Both lists in a `Uses` have an entry for
+    each argument, followed by an entry for each array in `weights`.
 
     `Uses.unsent` says whether an operation combines an argument with data, and no collective has
     sent the argument before. An operation on scalars alone does not count, so that a penalty on
@@ -468,8 +468,9 @@ class _Ways(FollowingAlong):
         return joined if differs else joined._replace(alone=0, met=0)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the `Reach` of a result that is computed from all operands. If operand i depends
-        on data, `met` of the result gets the arguments in `alone` of all operands except i."""
+        """Returns the `Reach` of a result that is computed from all operands. Each mask of the
+        result is the union of the operands' masks. The mask `alone` of an operand is also added to
+        the result's mask `met` if another operand depends on data."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):

@@ -20,6 +20,7 @@ g to aux.
 Source: Micikevicius et al., Mixed precision training (arXiv 1710.03740).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -71,7 +72,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
             lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params)
         )
 
-    return wrapped
+    # Sets only `__wrapped__`, through which `refuse_clipped` sees a `grad` that clips.
+    return functools.update_wrapper(wrapped, grad, assigned=(), updated=())
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
@@ -141,7 +143,8 @@ class Scale(eqx.Module):
 
     def __init__(self, value: float = 2.0**15):
         self.value = jnp.asarray(value, jnp.float32)
-        self.good = self.skipped = jnp.zeros((), jnp.int32)
+        # Two arrays: a step that is donated one array twice would be refused.
+        self.good, self.skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ layer, with width D and H heads, on B x T tokens:
 `prevent_cse` is an option of `jax.checkpoint`: it keeps XLA from reusing results of the forward
 pass where the backward pass should recompute them. `in_a_loop` turns the option off.
 
-To recompute only the attention, wrap the attention function: `attend=jax.checkpoint(attend)`. For
+To recompute only the attention, wrap the attention function: `attend=remat.attention(attend)`. For
 an activation or a norm, whose results are cheap to compute again, use `of_arguments`.
 
 Sources: Chen et al., Training deep nets with sublinear memory cost (arXiv 1604.06174); Korthikanti
@@ -22,6 +22,7 @@ for attention alone.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -80,6 +81,31 @@ def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable
 def block(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """Returns `block` with a backward pass that recomputes everything: only its input is kept."""
     return jax.checkpoint(block, prevent_cse=prevent_cse)
+
+
+@dataclass(frozen=True)
+class RecomputedAttention:
+    """The attention function that `attention` returns. It has a type of its own, so that a model
+    that takes another attention function in its place can recompute that function too.
+    """
+
+    attend: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the result of the attention function."""
+        return self.attend(*arguments, **options)
+
+
+def attention(attend: Callable[..., Any]) -> RecomputedAttention:
+    """Returns the attention function `attend` with a backward pass that recomputes everything: only
+    queries, keys and values are kept."""
+    return RecomputedAttention(jax.checkpoint(attend))
+
+
+def in_place_of(attend: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the attention function `other`, to be used in place of `attend`. If `attend` comes
+    from `attention`, the backward pass recomputes `other` too."""
+    return attention(other) if isinstance(attend, RecomputedAttention) else other
 
 
 def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:

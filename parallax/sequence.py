@@ -24,13 +24,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from parallax import remat, tensor
 from parallax.collectives import Axis, AxisLike, combined_axis, matmul
-from parallax.collectives.types import linear, replicated, varying
+from parallax.collectives.types import axes_of_type, linear, replicated, varying, varying_axes
 from parallax.tensor import Comms
 
 
@@ -42,8 +43,13 @@ def gather_from(
     With t devices on the axis, each device sends (t - 1)/t of the result's bytes. The transpose is
     `reduce_scatter_to`. The result has the name that `remat.gathers` looks for, so that the
     backward pass can gather the tokens again, and they need not be kept.
+
+    Raises:
+        ValueError: `x` is the same along an axis of several devices, so each token would be
+            repeated once per device.
     """
     axis = Axis.of(axis)
+    _check_shard("sequence.gather_from", x, axis)
 
     def gather(x):
         return axis.all_gather(x, axis=1, tiled=True)
@@ -66,10 +72,12 @@ def reduce_scatter_to(
     `gather_from`.
 
     Raises:
-        ValueError: the number of tokens is not a multiple of the number of devices.
+        ValueError: the number of tokens is not a multiple of the number of devices, or `x` is the
+            same along an axis of several devices, so the sum would count `x` once per device.
     """
     axis = Axis.of(axis)
     _check(x.shape[1], axis)
+    _check_terms("sequence.reduce_scatter_to", axis, x)
     return axis.reduce_scatter(x, scatter_dimension=1, tiled=True)
 
 
@@ -91,9 +99,11 @@ def column(
     with ones, and without `all_gather_matmul`, a weight `[I, n, H, K]` is applied in n products.
 
     Raises:
-        ValueError: the number of the weight's rows is not the number of inputs of `x`.
+        ValueError: the number of the weight's rows is not the number of inputs of `x`, or `x` is
+            the same along an axis of several devices.
     """
     tensor.check_column("sequence.column", x.shape[-1:], weight, axis)
+    _check_shard("sequence.column", x, Axis.of(axis))
     # Without the function, all tokens are gathered before the product.
     if all_gather_matmul is None:
         return tensor.affine(gather_from(x, axis), weight, bias, on_tpu=on_tpu)
@@ -120,12 +130,14 @@ def row(
     device multiplies while it sends and receives partial sums.
 
     Raises:
-        ValueError: the number of tokens is not a multiple of the number of devices, or the weight
-            does not take the inputs of this device.
+        ValueError: the number of tokens is not a multiple of the number of devices, the weight does
+            not take the inputs of this device, or `x` or the weight is the same along an axis of
+            several devices.
     """
     axis = Axis.of(axis)
     tensor.check_row("sequence.row", x, weight, axis)
     _check(x.shape[1], axis)
+    _check_terms("sequence.row", axis, x, weight)
     # `remat.gathers` recomputes results that are named `remat.GATHERED`. The sums have no such
     # name, since the products would have to be recomputed too.
     if matmul_reduce_scatter is None:
@@ -138,7 +150,8 @@ def row(
 def local_tokens(x: Shaped[Array, "..."], axis: AxisLike, dim: int) -> Shaped[Array, "..."]:
     """Returns this device's share of `x` along its dim of tokens, `dim`: `A[T] -> A[T_X]`.
 
-    All devices have `x` whole, so nothing is sent.
+    All devices must have `x` whole, so nothing is sent. This is not checked: by its type, `x` may
+    vary along the axis, as the whole tokens that `gather_from` returns do.
 
     Raises:
         ValueError: the size of `dim` is not a multiple of the number of devices.
@@ -240,3 +253,40 @@ def _check(tokens: int, axis: Axis) -> None:
             f"number of devices of {axis.names!r}. Use sequences of "
             f"{-(-tokens // devices) * devices} tokens, or do not split the sequences."
         )
+
+
+def _check_shard(name: str, x: Array, axis: Axis) -> None:
+    """Raises `ValueError` if `x` cannot be this device's tokens, since all devices have the same
+    `x`. `name` is the name of the calling function, for the message."""
+    if same := _same_along(axis, x):
+        raise ValueError(
+            f"{name} needs an x that has this device's tokens; this x, of shape {x.shape}, is the "
+            f"same along {same}, so each token would be repeated once per device. Split the tokens "
+            f"by sequence.local_tokens, or by the spec P(None, {axis.names!r}). If the devices' "
+            "tokens are equal on purpose, cast x by collectives.types.varying."
+        )
+
+
+def _check_terms(name: str, axis: Axis, *factors: Array) -> None:
+    """Raises `ValueError` if the product of `factors` cannot be one term of a sum over the axis,
+    since all devices have the same product. `name` is the name of the calling function, for the
+    message."""
+    if same := _same_along(axis, *factors):
+        raise ValueError(
+            f"{name} needs partial sums that differ along {axis.names!r}; this x, of shape "
+            f"{factors[0].shape}, is the same along {same}, and would be counted once per device. "
+            "Split the weights of the layer whose result is summed. If the devices have no terms "
+            "of a sum, use sequence.local_tokens in place of the sum."
+        )
+
+
+def _same_along(axis: Axis, *arrays: Array) -> list[str]:
+    """Returns the mesh axes along which all `arrays` are the same on several devices.
+
+    An axis index differs between devices by definition. So the type of the index has all axes, or
+    none in a map whose types do not record what differs; nothing is known there.
+    """
+    # Traced apart, so that the caller's program gets no equation for the index.
+    differing = set(axes_of_type(jax.make_jaxpr(axis.index)().out_avals[0]))
+    same = differing.difference(*map(varying_axes, arrays))
+    return sorted(name for name in same if lax.axis_size(name) > 1)

@@ -101,7 +101,9 @@ def make(
     the update would turn a finite number in the model or in the optimizer's state into infinity or
     NaN. A skipped step changes only the number of the step (and the loss scale), and its `Info` has
     `skipped` set. `step(state, batch, limit)` also skips a step whose loss is above `limit`, a
-    scalar (`run.spikes` computes such a limit). A leaf without a gradient stays unchanged.
+    scalar (`run.spikes` computes such a limit). A leaf without a gradient stays unchanged. The
+    model and the optimizer's state keep their dtypes: the sum of a weight and a wider update is
+    rounded, as in `optax.apply_updates`.
 
     Args:
         grad: a gradient function whose gradients are already reduced. For a scaled loss it is a
@@ -159,7 +161,8 @@ def make(
         # This `skipped` is not final: the update may overflow, or the loss be above the limit.
         extra = extra_args(Info(loss, norm, skipped=~finite, aux=aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
-        model = eqx.apply_updates(state.model, updates)
+        model = _in_dtypes_of(state.model, eqx.apply_updates(state.model, updates))
+        optimizer_state = _in_dtypes_of(state.optimizer, optimizer_state)
         # The default, `unchanged`, needs no check.
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
@@ -178,6 +181,17 @@ def make(
         return State(model, optimizer_state, count, scale), Info(loss, norm, ~taken, aux)
 
     return step
+
+
+def _in_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
+    """Returns the tree `new`, in which each array of floats has its dtype in the tree `old`."""
+
+    def cast(old, new):
+        # Most leaves have the dtype already, and stay the same object (see `_lost`).
+        is_other = trees.is_inexact(old) and trees.is_array(new) and new.dtype != old.dtype
+        return new.astype(old.dtype) if is_other else new
+
+    return jax.tree.map(cast, old, new)
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
@@ -518,8 +532,13 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in a tree like
     `shapes`. `shapes` is a model with a `jax.ShapeDtypeStruct` in place of each array, and None in
     place of each other leaf. Each process must have every array of `given` as a whole. Raises
-    `ValueError` if the number, the shapes or the dtypes of the arrays are not those of `shapes`."""
-    arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
+    `ValueError` if the number, the paths, the shapes or the dtypes of the arrays are not those of
+    `shapes`."""
+    arrays = [
+        (trees.dotted(path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(given)
+        if trees.is_array(leaf)
+    ]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
@@ -527,7 +546,12 @@ def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
             "result of make_model has. Pass a model of the same configuration."
         )
     placed = []
-    for leaf, (path, like) in zip(arrays, needed, strict=True):
+    for (given_path, leaf), (path, like) in zip(arrays, needed, strict=True):
+        if given_path != trees.dotted(path):
+            raise ValueError(
+                f"init: the model has the array {given_path} where the result of make_model has "
+                f"{trees.dotted(path)}. Pass a model of the same class and configuration."
+            )
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is "

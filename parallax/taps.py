@@ -154,12 +154,14 @@ def tap(
             that each part of the batch has its own value, and that the whole value is the mean of
             these values, as for a loss. Along all axes that the spec does not name, the devices
             must have the same value.
-        places: a dict with a key for each dim that is not split into equal blocks in the order of
-            the devices: the positions of this device's elements along the dim in the whole array.
+        places: a dict from a dim to the positions of this device's elements along this dim of the
+            whole array. Dims that are split into equal blocks in the order of the devices, or are
+            not split, need no entry.
 
     Raises:
-        ValueError: the spec has more dims than `x`, or a value that is split differently has the
-            same path.
+        ValueError: the spec has more dims than `x`; `places` has a dim that `x` has not, or not one
+            position for each element along a dim; or a value that is split differently has the same
+            path.
     """
     return x if not is_on() else _tap(x, path, spec, dict(places or {}), FORWARD)
 
@@ -231,6 +233,7 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
             f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec {spec} has "
             f"{len(spec.partitions)}. Shorten the spec."
         )
+    places = _counted_from_first(x, path, places)
     # The axes of the `shard_map` around the tap; none outside of one.
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
@@ -269,6 +272,19 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
         way=way,
         recorder=recorder,
     )
+
+
+def _counted_from_first(x: Any, path: str, places: dict[int, Any]) -> dict[int, Any]:
+    """Returns `places` with each dim counted from the first: -1 becomes the number of the last dim.
+    Raises `ValueError` if `x` has no such dim, or not as many elements as there are positions."""
+    for dim, positions in places.items():
+        if not -x.ndim <= dim < x.ndim or positions.shape != (x.shape[dim],):
+            raise ValueError(
+                f"bisect.tap: {path} of shape {x.shape} needs, in `places`, one position for each "
+                f"element along a dim of its {x.ndim}; got positions of shape {positions.shape} "
+                f"for dim {dim}. Pass this device's positions along that dim."
+            )
+    return {dim % x.ndim: positions for dim, positions in places.items()}
 
 
 def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) -> Any:

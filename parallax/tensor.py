@@ -536,13 +536,15 @@ def embed_partial(
         vocabulary: the number of rows without padding; by default all rows.
 
     Raises:
-        ValueError: the ids are not whole numbers.
+        ValueError: the ids are not whole numbers; the table is the same along an axis of several
+            devices; or `vocabulary` is below 1 or above the number of all rows.
     """
     axis, rows = Axis.of(axis), table.shape[0]
+    vocabulary = checked_vocabulary("tensor.embed", table, rows, axis, vocabulary)
     # For another device's id, `row` is outside this table, and the look-up clips `row` to some row
     # of the table. The `where` after the look-up keeps that row from getting a gradient.
     row, is_here = _held(ids, rows, axis)
-    unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
+    unknown = _outside(ids, vocabulary)
     is_wrong = unknown if weights is None else unknown & weights.astype(bool)
     # A wrong id gives nan on every device, and so a loss of nan. An error at run time would be
     # possible too, but it would stop all devices.
@@ -564,7 +566,7 @@ def cross_entropy(
 
     The logits are never gathered. For each position, one maximum (`lax.pmax`) and two sums (in one
     all-reduce) are sent. Columns from `vocabulary` on are padding and count as logits of minus
-    infinity.
+    infinity. The softmax and the losses are float32 or wider.
 
     A target outside the vocabulary has a loss of nan, or 0 if its weight is 0. Some data marks
     ignored positions by -100: pass `weights=(targets != -100).astype(logits.dtype)`.
@@ -576,9 +578,15 @@ def cross_entropy(
         weights: the factors of the positions' losses. For a weighted mean over tokens, see
             `parallax.cross_entropy.normalized`.
         vocabulary: the number of columns without padding; by default all columns.
+
+    Raises:
+        ValueError: there is not one target for each position of the logits, or not one weight for
+            each target; the targets are not whole numbers; the logits are the same along an axis of
+            several devices; or `vocabulary` is below 1 or above the number of all columns.
     """
     axis, columns_here = Axis.of(axis), logits.shape[-1]
-    vocabulary = columns_here * axis.size() if vocabulary is None else vocabulary
+    _check_positions(logits, targets, weights)
+    vocabulary = checked_vocabulary("tensor.cross_entropy", logits, columns_here, axis, vocabulary)
     # The target's column, counted from this device's first column. It is outside the logits if
     # another device has the column.
     column_here, _ = _held(targets, columns_here, axis)
@@ -588,7 +596,9 @@ def cross_entropy(
         logits = jnp.where(columns + axis.index() * columns_here < vocabulary, logits, -jnp.inf)
     # The maximum cancels in the softmax, so it may be a constant for the gradient.
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
-    shifted = logits - peak[..., None]
+    # In 16 bits, the exponentials, their sum and the losses would be rounded at each step.
+    wide = accumulation_dtype(logits.dtype)
+    shifted = logits.astype(wide) - peak.astype(wide)[..., None]
     # The target's logit is a sum in which all other terms are 0: XLA fuses this sum and its
     # transpose with the softmax. The transpose of a look-up would be a scatter, which XLA does not
     # fuse.
@@ -602,6 +612,48 @@ def cross_entropy(
     total, target = reduce_from(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), target]), axis)
     losses = jnp.log(total) - target
     return losses if weights is None else weights.astype(losses.dtype) * losses
+
+
+def _check_positions(logits: Array, targets: Array, weights: Array | None) -> None:
+    """Raises `ValueError` unless there is one target for each position of the logits, and one
+    weight for each target. JAX would repeat an array of fewer dims for all rows of the batch."""
+    for name, array in (("targets", targets), ("weights", weights)):
+        if array is not None and array.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"tensor.cross_entropy needs {name} of shape {logits.shape[:-1]}, one for each "
+                f"position of logits of shape {logits.shape}; got {array.shape}. If one row is "
+                "meant for the whole batch, use jnp.broadcast_to."
+            )
+
+
+def checked_vocabulary(
+    name: str, shard: Array, rows: int, axis: AxisLike, vocabulary: int | None
+) -> int:
+    """Returns `vocabulary`, or the number of all rows if it is None.
+
+    `shard` has this device's `rows` rows of the table, or the logits of these rows. `name` is the
+    name of the calling function, for the message.
+
+    Raises:
+        ValueError: `shard` is the same along an axis of several devices, so each of its rows would
+            count once per device; or `vocabulary` is below 1 or above the number of all rows.
+    """
+    axis = Axis.of(axis)
+    split = varying_axes(shard)
+    same = [name for name in axes(axis.names) if name not in split and lax.axis_size(name) > 1]
+    if same:
+        raise ValueError(
+            f"{name} needs a vocabulary that is split over {axis.names!r}; this array, of shape "
+            f"{shard.shape}, is the same along {same}, so each of its {rows} rows would count once "
+            f"per device. Split the rows of the table by P({axis.names!r}), or pass axis=()."
+        )
+    whole = rows * axis.size()
+    if vocabulary is not None and not 1 <= vocabulary <= whole:
+        raise ValueError(
+            f"{name} needs a vocabulary of 1 to {whole}, the number of rows of the whole table; "
+            f"got {vocabulary}. Pass the number of rows that are not padding."
+        )
+    return whole if vocabulary is None else vocabulary
 
 
 def _held(ids, rows: int, axis: Axis):
@@ -637,13 +689,12 @@ def affine(
     *,
     on_tpu: bool,
 ) -> Float[Array, "*batch_and_outputs"]:
-    """Returns the product of `x` and `weight`, plus `bias`: `A[B, I] · W[I, *J] + b[*J] -> [B,
-    *J]`. The product is a sum over the inputs.
+    """Returns `jnp.tensordot(x, weight, axes=1) + bias`: `A[B, I] · W[I, *J] + b[*J] -> [B, *J]`.
 
     A weight of four dims, `[I, n, H, K]`, has n arrays of heads, such as queries, keys and values.
-    With `on_tpu` each has its own product, and the n results are stacked. A caller that takes them
-    apart by `unstacked` gets the results themselves: XLA leaves out the stack. One product would
-    give one array, and each of the n parts would be copied out of it for an attention kernel.
+    With `on_tpu` each array has its own product, and the n products are stacked. If the caller
+    takes the stack apart by `unstacked`, XLA leaves out the stack. One product would give one
+    array, and each of the n parts would be copied out of this array for an attention kernel.
     """
     if not on_tpu or weight.ndim < 4:
         y = jnp.tensordot(x, weight, axes=1)  # over the inputs: x's last dim, weight's first

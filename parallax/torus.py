@@ -13,12 +13,12 @@ share a dim of the torus. Sharing is worse because the hops of two axes that sha
 the same links.
 
 Along each dim, a device has one coordinate for each axis. The axis's piece of the dim is the number
-of values that the coordinate can have, from 0 on. A *laying* of a dim is an array of places along
-the dim: a device's coordinates along the dim are the index of its place. For pieces (2, 4), [[0, 1,
-2, 3], [7, 6, 5, 4]] is a laying: a device with the coordinates (1, 0) is at place 7. In the code,
-`line` is a laying, and `lines` are several. A *path* is the order in which the ring of an axis
-visits the points of the axis's box. `metrics[dim]` is an array with the number of links between
-each two places of the dim.
+of values that the coordinate can have, from 0 on. A *laying* of a dim is one way to place the
+devices along the dim. The laying is an array of places along the dim: a device's coordinates along
+the dim are the index of its place. For pieces (2, 4), [[0, 1, 2, 3], [7, 6, 5, 4]] is a laying: a
+device with the coordinates (1, 0) is at place 7. In the code, `line` is a laying, and `lines` are
+several. A *path* is the order in which the ring of an axis visits the points of the axis's box.
+`metrics[dim]` is an array with the number of links between each two places of the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -62,8 +62,8 @@ def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """Returns `devices` in an array of the shape `sizes`: TPUs are placed by their coordinates.
 
     Devices of several slices are taken slice by slice, so that only the first axes of the mesh
-    connect devices of different slices. A slice is a group of TPUs on one torus, or of GPUs that
-    JAX gives one `slice_index`. Inside a slice, devices that are not TPUs keep the order given. For
+    connect devices of different slices. A slice is a group of TPUs on one torus, or a group of GPUs
+    with the same `slice_index`. Inside a slice, devices that are not TPUs keep the order given. For
     GPUs this order is machine by machine, so the last axes stay inside a machine. TPUs are not
     placed by their coordinates if the coordinates do not form a complete box, or if the axes cannot
     be split between the slices.
@@ -220,9 +220,8 @@ def _laid(
     Args:
         cut: for each dim of the torus, its pieces: factors of the dim's length, one for each axis
             of the mesh. The cores on a chip count as one more dim, the last.
-        lines: for each dim of the torus, one array from `_lines`. The array has one dim for each
-            axis of the mesh, as long as the axis's piece. Its elements are places along the torus's
-            dim.
+        lines: for each dim of the torus, one array from `_lines`. The shape of the array is
+            `cut[dim]`, the pieces of this dim. Its elements are places along the torus's dim.
         paths: for each axis, one array from `_paths`, the order in which the axis's ring visits the
             axis's devices.
         sizes: the sizes of the mesh's axes.
@@ -287,12 +286,13 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns several *layings* of one dim of the torus. A laying is an array of places along
-    the dim, of shape `pieces`.
+    """Returns several *layings* of one dim of the torus. A laying is one way to place the devices
+    along the dim: an array of places, of shape `pieces`.
 
-    Along the dim, a device has a coordinate from 0 to `pieces[k] - 1` for each axis k of the mesh.
-    If the mesh has two axes, element [i, j] of a laying is the place of each device with coordinate
-    i for the first axis and coordinate j for the second axis.
+    `pieces` are factors of the dim's length, one for each axis of the mesh. A device has one
+    coordinate for each axis; for axis k, it goes from 0 to `pieces[k] - 1`. If the mesh has two
+    axes, element [i, j] of a laying is the place of each device with coordinate i for the first
+    axis and coordinate j for the second axis.
 
     The axes are nested: for each coordinate of an outer axis, the coordinates of the inner axes
     fill a stretch of neighbouring places. If at most three axes have a piece above 1, they are
@@ -303,8 +303,7 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
         [[0, 1, 2, 3], [4, 5, 6, 7]]  and  [[0, 1, 2, 3], [7, 6, 5, 4]].
 
     In the second laying, coordinate 3 of the inner axis is at the places 3 and 4, so there a hop
-    along the outer axis crosses one link. With three axes or more, not all stretches meet like
-    this.
+    along the outer axis crosses one link.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -339,14 +338,14 @@ def _costs(
     """Returns the mean cost of a hop of an axis's ring: an array [paths, layings of dim 0, layings
     of dim 1, ...].
 
-    `_paths` gives the paths that the ring may take. `_lines` gives the layings of a dim: each of
-    them is an array with the place of each device along the dim. The cost of a hop is the number of
-    links that the hop crosses, with a small addition for long hops.
+    `_paths` gives the paths that the ring may take. A *laying* of a dim is one way to place the
+    devices along the dim: an array of their places, from `_lines`. The cost of a hop is the number
+    of links that the hop crosses, with a small addition for long hops.
 
     Args:
         axis: the index of the axis.
-        cut: for each dim of the torus, its pieces, one for each axis of the mesh. The product of
-            the pieces is the length of the dim.
+        cut: for each dim of the torus, its pieces: factors of the dim's length, one for each axis
+            of the mesh.
         lines: for each dim, its layings.
         metrics: for each dim, the number of links between each two places.
     """
@@ -378,11 +377,11 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns fractions of the steps of each path of `_paths`: an array [paths, sides, n, n], where
-    n is the length of the longest side.
+    """Returns an array [paths, sides, n, n] that says how the steps of each path of `_paths` move
+    along each side. n is the length of the longest side.
 
-    Element [path, side, i, j] is the fraction of the path's steps that go from i to j in the
-    coordinate along the side. A step along another side keeps this coordinate, so the step counts
+    Element [path, side, i, j] is the fraction of the path's steps that change the coordinate along
+    the side from i to j. A step along another side keeps this coordinate, so the step counts
     as one from i to i. To get the mean number of links that a step of a path crosses, multiply each
     fraction by the number of links between i and j, and add up.
     """
@@ -402,10 +401,10 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
 
     `sides` are the lengths of the box's sides. The ring of an axis follows a path, and goes from
     the path's last point back to its first. Each order of the sides gives two paths. The first path
-    goes row by row, and the rows lie along the last side in the order. The second path goes out
-    along the first side in the order, and comes back through all other points. In a box of one
-    side, the second path goes out over every second point. A box of one or two points has no second
-    path. Of all these paths `coordinates` takes the one that costs least.
+    goes row by row; the rows lie along the side that is last in this order. The second path goes
+    out along the side that is first in this order, and comes back through all other points. In a
+    box of one side, the second path goes out over every second point. A box of one or two points
+    has no second path. Of all these paths `coordinates` takes the one that costs least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):

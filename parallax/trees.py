@@ -1,7 +1,7 @@
 """The leaves of a tree: paths, `PartitionSpec`s, and whether a leaf is an array."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -104,17 +104,28 @@ def dotted(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 
-def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
+def parameter_index(
+    path: Sequence[Any], paths: Sequence[Sequence[Any]], of_state: Collection[Any] = ()
+) -> int | None:
     """Returns the index in `paths` of the parameter to which an array of an optimizer's state
     belongs, or None.
 
     Optimizers keep trees of the same structure as the tree of the parameters: the state's
     `0.mu.blocks.weight` belongs to the parameter `blocks.weight`. So the array's `path` ends with
-    the parameter's path. If several of the `paths` fit, the longest is taken.
+    the parameter's path. Several of the `paths` may fit, such as `w` and `nu.w` for `0.nu.w`. Then
+    the one counts whose tree has most of the parameters among `of_state`, the tuples of all paths
+    of the state; of equal ones, the longest path.
     """
     fitting = [
         i
         for i, parameter in enumerate(paths)
         if tuple(path[len(path) - len(parameter) :]) == tuple(parameter)
     ]
-    return max(fitting, key=lambda i: len(paths[i]), default=None)
+
+    def rank(i):
+        """Returns how many parameters the state has beside the array, if it belongs to parameter
+        `i`, and the length of that parameter's path."""
+        above = tuple(path[: len(path) - len(paths[i])])
+        return sum((*above, *parameter) in of_state for parameter in paths), len(paths[i])
+
+    return max(fitting, key=rank, default=None) if len(fitting) > 1 else next(iter(fitting), None)

@@ -157,6 +157,10 @@ def refusal(
     needed = fault.needed.format_map(values)
     repairs = [repaired(fields, sizes, change, wording.fixed) for change in fault.changes]
     working = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
+    # A repair that contains all of another one changes more than is needed.
+    working = [
+        repair for repair in working if not any(less.items() < repair.items() for less in working)
+    ]
     if not working:
         return needed
     # The note is about the first cure. It is left out if the proposal does not contain this cure,

@@ -36,6 +36,7 @@ Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,8 +151,8 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
 
     Pass `reduce_scatter` to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient
     function in `reduce_scattered`. `reduce_scattered` recognises shares by their shape, sums the
-    leaves that stay whole, and divides all gradients by the number of devices. `axis` must not
-    contain an axis that splits a parameter even without ZeRO, such as the experts' axis.
+    leaves that stay whole, and divides all gradients by the number of devices. Along `axis`,
+    `specs` must have only ZeRO's own splits, not those of experts: give these leaves `P()`.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -172,10 +173,11 @@ def sharded(
     The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
     computes the updates of the same share of the parameters, and gathers these updates. Each of the
     n devices sends (n - 1)/n of the parameters' bytes. `update` also takes gradients of full shape:
-    it averages and scatters them itself, or, if they are averaged already, only cuts out the
-    device's share. Inside `shard_map`, the returned `init` makes the device's share of the state.
-    Outside, where arrays are global, `init` returns the whole state;
-    `rules.optimizer_specs(optimizer, params, specs)` gives its specs.
+    it averages and scatters them itself, or, if they are the same on all devices, takes them for
+    averaged, and only cuts out the device's share. Plain `jax.grad` of replicated parameters gives
+    sums over the devices instead: wrap it in `grads.averaged` first. Inside `shard_map`, the
+    returned `init` makes the device's share of the state. Outside, where arrays are global, `init`
+    returns the whole state; `rules.optimizer_specs(optimizer, params, specs)` gives its specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
     that combines elements of a gradient, as by a norm, would see only the elements of a share, so
@@ -282,12 +284,14 @@ def gathered(
     Args:
         function: a loss function, or a block; its first argument is the tree of parameters.
         axis: the axis, or the axes, that split the batch.
-        specs: the specs of the shares, a tree like the function's first argument.
+        specs: the specs of the shares, a tree like the function's first argument. Leaves that
+            `function` needs split, such as experts split over `axis`, must have `P()` here.
 
     Raises:
         ValueError: a spec splits a dim over `axis` first, and then over another axis, as
             `("data", "tensor")` does if `axis` is "data". Then the blocks that one gather joins
-            would not be neighbours in the whole leaf.
+            would not be neighbours in the whole leaf. Or `specs` has splits over `axis`, but only
+            at paths that the parameters lack.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -412,6 +416,7 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
     # This call is made only for its error: it refuses an axis that the mesh lacks. Otherwise
     # `splits_of` would find no split over the axis, and the shares would count as whole leaves.
     axis.size()
+    _check_paths(params, axis, by_path)
 
     def gather_dim(x, split):
         """Returns `x` gathered along one dim; its cotangent is reduce-scattered."""
@@ -429,6 +434,24 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
         return functools.reduce(gather_dim, splits_of(path, by_path, axis), x)
 
     return jax.tree.map_with_path(whole, params)
+
+
+def _check_paths(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> None:
+    """Raises `ValueError` if `by_path` has splits over `axis`, but only at paths that `params`
+    lacks, as if the specs were those of another tree."""
+    split = [
+        path
+        for path, spec in by_path.items()
+        if any(set(axes_of(axis)) & set(trees.entry_axes(entry)) for entry in spec)
+    ]
+    paths = [trees.dotted(path) for path, _ in jax.tree.leaves_with_path(params)]
+    if split and set(paths).isdisjoint(split):
+        raise ValueError(
+            "zero.gathered and zero.gathered_once need specs for the tree that they gather; the "
+            f"specs split {split[0] or 'a single array'!r} over {axes_of(axis)}, and the tree has "
+            f"no leaf that they split. Its leaves are {paths[:3]}. For a part of a model, pass the "
+            "specs of that part, as zero.part_specs gives them."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -452,7 +475,8 @@ class ZeRO:
         stage: 1, 2 or 3.
         axis: the axis, or the axes, that split the batch.
         inside: the rule of the model without ZeRO, such as `rules.first(tensor.rule(model),
-            rules.match("**", P()))`.
+            rules.match("**", P()))`. Its splits, such as those of experts over an axis in `axis`,
+            stay in all stages.
         model: the model's arrays or their shapes, all of them whole.
         mesh: the mesh that the step runs on.
         min_size: the least number of elements of a leaf that is split, as in `rules.fsdp`.
@@ -515,7 +539,7 @@ class ZeRO:
         shapes of the parameters, gathers the parameters, and then calls `loss`. In the other stages
         the result is `loss` itself."""
         return (
-            self._checked(gathered(loss, self.axis, self.specs), "loss")
+            self._checked(gathered(loss, self.axis, self._own_specs()), "loss")
             if self.stage == 3
             else loss
         )
@@ -533,7 +557,7 @@ class ZeRO:
 
         def scattered_grad(params, batch):
             value, gradients = grad(params, batch)
-            return value, reduce_scatter(gradients, self.axis, self.specs)
+            return value, reduce_scatter(gradients, self.axis, self._own_specs())
 
         accumulated = grads.accumulated(
             scattered_grad if self.stage == 2 else grad, microbatches=microbatches
@@ -551,6 +575,20 @@ class ZeRO:
         """Returns `optimizer` for the shares. In stage 3 `optimizer` is unchanged, since parameters
         and gradients are shares already."""
         return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
+
+    def _own_specs(self) -> Specs:
+        """Returns `specs` without the splits that `inside` made."""
+        # The experts' axis may be in `axis`, since it splits the batch too. The experts stay split
+        # over it: tokens of all its devices reach each expert, so the gradients are sums already.
+        inside = trees.by_path(rules.specs(self.model, self.inside, self.mesh))
+
+        def own(path, spec):
+            split_inside = inside[trees.dotted(path)]
+            # `fsdp` splits only dims that `inside` leaves whole.
+            pairs = itertools.zip_longest(spec, split_inside)
+            return PartitionSpec(*(None if before else entry for entry, before in pairs))
+
+        return jax.tree.map_with_path(own, self.specs)
 
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Returns `function(params, ...)` with a check. A call raises `ValueError` if the

@@ -564,6 +564,35 @@ def test_mapped_places_are_refused_by_name():
         bisect.record(lambda: (jax.vmap(placed), (jnp.zeros((2, 3)), jnp.arange(6).reshape(2, 3))))
 
 
+def test_places_count_dims_from_the_last_too():
+    """Each device has every second column, so the whole value has the columns in their order."""
+    world, x = mesh.make(data=2, devices=jax.devices()[:2]), jnp.arange(12.0).reshape(3, 4)
+
+    def whole(dim):
+        def placed(x):
+            """Sends nothing: `x` has the columns 0, 2 on one device, and 1, 3 on the other."""
+            positions = jax.lax.axis_index("data") + 2 * jnp.arange(2, dtype=jnp.int32)
+            return bisect.tap(x, "x", P(None, "data"), places={dim: positions})
+
+        f = mesh.spmd(placed, mesh=world, in_specs=P(None, "data"), out_specs=P(None, "data"))
+        made = bisect.record(lambda: (jax.jit(f), (x[:, jnp.asarray([0, 2, 1, 3])],)))
+        return made.values[bisect.Key("x", -1, "forward")].whole
+
+    np.testing.assert_array_equal(whole(1), x)
+    np.testing.assert_array_equal(whole(-1), x)
+
+
+@pytest.mark.parametrize(("dim", "count"), [(2, 3), (-3, 3), (1, 2)])
+def test_places_that_do_not_fit_the_value_are_refused(dim, count):
+    placed = lambda x: bisect.tap(x, "x", places={dim: jnp.arange(count)})
+    said = (
+        rf"bisect.tap: x of shape \(2, 3\) needs, in `places`, one position for each element along "
+        rf"a dim of its 2; got positions of shape \({count},\) for dim {dim}\. Pass"
+    )
+    with pytest.raises(ValueError, match=said):
+        bisect.record(lambda: (placed, (jnp.zeros((2, 3)),)))
+
+
 def test_each_call_of_one_function_is_followed():
     """JAX uses one jaxpr for all of them, one inside another too."""
     halved = jax.jit(lambda x: x / 2)

@@ -411,7 +411,7 @@ def test_what_is_no_placement_is_refused(placement):
 
 
 @pytest.mark.parametrize("placement", [[[0, 1], [2, 3]], [[0, 1], [3, 2]]], ids=str)
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (2,)], ids=str)
 @pytest.mark.parametrize("move", [pipeline.to_placement, pipeline.from_placement])
 def test_blocks_of_another_shape_are_refused(placement, shape, move):
     """Also where the placement is the model's order, in which nothing moves."""
@@ -526,7 +526,8 @@ def test_what_all_devices_must_run_at_once_is_refused():
         summed,
         table,
         r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\)\. "
-        r"Stages that run another job would never join this collective\.",
+        r"Stages that run another job would never join this collective\. Leave 'stage' out of its "
+        r"axes\. To gather a parameter, gather it in embed, and let x bring it to the stages\.",
     )
 
 

@@ -2,6 +2,7 @@
 name."""
 
 import contextlib
+import enum
 import errno
 import functools
 import os
@@ -347,6 +348,78 @@ def test_one_from_before_a_step_is_given_and_the_later_ones_go_as_the_run_comes_
     assert (
         checkpoints(tmp_path).restore(small_state(), before=2).step == 6
     )  # there is none from before
+
+
+@pytest.mark.parametrize("then", [(), (4, 5)])
+def test_a_restart_does_not_return_to_what_a_rollback_left(tmp_path, then):
+    """Killed before and after its first saves. Until a save comes by, nothing is removed."""
+    saved(tmp_path, [2, 6, 8], keep=Retention(9))
+    with checkpoints(tmp_path, keep=Retention(9)) as store:
+        assert store.restore(small_state(), before=5).step == 2
+        for number in then:
+            store.save(number, small_state(number))
+    said = []
+    with checkpoints(tmp_path, keep=Retention(9), say=said.append) as store:
+        assert store.steps() == [2, *then, 6, 8]
+        restored = store.restore(small_state())
+        assert restored.step == (then or (2,))[-1]
+        assert list(restored.refused) == [6, 8]
+        assert said[0].endswith(
+            "00000006: the run went back to an earlier checkpoint. To use this one all the same, "
+            "restore with before=7."
+        )
+        store.save(7, small_state(7))
+    assert store.steps() == [2, *then, 7, 8]
+    assert checkpoints(tmp_path).restore(small_state()).step == 7
+    with checkpoints(tmp_path) as store:
+        assert store.restore(small_state(), before=9).step == 8  # the user wants it after all
+    assert checkpoints(tmp_path).restore(small_state()).step == 8
+
+
+def test_a_reader_without_the_lock_decides_nothing(tmp_path):
+    saved(tmp_path)
+    before = (tmp_path / "newest.json").read_bytes()
+    assert checkpoints(tmp_path).restore(small_state(), before=2).step == 1
+    assert (tmp_path / "newest.json").read_bytes() == before
+    assert checkpoints(tmp_path).restore(small_state()).step == 2
+
+
+def test_a_weakly_typed_array_is_weak_again(tmp_path):
+    """So the next step has the dtypes of a run without a restart."""
+    state = {"rate": jnp.asarray(0.1), "p": jnp.ones(3, jnp.bfloat16)}
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+    got = store.restore(state).state
+    assert (got["rate"].weak_type, got["p"].weak_type) == (True, False)
+    assert_equal(got, state)
+    assert (got["p"] - got["rate"] * got["p"]).dtype == jnp.bfloat16
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+    COLD = 2
+
+
+class Rate(float):
+    pass
+
+
+def test_subclasses_of_numbers_come_back(tmp_path):
+    state = {"w": jnp.ones(3), "phase": Phase.COLD, "rate": Rate(0.5)}
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+    got = store.restore(state | {"phase": Phase.WARM}).state
+    assert (got["phase"], got["rate"]) == (Phase.COLD, 0.5)
+    assert (type(got["phase"]), type(got["rate"])) == (Phase, Rate)
+
+
+def test_a_large_number_of_numpy_is_finite(tmp_path):
+    state = {"w": jnp.ones(3, jnp.float32), "host": np.array([1e300, 2.0])}
+    with jax.enable_x64(False), checkpoints(tmp_path) as store:  # it is inf in float32
+        store.save(1, state)
+    np.testing.assert_array_equal(store.restore(state).state["host"], state["host"])
+    with pytest.raises(ValueError, match="not finite: host"):
+        store.save(2, state | {"host": np.array([np.inf, 2.0])})
 
 
 # What is refused

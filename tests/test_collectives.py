@@ -771,6 +771,22 @@ def test_vmap_over_an_axis_of_an_explicit_mesh(name, algorithm, n):
     np.testing.assert_array_equal(gradient, slopes)
 
 
+@pytest.mark.parametrize("n", [2, 6])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.float8_e5m2])
+def test_doubling_adds_floats_of_8_bits_as_lax_does(dtype, n):
+    """The largest have no infinity above them, and the smallest are not normal. One device has a
+    number and the others have 0, so no addition rounds."""
+    kind = jnp.finfo(dtype)
+    numbers = [float(kind.max), float(kind.smallest_subnormal), float(kind.tiny), 1.0, -1.5]
+    terms = np.zeros((n, len(numbers)), dtype)
+    terms[n - 1] = numbers
+    both = lambda x: varying((doubling.all_reduce(x, "x"), lax.psum(x, "x")), "x")
+    world = mesh.make(x=n, devices=jax.devices()[:n])
+    ours, plain = mesh.spmd(both, mesh=world, in_specs=P("x"), out_specs=P("x"))(terms)
+    for found in (ours, plain):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.tile(numbers, (n, 1)))
+
+
 @pytest.mark.parametrize("n", [3, 5, 6, 8])
 def test_sums_that_xla_keeps_in_32_bits_are_the_same_on_all_devices(n, monkeypatch):
     """XLA may keep sums of bfloat16 in 32 bits, and send 16 of them. Here float32 plays the sums

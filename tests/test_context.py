@@ -480,7 +480,8 @@ ERRORS = {
     "for each of this device's tokens; got float32[2, 4].": {
         "segments": jax.ShapeDtypeStruct((2, 8), jnp.float32)
     },
-    "context.ulysses: the number of heads, 4, must be a multiple of 3, the devices of 'context'.": {
+    "context.ulysses: the number of heads of q, 4, must be a multiple of the number of devices of "
+    "'context', 3.": {
         **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
     },
     "context: the number of tokens, 6, must be a multiple of 4: 2 chunks for each of 2 devices. "

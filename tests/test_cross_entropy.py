@@ -307,6 +307,13 @@ def test_refusals():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         jax.eval_shape(over("tensor", loss, (P("data"), P("V"), P("data")), P()), x, table, targets)
+    said = f"cross_entropy.mean needs a vocabulary of 1 to {V}, the number of rows of the whole"
+    with pytest.raises(ValueError, match=f"^{said}"):
+        cross_entropy.mean(x, table, targets, (), vocabulary=V + 1)
+    copied = lambda x, *others: loss(tensor.copy_to(x, "tensor"), *others)
+    said = "cross_entropy.mean needs a vocabulary that is split over 'tensor'; this array, of shape"
+    with pytest.raises(ValueError, match=f"^{said}"):
+        jax.eval_shape(over("tensor", copied, (P("data"), P(), P("data")), P()), x, table, targets)
 
 
 # Weights, and targets that are not in the vocabulary

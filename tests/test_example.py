@@ -379,9 +379,9 @@ MISTAKES = {
     "--keep-every=0": "--keep-every must be 1 or more; got 0",
     "--skip-budget=-1": "--skip-budget must be 0 or more; got -1. Use --skip-budget 10.",
     "--chunks=0": "--chunks must be 1 or more; got 0",
-    "--out=short.txt/run": "needed a folder to write to; Not a directory. Choose another folder.",
-    "--out=/proc/nothing/run": "needed a folder to write to; it cannot "
-    "be made. Choose another folder.",
+    "--out=short.txt/run": "cannot write to this folder (Not a directory). Choose another folder.",
+    "--out=/proc/nothing/run": "cannot write to this folder (it cannot "
+    "be made). Choose another folder.",
     "--fingerprint-every=-1": "--fingerprint-every must be 0 or more; got -1",
     "--rollback-budget=-1": "--rollback-budget must be 0 or more; got -1",
     "--fingerprint-every=5 --devices=1": (

@@ -81,6 +81,53 @@ def test_a_given_model_keeps_its_arrays():
     assert jnp.array_equal(*map(jax.random.key_data, (given["key"], state.model["key"])))
 
 
+class GateFirst(eqx.Module):
+    gate: jax.Array
+    up: jax.Array
+
+
+class UpFirst(eqx.Module):
+    up: jax.Array
+    gate: jax.Array
+
+
+def test_a_given_model_with_its_fields_in_another_order_is_refused():
+    """Arrays of equal shapes would change places."""
+    make = lambda: GateFirst(jnp.zeros(2), jnp.zeros(2))
+    plan = step.planned(make, OPTIMIZER, rules.match("**", P()), mesh.make(data=8))
+    with pytest.raises(
+        ValueError, match=r"has the array up where the result of make_model has gate\."
+    ):
+        plan.init(UpFirst(up=jnp.ones(2), gate=jnp.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(1e-3, mu_dtype=jnp.float32),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=1e-3),
+        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+    ],
+    ids=["adam with a wide mu", "injected sgd", "injected adamw"],
+)
+def test_a_state_keeps_its_dtypes_under_wider_updates(optimizer):
+    """The updates of a wider dtype are added as `optax.apply_updates` adds them."""
+    model = {"a": jnp.ones(2, jnp.float32), "b": jnp.ones(2, jnp.bfloat16)}
+    grad = jax.value_and_grad(lambda model, x: jnp.sum((model["a"] - x) ** 2 + model["b"] - x))
+    dtypes = lambda tree: jax.tree.map(lambda leaf: leaf.dtype, tree)
+    x = jnp.zeros((), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        state = step.State(model, optimizer.init(model), jnp.zeros((), jnp.int32))
+        new, _ = jax.jit(step.make(grad, optimizer))(state, x)
+        updates, _ = optimizer.update(grad(model, x)[1], state.optimizer, model)
+        added = optax.apply_updates(model, updates)
+    assert dtypes(new) == dtypes(state)
+    for name in model:  # `jit` rounds float32 otherwise
+        np.testing.assert_allclose(
+            *(np.asarray(tree[name], np.float64) for tree in (new.model, added)), rtol=1e-6
+        )
+
+
 def floats():
     return {"w": normal(0, 8), "scale": 2.0}
 

@@ -209,7 +209,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
     with pytest.raises(ValueError, match=r"k_norm.weight must be of shape \(128,\)"):  # of Qwen 3
         llama.load(folder("qwen3", head_dim=...))
     with pytest.raises(
-        ValueError, match=r"needs a number for num_key_value_heads; got no such field"
+        ValueError, match=r"needs a number \(int\) for num_key_value_heads; got no such field"
     ):
         llama.load(folder("qwen2", num_key_value_heads=...))
     assert llama.load(folder("llama", rope_parameters=...)).config.theta == 10_000.0
@@ -230,7 +230,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "llama",
             {"tie_word_embeddings": 1},
-            r"needs true or false for tie_word_embeddings; got .*1",
+            r"needs true or false \(bool\) for tie_word_embeddings; got .*1",
         ),
         (
             "llama",

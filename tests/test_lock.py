@@ -163,7 +163,7 @@ def test_of_eight_at_once_one_has_it(tmp_path):
 def test_where_nothing_can_be_made_it_says_so(tmp_path, place):
     (tmp_path / "file").write_text("text")
     with pytest.raises(
-        OSError, match=r"needed a folder to write to; .*\. Choose another folder\."
+        OSError, match=r"cannot write to this folder \(.*\)\. Choose another folder\."
     ) as caught:
         lock.take(tmp_path / place)
     assert not isinstance(caught.value, lock.Held)
@@ -177,7 +177,7 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").symlink_to(tmp_path / "thesis.txt")
     with pytest.raises(
-        OSError, match=r"needed a folder to write to; the lock's file \.lock is a link, not a"
+        OSError, match=r"cannot write to this folder \(the lock's file \.lock is a link, not a"
     ):
         lock.take(tmp_path / "run")
     assert (tmp_path / "thesis.txt").read_text() == "text"
@@ -188,7 +188,7 @@ def test_a_full_disk_is_told_and_nothing_stays(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="needed a folder to write to; No space left on device"):
+    with pytest.raises(OSError, match=r"cannot write to this folder \(No space left on device"):
         lock.take(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 

@@ -43,11 +43,11 @@ REFUSED = [
     ({"a": 1, "b": 2}, r"'a', 'b' are not known here"),
     ({"is_causal": 1}, r"is_causal must be True; it is 1"),
     ({"is_causal": None}, r"is_causal must be True; it is None"),
-    ({"hidden_size": None}, r"needs a number for n_embd; got .*'hidden_size': None"),
+    ({"hidden_size": None}, r"needs a number \(int\) for n_embd; got .*'hidden_size': None"),
     ({"bos_token_id": "x"}, r"bos_token_id must be of type int or null; it is 'x'"),
     ({"use_cache": 1}, r"use_cache must be of type bool; it is 1"),
-    ({"n_layer": None}, r"needs a number for n_layer"),
-    ({"resid_pdrop": None}, r"needs a number for resid_pdrop"),
+    ({"n_layer": None}, r"needs a number \(int\) for n_layer"),
+    ({"resid_pdrop": None}, r"needs a number \(float\) for resid_pdrop"),
     (
         {"n_head": 10**9},
         r"width=12 must be a multiple of heads=1000000000. Use heads=12. In the file, heads is "
@@ -134,7 +134,7 @@ def test_a_byte_order_mark_is_taken(folder):
         ('{"a": ' + "[" * 200 + "]" * 200 + "}", r"config\.json has 201 objects and lists"),
         (
             '{"n_layer": "' + "x" * 10**6 + '"}',
-            r"needs a number for n_layer; got \{'n_layer': 'x+\.\.\. \(\d+ characters\)",
+            r"needs a number \(int\) for n_layer; got \{'n_layer': 'x+\.\.\. \(\d+ characters\)",
         ),
         ('{"chat_template": "' + "{[" * 99 + r'\"{"}', "n_layer; got no such field"),
         ('{"chat_template": "' + "{[" * 99, r"config\.json is not valid JSON"),

@@ -1,6 +1,7 @@
 """What a pipeline's functions may not do is refused in a sentence that names the leaf and the cure;
 the lint tells of it too."""
 
+import functools
 import re
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, assert_close
 
 from parallax import grads, lint, mesh, pipeline
-from parallax.schedule import one_f_one_b_lockstep
+from parallax.schedule import gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
 
 STAGES, WIDTH = 2, 4
 TABLE = one_f_one_b_lockstep(STAGES, 4)
@@ -39,10 +40,12 @@ def head(params, x, part):
     return jnp.mean((x - part) ** 2)
 
 
-def grad_fn(embed=embed, stage=stage, head=head, grad_fn=pipeline.value_and_grad, **options):
+def grad_fn(
+    embed=embed, stage=stage, head=head, grad_fn=pipeline.value_and_grad, table=TABLE, **options
+):
     """The mapped grad_fn of `params()`; gradients are those of all."""
     f = grad_fn(
-        embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"], **options
+        embed, stage, head, table, "stage", blocks=lambda params: params["blocks"], **options
     )
     return mapped(f, P() if grad_fn is pipeline.value else (P(), SPECS))
 
@@ -410,3 +413,44 @@ def test_a_head_that_some_stages_share_is_refused():
 def test_tables_of_layers_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+CURE_OF_SUMS = (
+    "Leave 'stage' out of its axes. To gather a parameter, gather it in embed, and let x bring it "
+    "to the stages."
+)
+
+
+def of_stages(params, x, part, position):
+    """A stage that centres its x by a mean over all devices."""
+    return x - jax.lax.pmean(jnp.mean(x, axis=0), "stage")[None]
+
+
+def of_parameters(params, x, part, position):
+    """A stage that reads the scales of all stages."""
+    return x * jnp.mean(jax.lax.all_gather(params["scale"], "stage"), axis=0)[None]
+
+
+@pytest.mark.parametrize("make", [one_f_one_b_lockstep, gpipe, zero_bubble_lockstep])
+def test_a_stage_in_lockstep_communicates_with_no_other_stage(make):
+    """In a tick the stages have different microbatches, and some have none."""
+    own = functools.partial(grad_fn, table=make(STAGES, 4))
+    place = r"pipeline: stage has a collective over 'stage' \(.*_refusals.py:\d+\)\. "
+    mixed = "In a tick each stage has a microbatch of its own or none, so the collective would mix "
+    mixed += f"numbers of several microbatches. {CURE_OF_SUMS}"
+    dropped = "A stage that has no job in a tick drops its gradients, and with them the parts that "
+    dropped += f"such a collective brings from other stages. {CURE_OF_SUMS}"
+    for each in (pipeline.value_and_grad, pipeline.value):
+        with pytest.raises(ValueError, match=f"^{place}{re.escape(mixed)}"):
+            jax.eval_shape(own(stage=of_stages, grad_fn=each), params(), batch())
+    with pytest.raises(ValueError, match=f"^{place}{re.escape(dropped)}"):
+        jax.eval_shape(own(stage=of_parameters), params(), batch())
+
+
+def test_a_stage_in_lockstep_may_gather_what_is_not_trained():
+    """It is the same in all ticks, and has no gradient to lose."""
+    value = jax.jit(grad_fn(stage=of_parameters, grad_fn=pipeline.value))(params(), batch())
+    own = lambda params, x, part, position: x * params["scale"][None]
+    plain = pipeline.unpipelined(embed, own, head, blocks=lambda params: params["blocks"])
+    two_chunks = params() | {"blocks": {"w": params()["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH)}}
+    np.testing.assert_allclose(value, plain(two_chunks, batch()), rtol=EXACT)

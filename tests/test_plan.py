@@ -805,3 +805,21 @@ def test_a_trace_for_gpus_counts_the_kernel_where_the_step_takes_one():
     assert ratio(hardware.H100, "bfloat16") < 0.7
     assert ratio(hardware.H100, "full") == 1
     assert ratio(hardware.V100, "bfloat16") == 1
+    # 128 does not divide the tokens, and cuDNN's kernel takes them.
+    config = dataclasses.replace(config, context=960)
+    assert ratio(hardware.H100, "bfloat16") < 0.7
+
+
+@pytest.mark.sweep(3, "wholes")
+def test_dropout_of_attention_weights_runs_in_no_kernel_and_is_recomputed():
+    config = dataclasses.replace(gpt2.SMALL, layers=2, attention_dropout=0.1)
+
+    def planned(remat, **options):
+        layout = Layout(precision="bfloat16", remat=remat)
+        return plan.plan(config, layout, hardware.H100, batch=8, **options)
+
+    kept, again = planned("none"), planned("attention")
+    assert not kept.attention_kernel
+    for kernel in (False, True):
+        assert planned("none", attention_kernel=kernel).seconds == kept.seconds
+    assert again.memory.temporaries < 0.7 * kept.memory.temporaries

@@ -293,6 +293,14 @@ def test_by_hand_is_the_ring_bit_for_bit(n):
     )  # n additions of numbers near 1 in float32
 
 
+@pytest.mark.parametrize("rows", [2, 6])
+def test_by_hand_needs_a_block_for_each_device(rows):
+    with pytest.raises(
+        ValueError, match=f"x must have 4 blocks, one for each device; it has {rows}"
+    ):
+        sums(4, lambda x: by_hand.all_reduce(x, "x"))(np.ones((4, rows), np.float32))
+
+
 def test_by_hand_fits_a_blackboard():
     assert len(inspect.getsource(by_hand).splitlines()) <= 40
 

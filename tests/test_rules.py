@@ -307,6 +307,19 @@ def test_one_axis_of_the_batch_may_be_given_by_its_name(batch_axes):
         rules.specs({"w": W["b"]}, rules.match("w", P("data")), batch_axes=batch_axes)
 
 
+@pytest.mark.parametrize(
+    "batch_axes", [P("data"), P(None, ("tensor", "data")), (("tensor", "data"),), (None, "data")]
+)
+def test_the_axes_of_the_batch_may_be_given_as_its_spec(mesh, batch_axes):
+    with pytest.raises(ValueError, match="which splits the batch"):
+        rules.specs({"w": W["b"]}, rules.match("w", P("data")), mesh, batch_axes=batch_axes)
+
+
+def test_an_axis_of_the_batch_that_the_mesh_lacks_is_refused(mesh):
+    with pytest.raises(ValueError, match="batch_axes: there is no axis 'dta' in the mesh"):
+        rules.specs({"w": W["b"]}, rules.match("w", P("data")), mesh, batch_axes="dta")
+
+
 def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
     every_leaf = rules.first(rules.match("a.**", P()), B)
     assert rules.specs(W, rules.first(every_leaf, rules.match("**", P()))) == rules.specs(
@@ -572,6 +585,22 @@ def test_optimizer_state_follows_its_parameter(name, mesh):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), got, expected
         )
+
+
+class Named(eqx.Module):
+    w: object
+    nu: object
+
+
+def test_a_parameter_may_be_named_like_a_field_of_the_state():
+    """`0.nu.w` is the moment of `w`, though `nu.w` is a parameter too."""
+    array, spec = jnp.zeros((8, 8)), P("data")
+    for params, specs in [
+        (Named(array, Named(array, None)), Named(spec, Named(P(), None))),
+        (Named(array, Named(array, array)), Named(P(), Named(spec, P()))),
+    ]:
+        adam, *_ = rules.optimizer_specs(optax.adam(1e-2), params, specs)
+        assert jax.tree.leaves([adam.mu, adam.nu]) == 2 * jax.tree.leaves(specs)
 
 
 def test_moments_of_adam_have_the_specs_of_the_parameters():

@@ -165,6 +165,14 @@ def test_a_temperature_without_meaning_is_refused_or_no_token_follows(value):
     assert drawn(np.array([3]), value, None, KEY).tolist() == [-1] * 12
 
 
+def test_a_temperature_above_all_of_float32_is_refused():
+    """It would become inf, and each token -1."""
+    options = {"tokens": 3, "key": KEY}
+    with pytest.raises(ValueError, match=r"sample needs a finite temperature .*; got 1e\+39\."):
+        sampled(Writer(logits, 4), [3], temperature=1e39, **options)
+    assert (sampled(Writer(logits, 4), [3], temperature=3e38, **options) >= 0).all()
+
+
 @pytest.mark.parametrize("value", [np.nan, -0.1, 1.1, np.inf])
 def test_a_top_p_without_meaning_is_refused_or_no_token_follows(value):
     with pytest.raises(ValueError, match=rf"sample needs a top_p from 0 to 1; got {value}\."):

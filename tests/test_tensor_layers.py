@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from reference import EXACT, OPTIMIZER, assert_close
 
 from parallax import grads, mesh, rules, sequence, step, tensor, zero
-from parallax.collectives import ring
+from parallax.collectives import matmul, ring
+from parallax.collectives.types import varying
 
 STEPS, ROWS = 3, 8
 
@@ -405,3 +406,63 @@ def test_the_layers_of_sequence_take_what_those_of_tensor_take():
     np.testing.assert_allclose(
         over(x, up, down), np.tanh(x @ up) @ down + np.asarray(bias), rtol=1e-12
     )
+
+
+REPEATED = (
+    " needs an x that has this device's tokens; this x, of shape (2, 8, 4), is the same along "
+    "['tensor'], so each token would be repeated once per device. Split the tokens by "
+    "sequence.local_tokens, or by the spec P(None, 'tensor')."
+)
+COUNTED = (
+    " needs partial sums that differ along 'tensor'; this x, of shape (2, 8, 4), is the same along "
+    "['tensor'], and would be counted once per device. Split the weights of the layer"
+)
+SAME = {  # what takes an x and a weight that are the same on all devices, and what is said
+    "gather_from": (lambda x, w: sequence.gather_from(x, ring("tensor")), REPEATED),
+    "column": (lambda x, w: sequence.column(x, w, None, "tensor"), REPEATED),
+    "column, hop by hop": (
+        lambda x, w: sequence.column(
+            x, w, None, "tensor", all_gather_matmul=matmul.all_gather_matmul
+        ),
+        REPEATED,
+    ),
+    "reduce_scatter_to": (lambda x, w: sequence.reduce_scatter_to(x, ring("tensor")), COUNTED),
+    "row": (lambda x, w: sequence.row(x, w, None, "tensor"), COUNTED),
+    "row, hop by hop": (
+        lambda x, w: sequence.row(
+            x, w, None, "tensor", matmul_reduce_scatter=matmul.matmul_reduce_scatter
+        ),
+        COUNTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_tokens_and_terms_that_are_the_same_on_all_devices_are_refused(name):
+    f, said = SAME[name]
+    mapped = mesh.spmd(f, mesh=mesh.make(**WORLD), in_specs=(P(), P()), out_specs=P(None, "tensor"))
+    said = f"sequence.{name.split(',')[0]}{said}"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        jax.eval_shape(mapped, jnp.ones((2, 8, 4)), jnp.ones((4, 4)))
+
+
+def test_tokens_are_the_same_on_one_device_or_on_purpose():
+    """On an axis of one device, after a cast, and in a map whose types do not say what varies."""
+    x = jnp.ones((2, 8, 4))
+
+    def both(x):
+        return sequence.reduce_scatter_to(sequence.gather_from(x, "tensor"), "tensor")
+
+    on = functools.partial(mesh.spmd, in_specs=P(), out_specs=P(None, "tensor"))
+    one = on(both, mesh=mesh.make(data=8, tensor=1))
+    np.testing.assert_array_equal(one(x), x)
+    cast = on(lambda x: both(varying(x, "tensor")), mesh=mesh.make(**WORLD))
+    np.testing.assert_array_equal(cast(x), jnp.tile(4 * x, (1, 4, 1)))
+    untyped = jax.shard_map(
+        both,
+        mesh=mesh.make(**WORLD),
+        in_specs=P(None, "tensor"),
+        out_specs=P(None, "tensor"),
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(untyped)(x), 4 * x)

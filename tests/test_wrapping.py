@@ -862,6 +862,14 @@ CLIPS_INSIDE = {
     "unscaled": precision.unscaled(
         grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.asarray(SCALE)
     ),
+    "accumulated, mixed": grads.accumulated(
+        precision.mixed(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.bfloat16),
+        microbatches=2,
+    ),
+    "unscaled, mixed": precision.unscaled(
+        precision.mixed(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.float16),
+        jnp.asarray(SCALE),
+    ),
 }
 
 

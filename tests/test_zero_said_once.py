@@ -2,6 +2,7 @@
 part of it is told."""
 
 import functools
+import math
 import re
 
 import equinox as eqx
@@ -144,6 +145,78 @@ def test_stage_2_alone_scatters_each_microbatch(stage):
     }
     outside = {eqn.primitive.name for eqn in jaxprs.every(traced.jaxpr)} - inside
     assert ("reduce_scatter" in inside, "reduce_scatter" in outside) == (stage == 2, stage == 1)
+
+
+# Each device runs its own experts on the rows of all devices; the sum over the experts goes back to
+# the rows. The table is ZeRO's to split; the experts' other dims are odd, so `fsdp` splits none.
+EXPERTS = {
+    "up": jnp.sin(jnp.arange(4 * 3 * 5.0)).reshape(4, 3, 5),
+    "table": jnp.cos(jnp.arange(8 * 3.0)).reshape(8, 3),
+}
+OF_EXPERTS = rules.first(rules.experts("up", P("expert")), WHOLE)
+
+
+def expert_loss(model, rows, *, axis=None):
+    x = rows @ model["table"]
+    if axis is not None:
+        x = jax.lax.all_gather(x, axis, tiled=True)
+    y = jnp.tanh(jnp.einsum("rd,edf->erf", x, model["up"])).sum((0, 2))
+    if axis is not None:
+        y = jax.lax.psum_scatter(y, axis, tiled=True)
+    return jnp.mean(y**2)
+
+
+def experts_trained(stage, axis, sizes, microbatches):
+    """The model after three steps, and what each call of the loss got of the experts."""
+    optimizer, seen = optax.adam(1e-2, eps=1e-6), set()
+    world = mesh.make(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+    def split_loss(model, rows):
+        seen.add(model["up"].shape)
+        return expert_loss(model, rows, axis="expert")
+
+    sharing = zero.ZeRO(stage, axis, OF_EXPERTS, EXPERTS, world, min_size=1)
+    state, specs = step.init(
+        lambda: EXPERTS, optimizer, sharing.rule, world, optimizer_rule=sharing.optimizer_rule
+    )
+    grad = jax.value_and_grad(sharing.loss(split_loss))
+    grad = sharing.grad(grad, microbatches=microbatches)
+    train = step.make(grad, sharing.optimizer(optimizer), max_norm=0.5)
+    in_specs = specs, P(tuple(sizes))
+    train = jax.jit(mesh.spmd(train, mesh=world, in_specs=in_specs, out_specs=(specs, P())))
+    for _ in range(3):
+        with STANDARD():
+            state, _ = train(state, X)
+    return state.model, seen
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("axis", "sizes"),
+    [
+        (("data", "expert"), {"data": 2, "expert": 2}),
+        (("expert", "data"), {"data": 2, "expert": 2}),
+        ("expert", {"expert": 4}),
+        (ring(("data", "expert")), {"data": 4, "expert": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_stay_split_over_an_axis_of_the_batch(stage, axis, sizes, microbatches):
+    optimizer = optax.adam(1e-2, eps=1e-6)
+    alone = step.State(EXPERTS, optimizer.init(EXPERTS), jnp.zeros((), jnp.int32))
+    train = jax.jit(step.make(jax.value_and_grad(expert_loss), optimizer, max_norm=0.5))
+    for _ in range(3):
+        with STANDARD():
+            alone, _ = train(alone, X)
+    model, seen = experts_trained(stage, axis, sizes, microbatches)
+    assert seen == {(4 // sizes["expert"], 3, 5)}
+    for name, expected in alone.model.items():
+        np.testing.assert_allclose(model[name], expected, rtol=EXACT, atol=EXACT)
+    held = 1 / math.prod(sizes.values()) if stage == 3 else 1
+    table = model["table"]
+    assert table.addressable_shards[0].data.size == held * table.size
 
 
 FORGOTTEN = {

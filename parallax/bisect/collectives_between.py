@@ -325,9 +325,9 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """Returns a pair (name, axes) for each collective that an equation itself runs. A loop or a
-    call gives no pairs: the callers pass the equations inside it one by one. The name is that of
-    the function of `parallax.collectives` that was called. If none was called, it is the name of
+    """Returns a pair (name, axes) for each collective that an equation itself runs. For a loop or a
+    call the list is empty, since only the equations inside it run collectives. The name is that of
+    the function of `parallax.collectives` that was called. If none was called, the name is that of
     the primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:

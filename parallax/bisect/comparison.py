@@ -92,10 +92,10 @@ class Comparison(NamedTuple):
 
     Attributes:
         first: the first value that differs by more than the bound; None if there is none.
-        compared: the number of values that both runs have, those after `first` included.
+        compared: the number of values whose names are in both runs, those after `first` included.
         worst: the largest difference among the values before `first`, which are all within the
             bound, and the name of the value that has this difference.
-        alone: the names of the values that only one run has.
+        alone: the names of values that are in only one run.
     """
 
     first: Difference | None
@@ -137,7 +137,7 @@ def compare(
         options: the options of `record`.
 
     Raises:
-        ValueError: the runs have no value in common.
+        ValueError: no name of a value is in both runs, so there is nothing to compare.
     """
     a, b = (_recorded(run, options) for run in (run_a, run_b))
     keys = [key for key in a.values if key in b.values]  # in the first run's program order
@@ -153,8 +153,8 @@ def compare(
         # A value for which `bound` has no number may differ by anything.
         allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
         difference = differences[key]
-        # The axes along which the copies in `run_b` differ too much; `off` is the difference of the
-        # copies. A nan must count as too much: nan > allowed would be false.
+        # The axes along which the copies in `run_b` differ from each other by more than is allowed.
+        # `off` is the difference of the copies. A nan counts too, but `nan > allowed` is false.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not difference <= allowed:
             first = _described(a, b, key, (difference, allowed), copies, equal)
@@ -254,8 +254,9 @@ def _described(
         a: the record of the run that is right.
         b: the record of the other run.
         key: the key of the value that differs.
-        off: two numbers: the difference of this value, and the difference that is allowed.
-        copies: the axes along which devices hold copies of the value in `b` that differ too much.
+        off: the value's difference between the runs, and the difference that is allowed.
+        copies: the axes along which the devices' copies of the value in `b` differ from each other
+            by more than is allowed.
         equal: the keys of the values before `key`, which are equal in both runs.
     """
     right, value = a.values[key].whole, b.values[key]

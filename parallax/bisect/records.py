@@ -74,8 +74,9 @@ class Value(NamedTuple):
 
     Attributes:
         whole: the value; nan in places that no device reported.
-        differs: the axes along which the devices' copies of the value differ, each with the largest
-            difference divided by the largest magnitude in the first copy.
+        differs: a dict with a number for each axis along which the devices' copies of the value
+            differ: the largest difference from the first copy, divided by the first copy's largest
+            magnitude.
         rows: two numbers, the dim of the batch's rows and the number of rows of a microbatch on a
             device; None if no dim has the rows of the batch.
     """
@@ -90,7 +91,7 @@ class Record:
     """The values that a run computed.
 
     Attributes:
-        values: the values by their keys, in program order.
+        values: the values in program order, by `Key`: the path, the layer and the phase of a value.
         sizes: the sizes of the mesh's axes.
         microbatches: the number of microbatches.
         program: the jaxpr of the run; None in a record that was loaded.
@@ -117,7 +118,7 @@ class Record:
 
 
 def of_tree(tree: Any) -> Record:
-    """Returns a record of a tree's arrays, such as a restored state."""
+    """Returns a record of the arrays in a tree, for example in a restored state."""
     return Record(_of_arrays(eqx.filter(tree, eqx.is_array), RESULT), {}, 1)
 
 
@@ -152,9 +153,9 @@ def load(path: str | Path) -> Record:
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     """Returns the key of one saved value, and the value. `whole` is the value's array. `entry` has
     the fields `path`, `layer` and `way` (the phase of the run) of the `Key`, and the fields
-    `differs` and `rows` of the `Value`. `differs` maps each axis along which the devices' copies
-    of the value differ to their relative difference. Raises an error for other data; `load` turns
-    this error into one with the file's name."""
+    `differs` and `rows` of the `Value`. `differs` is a dict with a number for each axis along which
+    the devices' copies of the value differ: the largest relative difference of the copies. Raises
+    an error for other data; `load` then raises a `ValueError` with the file's name."""
     # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
     path, layer, way, differs, rows = entry
     # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
@@ -179,8 +180,8 @@ def record(
 
     Args:
         run: returns a function and its arguments, such as `lambda: (train_step.train,
-            (train_step.init(), windows))`. `record` switches the taps on and then calls `run`,
-            which must make a new function: a function that was traced before has no taps.
+            (train_step.init(), windows))`. `record` switches the taps on and then calls `run`.
+            `run` must make a new function: a function that is already traced has no taps.
         rows: the axes that split the rows of the batch.
         means: other axes over which the loss is a mean, such as an axis that splits the tokens.
 
@@ -193,7 +194,7 @@ def record(
         arrays = jax.tree.map(jnp.asarray, arrays)
 
         def results(arrays):
-            """Returns the arrays among the results of `f`, the function that `run` returned."""
+            """Returns the arrays in the result of the recorded function, `f`."""
             return eqx.filter(f(*eqx.combine(arrays, static)), eqx.is_array)
 
         traced = jax.jit(results).trace(arrays)
@@ -205,8 +206,8 @@ def record(
     if not recorder.reports:
         raise ValueError(
             "bisect.record needs a program with taps; this program reported nothing. Put "
-            "bisect.tap into the model, and let `run` make a new function: a function that was "
-            "traced before reports nothing."
+            "bisect.tap into the model, and let `run` make a new function: a function that is "
+            "already traced reports nothing."
         )
     tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
     values = argument_values | tapped | _of_arrays(result_arrays, RESULT)
@@ -447,9 +448,9 @@ def _as_float(x: np.ndarray) -> np.ndarray:
 
 
 def _along_places(reports: list[Report], names: list[str]) -> set[str]:
-    """Returns the axes along which the positions that devices report (`Report.places`) differ.
-    For each axis, devices that differ only in their index along this axis are compared with the
-    first such device."""
+    """Returns the axes along which devices report different positions (`Report.places`). An axis is
+    returned if two devices that differ only in their index along this axis report different
+    positions."""
     axes: set[str] = set()
     # A device has the same positions in all microbatches, so one of its reports is enough.
     by_device = {report.device: report.places for report in reports}
@@ -502,9 +503,9 @@ def _places(form: _Form, report: Report) -> list[np.ndarray]:
 
 
 def _of_array(leaf: Any) -> Value:
-    """Returns a JAX array as a `Value`. Devices may have copies of one block of the array. If
-    copies differ, `differs` has the largest difference under the name "devices". Copies of integers
-    or booleans that differ have an infinite difference.
+    """Returns a JAX array as a `Value`. Several devices may hold copies of the same block of the
+    array. If the copies of a block differ, `differs` has the largest relative difference under the
+    name "devices". For arrays of integers or booleans, this difference is infinite.
     """
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no random keys: their numbers

@@ -174,8 +174,8 @@ class Axis:
     def reduce_scatter(self, x: Tree, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
         """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`. `{U_X}`
         means that each device along axis X has one term of the sum."""
-        return self.algorithm.reduce_scatter(
-            x, self.names, scatter_dimension=scatter_dimension, tiled=tiled
+        return _by_dims(
+            self.algorithm.reduce_scatter, x, self.names, tiled, scatter_dimension=scatter_dimension
         )
 
     def all_gather(self, x: Tree, *, axis: int = 0, tiled: bool = False) -> Tree:
@@ -188,11 +188,24 @@ class Axis:
         self, x: Tree, split_axis: int, concat_axis: int, *, tiled: bool = False
     ) -> Tree:
         """Sends block j of device i to device j, where it is block i: `A[I_X, J] -> A[I, J_X]`."""
-        return self.algorithm.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
+        return _by_dims(
+            self.algorithm.all_to_all,
+            x,
+            self.names,
+            tiled,
+            split_axis=split_axis,
+            concat_axis=concat_axis,
+        )
 
     def permute(self, x: Tree, perm: list[tuple[int, int]]) -> Tree:
-        """Returns device i's `x` on device j for each (i, j) in `perm`; other devices get zeros."""
-        return lax.ppermute(x, self.names, perm)
+        """Returns device i's `x` on device j for each (i, j) in `perm`; other devices get zeros.
+
+        Devices are numbered as by `index`, in the order of the names.
+        """
+        from parallax.collectives.permute import send  # most axes do not need it
+
+        # `lax.ppermute` would number them in the order of the mesh's axes.
+        return jax.tree.map(functools.partial(send, axis_name=self.names, pairs=perm), x)
 
     def all_max(self, x: Tree) -> Tree:
         """Returns the maximum over devices, on every device: `lax.pmax`."""
@@ -201,6 +214,22 @@ class Axis:
 
     def __repr__(self) -> str:
         return repr(self.names) if self.algorithm == xla else f"{self.algorithm}({self.names!r})"
+
+
+def _by_dims(collective: Collective, x: Tree, names: AxisName, tiled: bool, **dims: int) -> Tree:
+    """Returns the tree `collective(x, names)`. The arguments `dims` are dims of each leaf, counted
+    from the end if negative."""
+    if min(dims.values()) >= 0 or collective not in (lax.psum_scatter, lax.all_to_all):
+        return collective(x, names, **dims, tiled=tiled)
+
+    from parallax.collectives.drop_in import dim_of  # most axes do not need it
+
+    # `lax` passes a negative dim to XLA, which refuses it or crashes.
+    def leaf(x):
+        counted = {name: dim_of(name, dim, jnp.ndim(x)) for name, dim in dims.items()}
+        return collective(x, names, **counted, tiled=tiled)
+
+    return jax.tree.map(leaf, x)
 
 
 AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
@@ -235,6 +264,7 @@ def _in_order(parts: list[Axis]) -> Axis:
     of these mesh axes; their order in `axis_name` counts. Neighbouring mesh axes that have the same
     algorithm form one group (see `_groups`). A collective works along one group after the other.
     """
+    from parallax.collectives.drop_in import check_divides, dim_of  # most axes do not need it
 
     def all_reduce(x, axis_name):
         """Returns the sum over the axes `axis_name`: over the first group of axes, then over the
@@ -258,7 +288,11 @@ def _in_order(parts: list[Axis]) -> Axis:
             The first group of axes (see `_groups`) scatters the whole array. Each later group
             scatters the part that the group before it returned.
             """
-            groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
+            groups, n = _groups(parts, axis_name), types.axis_size(axis_name)
+            if not groups:  # without an axis, `lax` drops no dim even if not tiled
+                return x
+            dim = dim_of("scatter_dimension", scatter_dimension, x.ndim)
+            check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             if not tiled:
                 # The dim, of size n, becomes one dim for each group. The scatter along a group
                 # drops the group's dim, so the next group's dim stands at `dim` again.
@@ -279,14 +313,17 @@ def _in_order(parts: list[Axis]) -> Axis:
 
             The groups of mesh axes (see `_groups`) gather one after another, the last group first.
             """
+            groups, n = _groups(parts, axis_name), types.axis_size(axis_name)
+            if not groups:  # without an axis, `lax` adds no dim even if not tiled
+                return x
             # Untiled, the result has one dim more than `x`, and a negative `axis` counts it too.
-            dim = axis % (x.ndim + (not tiled))
+            dim = dim_of("axis", axis, x.ndim + (not tiled))
             shape = x.shape
             # The last axis varies fastest in `lax`'s order, so its blocks are gathered first.
-            for group in reversed(_groups(parts, axis_name)):
+            for group in reversed(groups):
                 x = group.all_gather(x, axis=dim, tiled=tiled)
             # Untiled, each group added a dim: they become one dim of all devices.
-            return x if tiled else x.reshape(*shape[:dim], -1, *shape[dim:])
+            return x if tiled else x.reshape(*shape[:dim], n, *shape[dim:])
 
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 

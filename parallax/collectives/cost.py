@@ -146,7 +146,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
         itemsize: the size in bytes of one element. An array is padded to a multiple of n elements.
 
     Raises:
-        ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
+        ValueError: `collective` has no table; or `nbytes` is negative or no multiple of `itemsize`;
+            or `n` or `itemsize` is below 1.
     """
     return total(rounds(collective, nbytes, n, itemsize=itemsize))
 
@@ -180,6 +181,11 @@ def rounds(
         raise ValueError(
             f"cost.of needs a function that has a table of messages; got {function}. Use one of "
             "the package's own, such as ring.all_reduce; jax.lax has no tables."
+        )
+    if nbytes < 0 or min(itemsize, *(n if isinstance(n, tuple) else (n,))) < 1:
+        raise ValueError(
+            "cost.of needs nbytes of 0 or more, and numbers of devices and an itemsize of 1 or "
+            f"more; got nbytes={nbytes}, n={n} and itemsize={itemsize}."
         )
     if nbytes % itemsize:
         raise ValueError(
@@ -220,6 +226,8 @@ def _rounds(function, size, n, itemsize, options):
 
 def describe(collective: Callable[..., Any]) -> str:
     """Returns a function's name for errors and reports, such as `ring.all_reduce`."""
+    while isinstance(collective, functools.partial):
+        collective = collective.func
     # `priced` gave the function its `rounds`, and this name as `__qualname__`.
     if hasattr(collective, "rounds"):
         return collective.__qualname__

@@ -201,7 +201,7 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
             raise ValueError(
                 f"{name}: all tables that run side by side need {n} devices and {rounds} rounds, "
                 f"like the first table; one has {table.n} devices and {len(table.rounds)} "
-                "rounds. If a table has too few rounds, add empty rounds, {}."
+                "rounds. For each round that a table lacks, append an empty dict to its rounds."
             )
 
 

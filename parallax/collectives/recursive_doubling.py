@@ -118,6 +118,10 @@ def _as_sent(x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     kind = jnp.finfo(x.dtype)
+    # `reduce_precision` knows only types with infinities, and may round the smallest numbers to 0.
+    # Floats of 8 bits, such as float8_e4m3fn, have larger numbers instead of infinities.
+    if kind.bits < 16:
+        return pin_bits(x)
     return lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
 
 

@@ -205,6 +205,6 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns all points of the box that joins the routes' boxes, such that the coordinates in the
-    box of route `k` are `point`, and those in the box of each other route i are in `spans[i]`."""
+    """Returns all tuples that join one point of each route, in the order of the routes: `point` for
+    route `k`, and any point in `spans[i]` for each other route i."""
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

@@ -46,8 +46,8 @@ class Entry(NamedTuple):
             chain each collective waits for the collective before it. Entries that differ only in
             `conditional` or `unbounded` have the same `hops`, since one chain may have collectives
             of several such entries.
-        conditional: whether the collectives are in a branch that may not be taken. The collectives
-            of all branches are counted.
+        conditional: whether the collectives are in a branch of a conditional, so that a run may
+            skip them. The collectives of all branches are counted.
         unbounded: whether the collectives are in a loop of unknown length, counted as one trip.
     """
 
@@ -132,13 +132,13 @@ def differences(
 
     Args:
         entries: the result of `read`.
-        predicted: a list of entries, or a mapping. The numbers of entries that differ in nothing
-            else are added up. A key of the mapping is an axis: a name, or a tuple of names. The
-            value of a key is a `Cost`, or only a number of bytes. The bytes, or the `sent` of a
-            `Cost`, are compared with the bytes of all entries along this axis. The `messages` of a
-            `Cost` are compared with the sum of the entries' `count`, and the `chain` of a `Cost`
-            with the entries' `hops`. Fewer hops than predicted are no difference, since several
-            arrays may travel side by side.
+        predicted: a list of entries, or a mapping. Entries of a list with the same `kind`, `axes`,
+            `conditional` and `unbounded` are added up. A key of the mapping is an axis: a name, or
+            a tuple of names. The value of a key is a `Cost`, or only a number of bytes. The bytes,
+            or the `sent` of a `Cost`, are compared with the bytes of all entries along this axis.
+            The `messages` of a `Cost` are compared with the sum of the entries' `count`, and the
+            `chain` of a `Cost` with the entries' `hops`. Fewer hops than predicted give no
+            sentence, since several arrays may be sent at the same time.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -148,8 +148,8 @@ def differences(
 
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
     """Returns a sentence for each difference between the program's entries and the predicted
-    entries. An entry that is in only one of the two lists is a difference; fewer hops than
-    predicted are no difference. Two entries are compared if they have the same `kind`, `axes`,
+    entries. An entry that is in only one of the two lists is a difference. Fewer hops than
+    predicted give no sentence. Two entries are compared if they have the same `kind`, `axes`,
     `conditional` and `unbounded`."""
     expected, actual = _added_up(predicted), _added_up(entries)
     sentences = []
@@ -206,7 +206,7 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
     """Returns a sentence for each total of `entries` that differs from its prediction. The totals
-    are the bytes, the count and the hops. Fewer hops than predicted are no difference.
+    are the bytes, the count and the hops. Fewer hops than predicted give no sentence.
 
     Args:
         what: the words with which each sentence begins, such as "all-reduce along data".
@@ -340,8 +340,8 @@ def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tupl
     """Returns the axes along which the devices of at least one group differ in their place on the
     mesh.
 
-    `groups` has an array of device numbers for each group; None stands for one group of all
-    devices, and without any group there are no axes. `shape` has the sizes of the mesh's axes.
+    `groups` has an array of device numbers for each group. None stands for one group of all
+    devices. If `groups` is empty, the result is empty. `shape` has the sizes of the mesh's axes.
     Raises `ValueError` for a device number that the mesh lacks.
     """
     sizes = tuple(shape.values())

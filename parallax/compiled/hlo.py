@@ -2,9 +2,9 @@
 collective its number of runs and its devices.
 
 XLA numbers the devices in the order of the program's mesh. It writes groups of devices in four
-notations, and this module reads all four. A *computation* is a list of instructions with a name,
-such as a loop's body or a branch; an instruction names the computations that it runs. An
-asynchronous collective is a pair of instructions, `-start` and `-done`.
+notations, and this module reads all four. A *computation* is a named list of instructions: for
+example, the body of a loop. An instruction names the computations that it runs. An asynchronous
+collective is a pair of instructions, `-start` and `-done`.
 """
 
 import math
@@ -180,7 +180,7 @@ class Run(NamedTuple):
     Attributes:
         instruction: the collective.
         times: the number of runs over all trips of the loops around it.
-        conditional: whether the collective is in a branch that may not be taken.
+        conditional: whether the collective is in a branch, so that a run may skip it.
         unbounded: whether the collective is in a loop of unknown length, which counts as one trip.
     """
 
@@ -342,13 +342,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _named(text: str) -> np.ndarray:
     """Returns the device numbers `[groups, devices]` of a text such as
-    `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh, and names the
-    axes, or the parts of axes, along which the devices of a group differ.
+    `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh. The braces
+    name the axes, or parts of axes, along which the devices of a group differ.
 
-    For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8), and the middle dim is the named part;
-    for `'a'` alone, the middle dim is the whole axis. An axis with several named parts has more
-    dims. The dims of all named parts become the last dims of the array, in the order of the text,
-    since they number the members of a group.
+    The array of the mesh's device numbers has one dim for each axis. For `'a':(2)4`, the dim of
+    axis a is split into the dims (2, 4, size of a / 8), and the named part is the dim of size 4.
+    For `'a'` alone, the named part is the whole dim. The dims of all named parts are moved to the
+    end, in the order of the text, and joined into `devices`. The other dims become `groups`.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}

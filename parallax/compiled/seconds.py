@@ -105,7 +105,7 @@ class Costs:
 
     def operations(self, line: hlo.Instruction) -> float:
         """Returns the floating-point operations of the matrix products in an instruction, and in
-        the computations that it runs, each counted once: callers go into loops themselves."""
+        the computations that it runs. The body of a loop counts for one trip."""
         inner = [instruction for name, _ in line.called for instruction in self.program[name]]
         own = self._product(line) + self._attention(line)
         return own + float(sum(map(self.operations, inner)))
@@ -179,9 +179,9 @@ class Costs:
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
         """Returns the bytes that a fusion reads of one parameter, an array. `fused` has the
-        instructions in the fusion. If every instruction that has the parameter as an operand slices
-        the parameter, only the slices are read. If every one of these instructions writes into the
-        parameter in place, nothing of the parameter is read."""
+        instructions in the fusion. A *user* is an instruction that has the parameter as an operand.
+        If all users take slices of the parameter, only the slices are read. If all users write into
+        the parameter in place, nothing of the parameter is read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
         if users and all(_slices(user, parameter) for user in users):
             return float(sum(nbytes(user.result) for user in users))

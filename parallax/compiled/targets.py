@@ -109,7 +109,8 @@ class Program(NamedTuple):
         return self.memory["peak"] <= self.target.memory
 
     def certificate(self) -> list[Entry]:
-        """Returns the program's collectives by axes of the mesh."""
+        """Returns the counts and bytes of the program's collectives, for each kind of collective
+        and set of mesh axes; see `certificate.read`."""
         return certificate.read(self.text, self.mesh)
 
     def by_link(self) -> dict[str, int]:
@@ -152,7 +153,8 @@ def target(name: str) -> Target:
     except Exception as error:
         sentence = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"targets.target: the compiler has no {name!r}: {sentence[0]}. {_examples()}"
+            f"targets.target: the compiler has no {name!r} among its topologies: {sentence[0]}. "
+            f"{_examples()}"
         ) from error
     devices = tuple(topology.devices)
     chips = len(devices)

@@ -13,9 +13,9 @@ time). The done instruction of this message waits until the message has arrived.
 its slowest branch. The *exposed* time is the time of the replay, minus the time of the same program
 with messages that take no time.
 
-This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
-measurement. If pipeline stages run different work at the same time, the estimate follows one stage,
-and leaves out the waits of this stage for slower stages.
+The times are not measured: they are computed from a compiler's estimates and from the rates in
+`parallax.hardware`. If pipeline stages run different work at the same time, the replay follows one
+stage, and leaves out the time that this stage waits for slower stages.
 
 The `state` of a replay has the time (`now`), the time from which each link is free (`free`), and
 the arguments of `_Replay.run`. For some loops only a mean number of trips is known, such as 1/2.
@@ -141,7 +141,8 @@ def of(
 
 
 def check_backend(text: str, platform: str) -> None:
-    """Raises a `ValueError` unless the program was compiled for `platform`, "tpu" or "cuda"."""
+    """Raises `ValueError` unless the program `text` is compiled for `platform`. `platform` is "tpu"
+    or "cuda"."""
     backend = "cpu"
     # The backend is recognized by words that only its programs have. A TPU's program has estimates
     # of cycles, or at least tiled layouts such as {1,0:T(8,128)}, also near the beginning of the
@@ -230,7 +231,8 @@ class _Replay:
         """Replays the program once, and returns its seconds.
 
         Args:
-            speed: a factor on the links' speed. With `math.inf` messages take no time.
+            speed: the factor by which the rate of each link is multiplied; the latency stays. With
+                `math.inf` messages take no time.
             without: a set of axes as in `Event.row`, such as "data x tensor". Messages along
                 exactly this set of axes take no time. With "", all messages take their time.
             events: a list; the replay appends its events to it.
@@ -343,10 +345,10 @@ class _Replay:
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
         """Starts the messages of a collective, and returns the time at which all have arrived.
 
-        The messages begin when all their links are free. They take the time of the busiest link,
-        divided by the factor `state.speed` on the links' rates, and then the latency of their
-        rounds, which does not depend on the rates. They take no time if they go along the axes
-        `state.without`, or if `state.speed` is infinite.
+        The messages begin when all their links are free. Their time is a transfer time plus the
+        latency of all rounds. The transfer time is that of the busiest link, divided by
+        `state.speed`. The messages take no time if they go along the axes `state.without`, or if
+        `state.speed` is infinite.
         """
         # The axes of the messages, the seconds on each link, and the latency of all rounds.
         row, busy, delay = self._message(line)

@@ -127,13 +127,13 @@ def _reached(program: Any, start: set[Any]) -> set[Any]:
 def _compares_counts(
     program: Any, counts: dict[Any, frozenset[int]]
 ) -> tuple[bool, list[frozenset[int]]]:
-    """Returns two things: whether a program makes a comparison whose result has two dims or more
-    and depends on two counts; and, if it does not, the ids of the counts on which each of its
-    results depends.
+    """Returns whether a comparison in a program depends on two counts; and a list that has, for
+    each result of the program, the ids of the counts on which the result depends.
 
     A count is an array with the values 0, 1, 2, ... that the program makes itself. A causal mask
-    compares a count of the queries with a count of the keys. The id of a count is Python's `id` of
-    the equation that makes the array. `counts` maps each argument of the program to the ids of the
+    compares a count of the queries with a count of the keys. Only a comparison whose result has two
+    dims or more is found, and then the list is empty. The id of a count is Python's `id` of the
+    equation that makes the array. `counts` maps each argument of the program to the ids of the
     counts on which the argument depends.
     """
     counts = dict(counts)
@@ -181,11 +181,11 @@ def check_kernel(
 ) -> None:
     """Raises `ValueError` if a kernel's scores depend on distances between tokens.
 
-    A window and ALiBi make scores depend on distances. `attention` does not tell a kernel the
-    places of its chunks in the sequence, so such scores would be wrong. The kernel is traced on one
-    head. The *tables* in its program, arrays [tokens, tokens] that do not depend on q, k and v, are
-    evaluated. A table that is not constant on each side of its diagonal is taken to depend on
-    distances. Tables made in a loop or inside a Pallas kernel are not found.
+    With a sliding window or ALiBi, scores depend on these distances. `attention` does not tell a
+    kernel the places of its chunks in the sequence, so such scores would be wrong. The kernel is
+    traced on one head. The *tables* in its program, arrays [tokens, tokens] that do not depend on
+    q, k and v, are evaluated. A table that is not constant on each side of its diagonal is taken to
+    depend on distances. Tables made in a loop or inside a Pallas kernel are not found.
 
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
@@ -281,8 +281,8 @@ def _body(eqn: Any) -> ClosedJaxpr | None:
 def _computed(
     program: ClosedJaxpr, eqns: list[Any], variables: list[Any], arguments: Sequence[Any | None]
 ) -> dict[Any, Any]:
-    """Returns the values of some variables of a program. `eqns` are the equations that compute
-    them. They need none of the arguments whose value in `arguments` is None.
+    """Returns the values of `variables`, some variables of a program. `eqns` are the equations that
+    compute these variables. The equations need no argument whose value in `arguments` is None.
     """
     if not variables:
         return {}
@@ -413,7 +413,8 @@ def check_heads(name: str, q: Any, k: Any, v: Any) -> None:
     if not G or H % G:
         raise ValueError(
             f"{name}: the number of heads of q, {H}, must be a multiple of that of k and v, {G}. "
-            f"Pass only the heads of k and v that these {H} heads of q use."
+            "If the heads of q are split over devices, pass only the heads of k and v that the "
+            "device's heads of q use."
         )
     q_axes = sorted(set(varying_axes(q)) - set(varying_axes(k)))
     if q_axes and G > 1:

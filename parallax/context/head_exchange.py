@@ -56,9 +56,9 @@ def ulysses(
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
             raise ValueError(
-                f"context.ulysses: the number of heads, {H}, must be a multiple of {n}, the "
-                f"devices of {axis.names!r}. Use an axis of another size, or context.attention, "
-                "which takes any number of heads."
+                f"context.ulysses: the number of heads of q, {H}, must be a multiple of the number "
+                f"of devices of {axis.names!r}, {n}. Use an axis of another size, or "
+                "context.attention, which takes any number of heads."
             )
         # The indices that bring the tokens of devices 0, 1, ... into the order of the sequence, and
         # the indices that bring them back.

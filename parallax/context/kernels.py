@@ -264,8 +264,8 @@ def _tiles(
     `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. Each tile of queries has
     t tokens, and each tile of keys has s tokens. The arrays and the marks of the tokens (their
     positions and documents) get a first dim of tiles; zeros fill up the last tile. The queries' dim
-    of heads becomes two dims: key heads, and query heads of a key head. If there are `positions`,
-    they decide the mask. Without positions but with `causal`, tokens get the positions 0, 1, 2, ...
+    of heads becomes two dims: key heads, and query heads of a key head. If `positions` is None and
+    `causal` is true, the positions are 0, 1, 2, ... If `positions` are given, `causal` is not used.
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:

@@ -1,4 +1,4 @@
-"""Attention on one device, differentiated by the backward pass of a kernel.
+"""Attention on one device. The two functions of a `Kernel` compute the output and the gradients.
 
 Legend: B batch, T tokens, S keys, H heads, G heads of keys and values, K head width.
 """

@@ -32,7 +32,7 @@ def zigzag(n: int) -> list[list[int]]:
     """Returns the chunks of each of n devices. The sequence has 2n chunks, and device i has chunks
     i and 2n - 1 - i.
 
-    All devices have equal work: an early chunk sees few keys, and a late one sees many.
+    All devices have equal work: an early chunk sees few keys, and a late chunk sees many.
 
     Source: the zigzag order of Zhu, ring-flash-attention (2024).
     """
@@ -42,7 +42,8 @@ def zigzag(n: int) -> list[list[int]]:
 def contiguous(n: int) -> list[list[int]]:
     """Returns the chunks of each of n devices. The sequence has n chunks, and device i has chunk i.
 
-    Causal attention then computes twice as many scores as it needs.
+    In causal attention, every device then computes as many scores as the last device, which needs
+    the most. About half of all computed scores are not used.
     """
     return [[i] for i in range(n)]
 
@@ -73,11 +74,11 @@ class BlockPairs(NamedTuple):
     Attributes:
         chunks: the number of chunks of a device.
         own: [devices, pairs, 3], the pairs of each device's own queries and keys. A pair is
-            (query chunk, key chunk, 1). Each device also computes the pairs of a chunk with itself.
-            They are not in this array, since only these pairs need the causal mask.
+            (query chunk, key chunk, flag). The flag is 1, since all these pairs are needed. Pairs
+            of a chunk's queries and the same chunk's keys are not in this array, since only these
+            pairs need the causal mask. Each device computes them too.
         hops: [hops, devices, pairs, 3], the pairs that each device computes after each hop. In a
-            hop the keys move to the next device. A pair whose third number is 0 is computed but
-            not used.
+            hop the keys move to the next device. A pair with the flag 0 is computed but not used.
     """
 
     chunks: int
@@ -89,15 +90,16 @@ class BlockPairs(NamedTuple):
         """The number of blocks that each device computes. A block has the scores of one chunk of
         queries with one chunk of keys.
 
-        There is one block for each chunk with itself, and one for each pair in `own` and `hops`.
+        For each chunk of the device there is one block of the chunk's queries and the chunk's own
+        keys. For each of the device's pairs in `own` and `hops` there is one block.
         """
         # `own` is [n, pairs, 3], and `hops` is [n - 1, n, pairs, 3].
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
 
 
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
-    """Returns the pairs of different chunks whose scores each of n devices computes; see
-    `BlockPairs`. The attention computes the pairs of a chunk with itself without this table.
+    """Returns, for each of n devices, the pairs of a query chunk and a different key chunk whose
+    scores the device computes; see `BlockPairs`.
 
     After the keys have moved h times to the next device (hop h), device i has the keys of device
     i - h. Without `causal` every query sees every key.
@@ -142,8 +144,8 @@ def split(
     tokens of device 0, then those of device 1, and so on. `order` gives each device its tokens.
 
     `devices` is the number of devices, and the tokens are dim `dim` of `x`. The spec
-    `P(None, "context")` then gives each device its tokens, if they are dim 1. Split targets in the
-    same way as inputs: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
+    `P(None, "context")` then gives each device its tokens, if they are dim 1. The inputs and the
+    targets must be split alike: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
 
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.

@@ -119,8 +119,8 @@ class _Ring(NamedTuple):
 
     def local_pairs(self):
         """Returns the pairs of this device's own chunks, [pairs, 3]: each chunk of queries with
-        each earlier chunk of keys. A pair is (query chunk, key chunk, flag). The flag is 1, since
-        all these pairs are needed."""
+        each earlier chunk of keys. `_diagonal` computes each chunk with itself. A pair is (query
+        chunk, key chunk, flag). The flag is 1, since all these pairs are needed."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):

@@ -31,15 +31,15 @@ class State(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
     """A text in a file, as tokens. `file[places]` reads the tokens at these places, and
-    `numpy.asarray(file)` reads all. `file[start:stop]` is a view, and `len(file)` is the number of
-    tokens.
+    `numpy.asarray(file)` reads all. `file[start:stop]` is a `File` with fewer places, and reads
+    nothing. `len(file)` is the number of tokens.
 
-    Consecutive places are read in one call. Each indexing opens the file and closes it again (about
-    10 microseconds). So a text in many `File`s may have more files than a process may hold open.
+    Consecutive places are read in one call. Each read opens the file and closes it again (about 10
+    microseconds). So a text may be in more files than a process may hold open.
 
-    Indexing raises `IndexError` for a place outside the text, and `manifest.Damaged` if the file
-    has changed since this object was made. If the file cannot be read, indexing raises an `OSError`
-    that names the file.
+    A read raises `IndexError` for a place outside the text, and `manifest.Damaged` if the file has
+    changed since this object was made. If the system cannot read the file, a read raises an
+    `OSError` that names the file.
 
     Attributes:
         path: the path of the file.

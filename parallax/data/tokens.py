@@ -143,12 +143,13 @@ def opened(path: Path, item: np.dtype, count: int) -> File:
 
 
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
-    """Reads `file` once. Raises an error if the hash of its bytes is not `stored`, or if a number
-    is outside the vocabulary.
+    """Reads `file` once. Raises an error if a number is outside the vocabulary, or if the hash of
+    the file's bytes differs from the hash `stored`.
 
-    If `stored` is None, no record says how many bytes a token has, so tokens of four bytes may be
-    read as numbers of two bytes. Every second number is then the upper half of a token, and small:
-    below 64 if the vocabulary is at most 64 * 2^16 (some 4 million). So a file is refused if
+    If `stored` is None, the file has no record of its hash and of the number of bytes per token.
+    So tokens of four bytes may be read as numbers of two bytes. Every second number is then the
+    upper half of a token, and small: below 64 if the vocabulary is at most 64 * 2^16 (some 4
+    million). So a file without a record is refused if
 
     * every second number is 0, or
     * every second number is below 64, and another number is 1,024 or more. (A text whose numbers

@@ -25,11 +25,12 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
     words "in a row", is the length of the longest chain of messages in which each message waits for
     the one before it. The *owner* of a block is the device that gets the block's sum in the end. A
     block is named by its offset: how far the block's owner is from the device that holds the block.
-    An offset has one distance for each dim of the box (the grid of the devices), and is shown as
-    one number: its index in row-major order. The numbers after a block stand for the devices whose
-    parts are summed in the block. The number of a device is the distance from this device to the
-    owner: 0 is the owner itself, and on a ring, 2 is the device two places before the owner. The
-    table is of a reduce-scatter; for a gather, read the rounds from the last to the first.
+    An offset is a tuple with one distance for each dim of the box (the grid of the devices), and is
+    shown as one row-major number: in a box of 2 x 8, (1, 3) is 11. The numbers after a block stand
+    for the devices whose parts are summed in the block. The number of a device is the distance from
+    this device to the owner: 0 is the owner itself, and on a ring, 2 is the device two places
+    before the owner. The text shows a reduce-scatter. A gather runs the rounds from the last to the
+    first, and sends each message from its receiver to its sender.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -80,8 +81,9 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
     the block's offset before the message, the block's offset after the message).
 
     The owner of a block is the device that gets the block's sum in the end. An offset says how far
-    the owner is from the device that holds the block. An offset has one distance for each dim of
-    the grid of devices, and is returned as one number: its index in row-major order.
+    the owner is from the device that holds the block. An offset is a tuple with one distance for
+    each dim of the grid of devices, and is returned as one row-major number: in a grid of 2 x 8,
+    (1, 3) is 11.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -98,8 +100,8 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     the block's sum in the end. The value is the set of the terms that are summed in the block. A
     term is one device's part of the sum, and stands in the set as the distance from its device to
     the owner: 0 is the owner's own term, and on a ring, 2 is the term of the device two places
-    before the owner. A distance has one entry for each dim of the grid of devices, and is written
-    as one number: its index in row-major order.
+    before the owner. A distance is a tuple with one number for each dim of the grid of devices, and
+    is yielded as one row-major number: in a grid of 2 x 8, (1, 3) is 11.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.

@@ -1,9 +1,9 @@
 """Sends tokens to their experts, and the results back; the experts are split over an axis.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n of them on
-each device, D width, C rows of a message. A *choice* is a token and one of its k experts. The
-*load* of a device is the number of choices for its experts. `compute(x, source, ids, weights)` runs
-this device's experts: for each i, row `source[i]` of x goes to expert `ids[i]`. An id of E/n
+each device, D width, C rows of a message. A *choice* is a pair of a token and one of its k experts.
+The *load* of a device is the number of choices for its experts. `compute(x, source, ids, weights)`
+runs this device's experts: for each i, row `source[i]` of x goes to expert `ids[i]`. An id of E/n
 (`local_experts`) means no expert.
 
     gathered        all tokens to all devices      (n - 1) T D each way          drops no choice
@@ -150,13 +150,13 @@ class exchanged:
     """Sends each token to its experts' devices by an all-to-all, and sends the results back. A
     device sends the same number of rows, C, to each device.
 
-    A row is for one *choice*: a token and one of its k experts. The T tokens of a device have k T
-    choices, so a device sends on average k T / n rows to each of the n devices. C is `capacity`
-    times this mean, rounded up. With a capacity of `math.inf`, C is the largest number of choices
-    that a device can have for one receiver, and nothing is dropped. If a device has more than C
-    choices for one receiver, first choices have priority over second choices, and then earlier
-    tokens over later ones. A dropped choice adds nothing to the layer's result: the token keeps its
-    residual.
+    A row is for one *choice*, a pair of a token and one of its k experts. The T tokens of a device
+    have k T choices, so a device sends on average k T / n rows to each of the n devices. C is
+    `capacity` times this mean, rounded up. With a capacity of `math.inf`, C is the largest number
+    of choices that a device can have for one receiver, and nothing is dropped. If a device has more
+    than C choices for one receiver, first choices have priority over second choices, and then
+    earlier tokens over later ones. A dropped choice adds nothing to the layer's result: the token
+    keeps its residual.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -178,7 +178,8 @@ class exchanged:
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [tokens, width], and the number of dropped choices. A
-        choice, a token and one of its experts, is dropped if its message has no room.
+        choice is a pair of a token and one of its experts. A choice is dropped if the message to
+        the expert's device has no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -277,7 +278,8 @@ class ragged:
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
         """Returns this device's results, [tokens, width], and the number of dropped choices. A
-        choice, a token and one of its experts, is dropped if its receiver has no room.
+        choice is a pair of a token and one of its experts. A choice is dropped if the expert's
+        device has no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -436,9 +438,9 @@ class _Exchange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All choices of a device's tokens. A *choice* is a token and one of its k experts. The first
-    choices of all tokens come before the second choices. Each attribute is an array with an entry
-    for each choice, so k entries for each token.
+    """All choices of a device's tokens. A *choice* is a pair of a token and one of its k experts.
+    The first choices of all tokens come before the second choices. Each attribute is an array with
+    an entry for each choice, so k entries for each token.
 
     Attributes:
         token: the token of each choice.
@@ -479,8 +481,8 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
 def _weighted_sum(y: Array, weights: Array) -> Array:
     """Returns for each token the weighted sum of its experts' results, [tokens, width].
 
-    `y` has a row for each choice (a token and one of its experts): first the results of all tokens'
-    first choices, then the results of all tokens' second choices, and so on.
+    `y` has a row for each choice, a pair of a token and one of its experts. The results of all
+    tokens' first choices come first, then the results of all tokens' second choices, and so on.
     """
     tokens, k = weights.shape
     # A product needs operands of one type. `jnp.sum` adds 16-bit numbers in float32.

@@ -4,11 +4,12 @@ Pair r sends row `source[r]` of x to expert `ids[r]`. The expert's result, times
 added to the same row of the output y. An id equal to the number of experts on the device means no
 expert.
 
-Each block has rows for one expert; *filling rows* fill up the expert's last block. A block has
-three indices for each of its rows. The row copies row `read` of x, its result is added to row
-`written` of y, and its weight is the weight of pair `pair`. Filling rows must add nothing to y, so
-their `written` and `pair` are out of range: there `_take` gives 0, and `_add` adds nothing. An
-expert has `trained` arrays, which are differentiated, and `others`, which are not.
+Each block has rows for one expert; *filling rows* fill up the expert's last block. For each of its
+rows, a block has three indices: `read`, `written` and `pair`. The row is a copy of row `read` of x.
+The expert's result for the row, times the weight of pair `pair`, is added to row `written` of y.
+Filling rows must add nothing to y, so their `written` and `pair` are out of range: there `_take`
+gives 0, and `_add` adds nothing. An expert has `trained` arrays, which are differentiated, and
+`others`, which are not.
 
 Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
@@ -193,9 +194,9 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
 
         def body(j, y):
             """Returns `y` with the weighted results of block j added."""
-            # Each row of the block copies row `read` of x, is added to row `written` of y, and has
-            # the weight of pair `pair`. For filling rows `written` and `pair` are out of range:
-            # `_take` gives a weight of 0, and `_add` ignores these rows.
+            # Each row of the block is a copy of row `read` of x. The expert's result for it, times
+            # the weight of pair `pair`, is added to row `written` of y. For filling rows `written`
+            # and `pair` are out of range: `_take` gives a weight of 0, and `_add` adds nothing.
             block = block_of(j)
             results = _apply(expert, others, block, _at(trained, block.expert), x[block.read])
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)
@@ -230,9 +231,13 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             scale = _take(weights, block.pair)[:, None].astype(cotangent.dtype)
             d_trained, d_rows = transpose(cotangent * scale)
             trained_sum, x_sum, weights_sum = sums
-            kind = weights_sum.dtype  # float32 or wider
+            # The type of `weights_sum` is float32 or wider. But if complex results have real
+            # weights, the product needs both parts of the results, and the sum takes the real part.
+            kind = results.dtype if jnp.iscomplexobj(results) else weights_sum.dtype
             # A weight multiplies its result, so its gradient is result times cotangent.
             d_weights = jnp.sum(results.astype(kind) * cotangent.astype(kind), axis=-1)
+            if not jnp.iscomplexobj(weights):
+                d_weights = jnp.real(d_weights)
             return (
                 jax.tree.map(functools.partial(_add_at, block.expert), trained_sum, d_trained),
                 _add(x_sum, block.written, d_rows),

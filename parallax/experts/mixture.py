@@ -110,12 +110,15 @@ def moe(
 
     Raises:
         ValueError: the devices together do not have as many experts as the router; `x` is the same
-            on the devices of `axis`; there are no tokens; or `route` chooses no experts for the
-            tokens. The errors of `route`, `dispatch` and `compute` are raised too.
+            on the devices of `axis`; `comms` would sum results that are equal on all devices, since
+            its axis is also in `axis`, or splits no array of the experts; there are no tokens; or
+            `route` chooses no experts for the tokens. The errors of `route`, `dispatch` and
+            `compute` are raised too.
     """
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)
     _check_varies(x, axis)
+    _check_partial(params, axis, comms)
     # A bias of `()` is no bias. Logits are float32 or wider: rounded logits would change the choice
     # between close scores.
     kind = accumulation_dtype(x.dtype)
@@ -186,3 +189,30 @@ def _check_varies(x: Array, axis: Axis) -> None:
             "devices should share each expert, split its hidden width instead: "
             "comms=tensor.comms('tensor')."
         )
+
+
+def _check_partial(params: Mixture, axis: Axis, comms: Comms) -> None:
+    """Raises `ValueError` if the devices along an axis of `comms.everywhere` would all have the
+    same results, which `comms.sum_partials` would add up.
+
+    The results themselves do not show it, since `comms.all_tokens` types the tokens as varying.
+    """
+    leaves = jax.tree.leaves(eqx.filter(params.experts, eqx.is_array))
+    split = {name for leaf in leaves for name in varying_axes(leaf)}
+    for name in axes(comms.everywhere.names):
+        if Axis(name).size() == 1:
+            continue
+        if name in axes(axis.names):
+            raise ValueError(
+                f"experts.moe: the experts are split over {axis.names!r}, and comms splits each "
+                f"expert's hidden width over {name!r} too. The devices of {name!r} would get the "
+                "same results, and comms would add these up. Split the experts over an axis that "
+                "splits the batch, or pass axis=() and split only the hidden width."
+            )
+        # Experts without arrays, which `compute` may have by closure, show nothing.
+        if leaves and name not in split:
+            raise ValueError(
+                f"experts.moe: comms adds up results over {name!r}, but all arrays of the experts "
+                f"are the same along {name!r}: each result would be counted once per device. Split "
+                f"the experts' hidden width over {name!r}, or pass a comms without this axis."
+            )

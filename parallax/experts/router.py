@@ -27,10 +27,12 @@ class Routing(NamedTuple):
     """The experts that are chosen for each token.
 
     Attributes:
-        experts: the indices of each token's experts, the best expert first. If a token chooses an
-            expert twice, the factor of the expert's result is the sum of the weights of both
-            choices. The dispatches `exchanged` and `ragged` may then drop choices even with a
-            capacity of `math.inf`; they count these choices as dropped.
+        experts: the indices of each token's experts, the best expert first. Each index must be
+            from 0 to E - 1: with any other, `exchanged` and `ragged` may give wrong results for
+            other tokens too. For a choice of no expert, use any expert with the weight 0. If a
+            token chooses an expert twice, the factor of the expert's result is the sum of the
+            weights of both choices. The dispatches `exchanged` and `ragged` may then drop choices
+            even with a capacity of `math.inf`; they count these choices as dropped.
         weights: the factors of the results of these experts.
         logits: the router's logits.
         shares: for each token, the router's preference for each expert: 0 or more, with the sum 1.
@@ -170,8 +172,9 @@ def rebalanced(
     loads are added.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
-    batch. Keep the bias out of `trainable`. Wang et al. (arXiv 2408.15664, algorithm 1) use a
-    `rate` of 0.001.
+    batch. Keep the bias out of `trainable`, and in float32: in 16 bits, a bias that has grown large
+    no longer changes, since adding a small `rate` is rounded away. Wang et al. (arXiv 2408.15664,
+    algorithm 1) use a `rate` of 0.001.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
     # 64 units of rounding: a bound on the rounding of the sums in `load`, and of their mean.

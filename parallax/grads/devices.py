@@ -27,6 +27,7 @@ from parallax.grads.local import LocalGradients, check_equal_rows, local_gradien
 from parallax.grads.norms import refuse_clipped
 from parallax.grads.results import (
     Grad,
+    check_pair,
     floating,
     loss_and_gradients,
     loss_part,
@@ -71,7 +72,8 @@ def accumulated(
 
     Raises:
         ValueError: the first dims of the batch's leaves differ, or are no multiples of
-            `microbatches`; or `grad` was made by `clipped`, and there are several microbatches.
+            `microbatches`; `grad` was made by `clipped`, and there are several microbatches; or
+            the results of `grad` are no pair of a scalar loss and gradients of the parameters.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -107,9 +109,13 @@ def accumulated(
         # carry of a scan must keep its type. `recording.numbered` returns the microbatches'
         # numbers, for taps; if no taps are recorded, it returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
-        shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
+        value, shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part))
+        check_pair(value, shapes, params)
         numbered_parts = parts, recording.numbered(microbatches)
-        sums, values = lax.scan(add_part, jax.tree.map(zeros, shapes), numbered_parts)
+        # A batch without arrays does not tell the scan its length.
+        sums, values = lax.scan(
+            add_part, jax.tree.map(zeros, shapes), numbered_parts, length=microbatches
+        )
         means = jax.tree.map(lambda total: total / microbatches, sums)
         return map_loss_and_aux(values, jnp.mean, aux), means
 
@@ -145,7 +151,12 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
         "without rows, such as a weight for each class, to the parameters, or let the loss close "
         "over it.",
     )
-    return jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), batch)
+
+    def cut(leaf):
+        # The size of a part is given, since -1 has no meaning in a leaf of no numbers.
+        return leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:])
+
+    return jax.tree.map(cut, batch)
 
 
 # Devices

@@ -43,6 +43,37 @@ def map_loss_and_aux(
     return (on_loss(value[0]), on_aux(value[1])) if isinstance(value, tuple) else on_loss(value)
 
 
+def check_pair(value: PyTree, gradients: PyTree, params: PyTree) -> None:
+    """Raises `ValueError` if the loss is not a scalar, or if a gradient is at a path where `params`
+    has no leaf. The gradients of a tuple of two parameters, as `jax.grad` makes them, look like a
+    pair (loss, gradients), and are found here.
+    """
+    loss = loss_part(value)
+    shape = loss.shape if hasattr(loss, "shape") else None
+    if shape != ():
+        first = f"a {type(loss).__name__}" if shape is None else f"an array of shape {shape}"
+        raise ValueError(
+            "A gradient function returns a pair (loss, gradients), as jax.value_and_grad(loss) and "
+            "eqx.filter_value_and_grad(loss) do, and the loss is a scalar. The first result of "
+            f"this one is {first}. Use one of these two functions instead of jax.grad(loss), or "
+            "let the loss return its mean."
+        )
+    by_path = dict(jax.tree.leaves_with_path(params))
+    for path, _ in jax.tree.leaves_with_path(gradients):
+        _check_path(path, by_path)
+
+
+def _check_path(path: Sequence[Any], by_path: dict[Any, Any]) -> None:
+    """Raises `ValueError` if there is no parameter at the path of a gradient. `by_path` has the
+    parameters."""
+    if path not in by_path:
+        raise ValueError(
+            f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none "
+            "there. A gradient function must return a tree like the parameters, with None for "
+            "a leaf that is not trained, as eqx.filter_value_and_grad does."
+        )
+
+
 def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
     """Returns, in the structure of the gradients, the parameter of each gradient; parameters
     without a gradient are left out.
@@ -55,12 +86,7 @@ def matching_parameters(gradients: PyTree, params: PyTree) -> PyTree:
     def parameter(path, gradient):
         """Returns the parameter at the path of a gradient. Raises `ValueError` if the parameters
         have no array at this path."""
-        if path not in by_path:
-            raise ValueError(
-                f"The gradients have a leaf {trees.dotted(path)!r}, and the parameters have none "
-                "there. A gradient function must return a tree like the parameters, with None for "
-                "a leaf that is not trained, as eqx.filter_value_and_grad does."
-            )
+        _check_path(path, by_path)
         if not trees.is_array(by_path[path]):
             raise ValueError(
                 f"The gradients have a leaf {trees.dotted(path)!r}, but the parameter at this path "

@@ -353,7 +353,8 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
 
     def nothing_sent(sent):
         """Returns `sent` with zeros in all arrays: the result of an exchange in which no island
-        took part. `present` gets one entry for each new island. Returns None if `sent` is None."""
+        took part. The field `present` becomes an array with one False for each new island. Returns
+        None if `sent` is None."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)
@@ -363,10 +364,10 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
         """Returns the arrays of the state of the new islands. `state` has the arrays of the state
         of the old islands.
 
-        Every new island starts from the outer weights, `state.model`, with None for leaves that are
-        not trained. New island i takes the leaves that are not trained, and the inner optimizer's
-        state, from old island `sources[i]`. Rounding errors and the unused results of exchanges
-        become zero, since they belong to islands that may be gone.
+        The trained leaves of every new island are the outer weights, `state.model`. New island i
+        takes the leaves that are not trained, and the inner optimizer's state, from old island
+        `sources[i]`. Rounding errors and the unused results of exchanges become zero, since they
+        belong to islands that may be gone.
         """
         inner = state.inner
         copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (islands, *w.shape)), state.model)

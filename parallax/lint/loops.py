@@ -5,11 +5,11 @@ For example, a loop of `carry = carry + psum(x)` can add up `x`, with one `psum`
 loop of `carry = carry + psum(x) ** 2` needs the sum in each iteration.
 
 A `Value` records what the lint knows about one value (array) of the program. `parts` are the sums
-and carries of which the value is a linear function: `carry + psum(x)` has two parts, the old carry
-and the sum. `differs` are the axes along which the value differs between devices. `trip` is the
-depth of the innermost loop that changes the value, or 0 if no loop does. A part is *spoiled* if the
-loop's body uses the part for any other purpose than to add up a new carry. A sum that is spoiled
-stays in the loop.
+and carries of which the value is a linear function: `carry + psum(x)` has two parts, the carry at
+the beginning of the iteration and the sum. `differs` are the axes along which the value differs
+between devices. `trip` is the depth of the innermost loop that changes the value, or 0 if no loop
+does. A part is *spoiled* if the loop's body uses the part for anything but an addition that makes a
+new carry. A sum that is spoiled stays in the loop.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ class Loop:
         depth: the number of loops around the body, this one included.
         trips: the number of iterations; None if it is not known.
         sums: the sums over devices in the loop's body.
-        spoiled: the sums and the old carries that the body uses for any other purpose than to add
-            up a new carry.
+        spoiled: the sums over devices, and the carries at the beginning of an iteration, that the
+            body uses for anything but an addition that makes a new carry.
     """
 
     depth: int
@@ -101,7 +101,7 @@ class Loop:
 
     def spoil(self, values: Sequence[Value]) -> None:
         """Marks the sums and carries in the `parts` of these values as spoiled: the loop's body
-        uses them for some other purpose than to add up a new carry."""
+        uses them for something other than an addition that makes a new carry."""
         self.spoiled.update(part for value in values for part in value.parts)
 
     def only_added(self, carries: Sequence[Value], stacked: Sequence[Value]) -> list[Sum]:
@@ -112,7 +112,7 @@ class Loop:
         whole stack would send as many bytes as the sums in the loop.
         """
         self.spoil(stacked)
-        # The new carry must be the old one plus parts, and not a function of another carry.
+        # The new carry i must be the carry i before the iteration plus sums, without other carries.
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])

@@ -23,8 +23,8 @@ def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
     device's reduction over such a dim covers only this device's part of the dim. `shape` is the
     shape of the device's block.
     """
-    # If each device has only one index along a dim, each index may be a separate model, as in an
-    # ensemble.
+    # If each device's block has size 1 along a dim, each index of the dim may be a separate model,
+    # as in an ensemble.
     pairs = zip(dims, shape, strict=True)
     return frozenset(axis for axes, size in pairs if size > 1 for axis in axes)
 
@@ -33,7 +33,8 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
     """Returns the `Dims` of the result of an operation that sends nothing: for each dim, the axes
     that split the dim. `dims` are the `Dims` of one operand.
 
-    Returns None unless the node is elementwise, transposes, or only adds or drops dims of size 1.
+    Returns None unless the operation is elementwise, is a transpose, or only adds or drops dims of
+    size 1.
     """
     if node.name == "transpose":
         return tuple(dims[i] for i in node.eqn.params["permutation"])
@@ -41,8 +42,8 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
 
 
 def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the `Dims` of an operand; `dims` are the `Dims` of the result. As in `forward`,
-    returns None unless the node is elementwise, transposes, or only adds or drops dims of size 1.
+    """Returns the `Dims` of an operand; `dims` are the `Dims` of the result. Returns None unless
+    the operation is elementwise, is a transpose, or only adds or drops dims of size 1.
     """
     if node.name == "transpose":
         order = node.eqn.params["permutation"]

@@ -50,9 +50,9 @@ def program(
     * `clipped-before-the-sum`: gradients that differ between devices are scaled by the norm or the
       maximum of each device's own gradients, and only then summed over the devices. An example is
       `optax.clip_by_global_norm` inside `grads.averaged`. The lint looks for products and quotients
-      that scale gradients, but not inside a function that is differentiated. A device with a
-      single row of the batch is accepted: it clips the gradient of each example, as differentially
-      private training does on purpose. Clipping of each microbatch's mean is not found.
+      that scale gradients, but not inside a function that is differentiated. A device with a single
+      row of the batch is accepted: it clips the gradient of each example, as differentially private
+      training does on purpose. Clipping of each microbatch's mean gradient is not found.
     * `gathered-out-of-order`: a gather of a floating-point argument along a dim that two axes
       split. The gather goes over the outer axis only, or over both in another order than in the
       argument's spec, so the gathered blocks do not follow each other. Integers, such as tokens,
@@ -77,7 +77,8 @@ def program(
       an array along its split dim, as in dropout with the same mask for the units of every device.
     * `counted-on-a-device`: numbers that each device computes from its own indices 0, 1, 2, ... are
       combined with an array along its split dim. Examples are positions of split tokens, and ALiBi
-      slopes of split heads. Masks are accepted: they only compare two arrays of such indices.
+      slopes of split heads. A comparison of two such arrays, as in a causal mask, is accepted: one
+      offset added to both arrays does not change the result.
     * `added-before-the-sum`: a bias or a residual that each device adds to its term of a sum over
       devices, so that the sum counts it several times.
     * `tokens-not-split`: inputs and targets in the order of the text, in a program that expects
@@ -96,12 +97,12 @@ def program(
     `in_specs` split over the axis, or on `lax.axis_index` of the axis. The result of a sum, a
     maximum or a gather counts as equal on all devices along the axes of this collective, even if
     the type of the result says that it varies. Axes of one device do not count.
-    `update-mixes-a-shard` and `shards-summed` accept a dim along which a device has only one index,
-    since each index may be a separate model, as in an ensemble. `update-mixes-a-shard` also accepts
-    an update whose computation rounds to whole numbers or to 8 bits, as a quantised optimizer does:
-    each shard may have its own scale. A hand-written pipeline whose stages all hold the same layers
-    is not found: the lint cannot distinguish it from a recurrent net that sends its state to the
-    next device.
+    `update-mixes-a-shard` and `shards-summed` accept a split dim if each device's shard has size 1
+    along this dim: each index of the dim may be a separate model, as in an ensemble.
+    `update-mixes-a-shard` also accepts an update whose computation rounds to whole numbers or to 8
+    bits, as a quantised optimizer does: each shard may have its own scale. A hand-written pipeline
+    whose stages all hold the same layers is not found: the lint cannot distinguish it from a
+    recurrent net that sends its state to the next device.
 
     Args:
         f: a function, usually a whole step made by `mesh.spmd`; or a result of `jax.make_jaxpr`,

@@ -193,9 +193,9 @@ class Reading:
         # Mistakes with dims are noted only in the forward pass, for whose values the rules of
         # `dims_after` are made. JAX names the operations of the backward pass "transpose(...)".
         note_in_forward = _ignore if node.is_within("transpose(") else note
-        # `results` have the facts about each result as a whole, `dims` those about its dims, and
-        # `origins` a dict of those about what it was computed from. `origin_facts` notes gathers
-        # that put blocks in a wrong order, which is a mistake in the backward pass too.
+        # `dims` have the facts about each result's dims, `origins` have a dict of the facts about
+        # what it was computed from, and `results` have all other facts about it. `origin_facts`
+        # notes gathers that put blocks in a wrong order, in the backward pass too.
         dims = dims_after(program, node, inputs, self.map.sizes, note_in_forward)
         origins = self.map.origin_facts(program, node, inputs, note)
         return [
@@ -337,7 +337,7 @@ class Reading:
         the loop. No mistakes are noted.
 
         Facts are propagated through the body until the facts about its carries no longer change.
-        `arguments` has the facts about the body's arguments, and `carries` the indices of the
+        `arguments` has the facts about the body's arguments. `carries` has the indices of the
         carries in `arguments`. The facts at these indices are replaced by those that hold in every
         iteration.
         """
@@ -365,8 +365,8 @@ class Reading:
     ) -> list[Value]:
         """Returns the facts about the results of a loop's body, and notes the mistakes in the body.
         One kind of mistake is a sum over devices that could be taken once, after the loop.
-        `arguments` has the facts about the body's arguments that hold in every iteration, and
-        `carries` the indices of the carries in `arguments`.
+        `arguments` has, for each argument of the body, the facts that hold in every iteration.
+        `carries` has the indices of the carries in `arguments`.
         """
         inside = list(arguments)  # with each carry as a part of its own, for `Loop.only_added`
         for i, carry in zip(carries, loop.carried([arguments[i] for i in carries]), strict=True):
@@ -468,9 +468,10 @@ def _dims_of(shards: Sequence[Any], program: Flat) -> list[Dims | None]:
     """Returns the `Dims` of each result of a loop's body (`program`): for each dim, the axes that
     split the dim.
 
-    The carries come first. A new carry is split like the old carry. `shards` has the fact `shard`
-    of each old carry, and `shard.dims` are the carry's `Dims`. If `shard` is None, the `Dims` are
-    not known, and the entry is None. The entries of the stacked outputs are None too.
+    The carries come first. A carry is split in the same way before and after an iteration. `shards`
+    has a `Shard` or None for each carry. The field `dims` of a `Shard` has the carry's `Dims`. If
+    the `Shard` is None, the carry's `Dims` are not known, and its entry is None. The entries of the
+    stacked outputs are None too.
     """
     dims = [shard.dims if shard else None for shard in shards]
     return [*dims, *[None] * (len(program.results) - len(dims))]

@@ -334,10 +334,11 @@ class _Operation:
         return Value(dims=dims, terms=tuple(terms), shared=self._shared(inputs, given))
 
     def _shared(self, inputs: Sequence[Value], given: Sequence[Value]) -> frozenset[str]:
-        """Returns the axes by whose number of devices the result of an elementwise operation was
-        divided: by this operation, or before it. Before it means one factor of a product, the
-        numerator of a quotient, or all operands of any other operation. `given` are the operands
-        that are not numbers written into the program.
+        """Returns the axes for which the result of an elementwise operation was divided by the
+        number of devices along the axis. The operation itself may divide (`_divided_by`). The
+        result also keeps axes of the operands: a product keeps the axes of each factor, a quotient
+        keeps the axes of its numerator, and any other operation keeps the axes that all operands
+        have. `given` are the operands that are not numbers written into the program.
         """
         of_operands = [value.shared for value in given]
         if self.node.name == "mul":
@@ -347,10 +348,10 @@ class _Operation:
         return frozenset.intersection(*of_operands)
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes a mistake if a dim of the result is split, but along this dim an operand has random
-        numbers, or numbers computed from the indices 0, 1, 2, ..., that are the same on all
-        devices. Each device's part of the dim would get the same numbers. `value` has the facts
-        about the operand, and `dims` the facts about the result's dims.
+        """Notes a mistake if a dim of the result is split, but all devices have the same numbers
+        along this dim of an operand. Only random numbers, and numbers computed from the indices 0,
+        1, 2, ... of an `iota`, are checked. `value` has the facts about the operand, and `dims` has
+        the facts about the result's dims.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
         # The caller leaves out operands whose `dims` are None; `or ()` is for the type checker.
@@ -570,9 +571,9 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
 
 
 def _rank(term: Term) -> int:
-    """Returns a sort key for the terms of one operation: first come those of which an operand is no
-    longer a linear function, then those to which a value that is the same on all devices was added.
-    """
+    """Returns a sort key for the terms of one operation's operands. First come terms whose operand
+    is no longer a linear function of the term. Then come terms to which a value that is the same on
+    all devices was added."""
     return 0 if not term.is_linear else 1 if term.added else 2
 
 

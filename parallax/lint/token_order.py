@@ -109,8 +109,8 @@ def _shard_maps(
     whole numbers, and arguments of the program that are not None in `arguments`.
 
     A `shard_map` inside a call, such as a call of `jit`, is found too. In the body of a `scan`, a
-    carry has its initial value, and an array that is sliced has its first slice, also if the `scan`
-    goes from the last slice to the first.
+    carry has its initial value. An array that the `scan` slices has its slice 0 there, even if the
+    `scan` begins with the last slice.
     """
     jaxpr = jaxprs.opened(program)  # without the values of its constants
     # Not strict: only a `ClosedJaxpr` has the values of its constants (`consts`).

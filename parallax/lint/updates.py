@@ -172,12 +172,12 @@ def reductions(
     """Yields the reductions of the values in `dims_of` and of elementwise functions of these
     values. Each reduction comes with the axes over which a collective should complete it.
 
-    For a reduction of all elements to one number, these are the axes in `split`; a caller that
-    checks an update passes all axes that split the updated argument. For a reduction of only some
-    dims, they are the axes that split these dims. Such a reduction counts only if optax made it,
-    since a user may mean to reduce only the rows of one device. Nothing is yielded if an operation
-    rounds one of the values (`_rounds`). The program may then be a quantiser, which reduces each
-    shard on purpose, to find one scale for the shard.
+    The axes of a reduction of all elements to one number are `split`. A caller that checks an
+    update passes as `split` all axes that split the updated argument. The axes of a reduction of
+    only some dims are the axes that split these dims. Such a reduction counts only if optax made
+    it, since a user may mean to reduce only the rows of one device. Nothing is yielded if an
+    operation rounds one of the values (`_rounds`). The program may then be a quantiser, which
+    reduces each shard on purpose, to find one scale for the shard.
     """
     # The values in `dims_of` and their elementwise functions, each with the axes that split its
     # dims. These are None if an operation, such as a reshape, moved the elements so that the axes
@@ -210,7 +210,7 @@ def reductions(
         if program.types[node.outputs[0]].size == 1:
             yield Reduction(node, value, split)
         elif dims is not None and _is_of_optax(node):
-            # If each device has only one index along a dim, each index may be a separate model.
+            # If a device's block has size 1 along a dim, each index may be a separate model.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
             yield Reduction(node, value, frozenset(axis for d in several for axis in dims[d]))
 

@@ -137,7 +137,7 @@ class Value(NamedTuple):
         dims: the facts about each dim; None for numbers written into the program.
         terms: the axes over which a reduction is not yet complete, since the value is only this
             device's term of it; each axis comes with its `Term`.
-        shared: the axes by whose number of devices the value was divided.
+        shared: the axes for which the value was divided by the number of devices along the axis.
         shard: the argument from which the value was made, only by elementwise operations, reshapes,
             transposes and all-gathers; None if there is no such argument.
         fed: the axes that split the rows of a batch on which the value depends. An axis is left out
@@ -209,8 +209,8 @@ class Sent(NamedTuple):
 
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
-    """Returns the facts about a value that is computed from all `values`: `differs`, `trip`,
-    `constant` and `summed`. The other facts are given in `fields`, or are not known.
+    """Returns the facts `differs`, `trip`, `constant` and `summed` about a value that is computed
+    from all `values`. The other facts are given in `fields`, or are not known.
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
@@ -228,8 +228,9 @@ def either(first: Value, second: Value) -> Value:
     """Returns the facts about a value that is one of two, such as the result of a conditional.
 
     An axis is in `differs` or `chosen` of the result if it is there for one of the two. All other
-    facts must hold for both. If one of the two is made only of numbers written into the program,
-    nothing is known about its dims, and the result has the other's facts about dims.
+    facts must hold for both. Numbers written into the program, such as zeros, have no facts about
+    dims that could contradict those of another value. If one of the two is made only of such
+    numbers, the result has the facts about dims of the other value.
     """
     together = joined(
         [first, second],
@@ -330,10 +331,9 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 
 
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
-    """Returns the facts about a collective's result as a whole (`differs`, `trip`, `constant`,
-    `summed`). The result of a sum, a maximum, a minimum or a gather is the same on all devices
-    along `axes`. The result of a scatter, an exchange or a permute counts as different on these
-    devices.
+    """Returns the facts `differs`, `trip`, `constant` and `summed` about a collective's result. The
+    result of a sum, a maximum, a minimum or a gather is the same on all devices along `axes`. The
+    result of a scatter, an exchange or a permute counts as different on these devices.
 
     Args:
         sent: the collective.

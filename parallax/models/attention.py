@@ -41,9 +41,8 @@ def grouped(
             None: this is not checked.
 
     Raises:
-        ValueError: H is no multiple of G; or `sharers` is given, and G, the number of heads of keys
-            on this device, is not max(H // sharers, 1), or H is neither a multiple nor a divisor of
-            `sharers`.
+        ValueError: H is not a multiple of G. With `sharers`, also if G is not max(H // sharers, 1),
+            or if H is neither a multiple nor a divisor of `sharers`.
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """
@@ -63,10 +62,10 @@ def grouped(
         )
     if sharers is not None and max(H // sharers, 1) != G:
         raise ValueError(
-            f"attention: {sharers} heads of queries share one head of keys and values, so {H} "
-            f"heads of queries need {max(H // sharers, 1)} of keys and values; got {G}. On a "
-            "device that has only some of the heads, pass the heads of keys and values to which "
-            "the device's heads of queries attend."
+            f"attention: {sharers} heads of queries share one head of keys and values, so with {H} "
+            "heads of queries the number of heads of keys and values must be "
+            f"{max(H // sharers, 1)}; got {G}. On a device that has only some of the heads, pass "
+            "the heads of keys and values to which the device's heads of queries attend."
         )
     # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)

@@ -137,7 +137,7 @@ def train_step(
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
     on the devices yet. The initial weights and the dropout masks depend on `key`, but not on the
-    layout, so every layout computes the same run.
+    layout.
 
     Args:
         family: the kind of decoder, such as `gpt2.FAMILY`.
@@ -310,7 +310,8 @@ def compiled(
 
 
 class _TrainArrays(NamedTuple):
-    """A `Train` for a state with leaves that are not arrays, which `jax.jit` cannot take.
+    """A `Train` for a state that also has leaves other than arrays. `jax.jit` cannot take these
+    leaves.
 
     Attributes:
         train: the compiled step, which takes and returns only the state's arrays.
@@ -402,15 +403,15 @@ def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | N
 def stored(
     family: Family, layout: Layout, *, schedule: Schedule | None = None, layers: int | None = None
 ) -> DiskForm | None:
-    """Returns the two functions by which `run.checkpoint.Checkpoints` converts a state before it is
-    stored and after it is read, so that any layout can read it. Without a pipeline, the result is
-    None, and the state is stored unchanged.
+    """Returns the functions `to_disk` and `from_disk`, by which `run.checkpoint.Checkpoints`
+    converts a state before it is stored and after it is read, so that any layout can read it.
+    Without a pipeline, the result is None, and the state is stored unchanged.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), the
     model's blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule,
     pass it as `schedule`: the schedule gives the order of the chunks. If the state also holds
-    models with only some of the chunks, as the fragments of islands, pass `layers`, the number of
-    layers of the whole model. It gives the size of a chunk, by which `from_disk` cuts the blocks.
+    models with only some of the chunks, as a state of `on_islands` may, pass `layers`, the number
+    of layers of the whole model. `from_disk` needs `layers` to compute the layers per chunk.
     """
     if not layout.pipelined:
         return None
@@ -434,9 +435,9 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
 def _into_stages(
     layout: Layout, schedule: Schedule | None, layers: int | None = None
 ) -> Callable[[Any], Any]:
-    """Returns a function that turns blocks [L, ...] into the blocks in a state of `layout`. For v
-    chunks per stage the blocks in the state are [v, L / v, ...]: index c of dim 0 holds the c-th
-    chunk of every stage, in the order of the stages.
+    """Returns a function that turns blocks [L, ...] into the form that they have in the train state
+    of `layout`. For v chunks per stage, this form is [v, L / v, ...]: index c of dim 0 holds the
+    c-th chunk of every stage, in the order of the stages.
 
     `schedule` is the schedule of `Compute`, which may place the chunks in another order than that
     of the layers. None: the layout's own schedule, which keeps the chunks in the order of the
@@ -461,9 +462,9 @@ def _into_stages(
 
 
 def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """Returns a function that turns the blocks in a state of `layout` into blocks [L, ...]. The
-    returned function is the inverse of the function that `_into_stages` returns. In a pipeline with
-    v chunks per stage, the blocks in the state are [v, L / v, ...].
+    """Returns a function that turns the blocks in a train state of `layout` into blocks [L, ...].
+    The returned function is the inverse of the function that `_into_stages` returns. In a pipeline
+    with v chunks per stage, the blocks in the state are [v, L / v, ...].
     """
 
     def join(blocks):
@@ -497,7 +498,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        """Returns a model with its blocks changed by `change`. Returns any other leaf unchanged."""
+        """Returns `leaf`. If `leaf` is a model, its blocks are changed by `change`."""
         if not is_model(leaf):
             return leaf
         return eqx.tree_at(family.where, leaf, change(family.where(leaf)))

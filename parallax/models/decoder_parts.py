@@ -219,9 +219,10 @@ def stages(
     """
 
     def comms_of_ends():
-        """Returns the `tensor.Comms` of the embedding and the head. `everywhere` includes the
-        stages, since they split the vocabulary too. The functions of this `Comms` send only inside
-        a stage: activations go from stage to stage by `across`, an argument of `embed` and `head`.
+        """Returns the `tensor.Comms` of the embedding and the head. Its field `everywhere` has all
+        axes that split the vocabulary: `axis` and the axis of the stages. Its functions come from
+        `comms(axis)`, so they send only inside a stage. `across`, an argument of `embed` and
+        `head`, sends activations from stage to stage.
         """
         return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
 

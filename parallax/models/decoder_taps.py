@@ -32,7 +32,7 @@ GATHERED = ("data", "context")
 
 
 def residual(x: Any, path: str, comms: Comms) -> Any:
-    """Returns `x` of the residual stream, [B, T, D], with a tap.
+    """Returns `x`, the residual stream [B, T, D] of this device, with a tap.
 
     A device may have only some of the tokens, in any order, so the tap gets the positions of these
     tokens.

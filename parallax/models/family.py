@@ -150,7 +150,8 @@ def run_blocks(
         keys: a random key for each sequence; None: no dropout.
         apply: one block, a function `(weights, x, keys, layer)` that returns x or an `Output`.
         first_layer: the number, in the whole model, of the first of these blocks.
-        remat: wraps the function `(weights, x, layer) -> x`.
+        remat: a function that takes `apply` as a function of `(weights, x, layer)`, with `keys`
+            already bound, and returns a wrapped function, as those of `parallax.remat` do.
         unroll: the number of blocks in the loop's body.
     """
     # `lax.scan` can take only arrays apart by layers; the other leaves are the same in all layers.

@@ -159,8 +159,8 @@ def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) 
 
 def _on_all_models(state: islands.State, change: Callable[[Any], Any]) -> islands.State:
     """Returns the state with `change` applied to all parts that hold models, or trees with the
-    structure of a model, such as an optimizer's moments. `change`, a function of a `DiskForm` from
-    `decoder.stored`, takes any tree, and changes the blocks of each model in the tree.
+    structure of a model, such as an optimizer's moments. `change` takes any tree, and changes the
+    blocks of each model in the tree: it is `to_disk` or `from_disk` of a `decoder.stored` result.
 
     The islands' models and optimizers (`inner`) and their errors of quantization (`error`) have a
     first dim of islands, which `change_stacked` maps over. The outer `model` and `optimizer`, and

@@ -74,8 +74,9 @@ class Compute:
     """The choices for a train step that its layout leaves open.
 
     Args:
-        axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor":
-            ring("tensor")}`; along the other axes `jax.lax` moves the data.
+        axes: a dict of axes with their collective algorithms, such as `{"data":
+            bucketed(ring("data"))}`. Along an axis that is not in the dict, `jax.lax` moves the
+            data.
         attention: the attention function; None: the family's attention, which on a mesh of TPUs or
             GPUs is a kernel (`models.flash`).
         context_attention: a function `(attend, axis)` that returns an attention function for tokens
@@ -276,7 +277,7 @@ def functions_of(setup: Setup) -> Functions:
         axes["stage"] if layout.pipelined else (),
         axes["tensor"],
         comms=comms_of(setup),
-        attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
+        attend=remat.attention(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
         unroll=unroll_of(setup),
     )
@@ -325,8 +326,8 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
         loss = zero.gathered(loss, setup.along(SHARDED_OVER), setup.part_specs.ends)
 
     def mean_loss(model, batch):
-        """Returns the mean of the loss over the devices of `MEAN_OVER`, which have different
-        tokens. Along all other axes the loss is the same.
+        """Returns the mean of the loss over the axes in `MEAN_OVER`. Devices along these axes have
+        different tokens. Along any other axis, all devices have the same loss.
         """
         return setup.along(MEAN_OVER).all_mean(loss(model, batch))
 
@@ -401,9 +402,9 @@ def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
-    """Returns the function that wraps a block, so that its backward pass recomputes the values that
-    are not kept: `compute.remat`, or the function of `parallax.remat` for the layout if
-    `compute.remat` is None.
+    """Returns `compute.remat`, or the function of `parallax.remat` for the layout if
+    `compute.remat` is None. The returned function wraps a block, so that the block's backward pass
+    recomputes the values that are not kept.
     """
     if compute.remat is not None:
         return compute.remat
@@ -529,7 +530,7 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
         others = eqx.combine(static, frozen)
 
         def loss_and_aux(trained):
-            """Returns `(loss, aux)`, with None as aux if `loss` returns a scalar."""
+            """Returns the result of `loss` as a pair. A scalar becomes `(scalar, None)`."""
             value = loss(eqx.combine(trained, others), batch)
             return value if isinstance(value, tuple) else (value, None)
 

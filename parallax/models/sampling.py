@@ -267,8 +267,8 @@ def sampled(
         ValueError: the prompt is empty, or is not a one-dimensional array of integers. A token of
             the prompt is outside the vocabulary. `tokens`, `writer.window` or `top_k` is not an
             integer, or is too small (below 0 for `tokens`, below 1 for the others). `temperature`
-            is not one real number, is negative or is not finite. `top_p` is not one real number in
-            [0, 1].
+            is not one real number, is negative or is not finite in float32. `top_p` is not one real
+            number in [0, 1].
     """
     logits, cached_model, name = writer.logits, writer.cached, writer.name
     tokens, window = argument_checks.whole_numbers(name, tokens=tokens, window=writer.window)
@@ -307,9 +307,9 @@ def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[.
         if top_k < 1:
             raise ValueError(f"{name} needs a top_k of 1 or more, or None for all; got {top_k}.")
     temperature = _scalar(
-        f"{name} needs a finite temperature of 0 (the likeliest token) or more",
+        f"{name} needs a finite temperature of 0 (the likeliest token) or more, in float32",
         temperature,
-        math.inf,
+        float(jnp.finfo(jnp.float32).max),
     )
     if top_p is not None:
         top_p = _scalar(f"{name} needs a top_p from 0 to 1", top_p, 1.0)
@@ -404,7 +404,15 @@ def filtered(
 
     Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for
     `top_p`.
+
+    Raises:
+        ValueError: `logits` is not one-dimensional.
     """
+    if logits.ndim != 1:
+        raise ValueError(
+            "sampling.filtered needs the logits of one token, of one dim; got shape "
+            f"{list(logits.shape)}. For many, use jax.vmap."
+        )
     wide = logits.astype(precision.accumulation_dtype(logits.dtype))
     scale = jnp.asarray(temperature, wide.dtype)
     # No shifted logit is above 0, so a small temperature gives -inf and never inf. If the maximum

@@ -122,8 +122,8 @@ class _Leaf(NamedTuple):
         weight: the parameter. In ZeRO-1 the parameter is whole, and the gradient is a share.
         split: the axes that split the gradient or the parameter. Axes of one device are left out.
         whole: the shape of the whole parameter; if `is_open`, an upper bound of this shape.
-        is_open: whether it is unknown which dim of the parameter is split. It is unknown if the
-            parameter has several dims, and its type varies along an axis that its spec lacks.
+        is_open: whether the parameter has several dims, and its type varies along an axis that its
+            spec does not name. If so, the dim that this axis splits is unknown.
     """
 
     path: tuple[Any, ...]

@@ -13,7 +13,7 @@ The first `lead` dims of a leaf run over stacked layers, and are its *dims of la
 J], `lead` is 1. In `by_matrix`, the last dim of layers, dim `lead - 1`, is divided among the
 owners. `whole` divides no dim, and takes 0 as `lead` of every leaf. Both wrappers send the shares
 of a gradient, and the shares of a parameter that is split, to the owners. `by_matrix` also sends
-the update back. For a leaf of S bytes, with n devices of `axis`, each link carries these bytes:
+the update back. For a leaf of S bytes, with n devices of `axis`, each device sends these bytes:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
@@ -40,7 +40,7 @@ from parallax import jaxprs, rules, shards, trees
 from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying_axes
-from parallax.grads.axes import axes_of
+from parallax.grads.axes import axes_of, axes_of_several_devices
 from parallax.optimizers.elementwise import checked, owners_of_state, with_extra
 from parallax.optimizers.programs import (
     RIGHT,
@@ -82,7 +82,9 @@ def whole(
 
     Raises:
         ValueError: the leaves are split over other axes too, and the optimizer does not act element
-            by element; or, in `init`, `axis` names an axis that the mesh does not have.
+            by element; or, in `init`, `axis` names an axis that the mesh does not have. A parameter
+            is split over one of the axes, and `specs` names no dim that this axis splits. In
+            `specs`, one dim has several axes, and some of them split only the gradient.
     """
 
     def no_layers(path, ndim):
@@ -121,12 +123,14 @@ def by_matrix(
             any leaf of more than three dims need a number, as in `layers={"blocks.**": 1}`.
 
     Raises:
-        ValueError: a leaf has more than three dims, and `layers` has no number for it. The layers
-            on a device cannot be divided evenly among the devices that update them. A leaf has
-            several dims of layers, and `axis` splits one that is not the last of them. The
-            optimizer draws random numbers, or combines several leaves, as clipping by the global
-            norm does. The errors of `whole` are raised too.
+        ValueError: a leaf has more than three dims, and `layers` has no number for it. A glob of
+            `layers` matches no path of `specs`. The layers on a device cannot be divided evenly
+            among the devices that update them. A leaf has several dims of layers, and `axis` splits
+            one that is not the last of them. The optimizer draws random numbers, or combines
+            several leaves, as clipping by the global norm does. The errors of `whole` are raised
+            too.
     """
+    _check_globs(layers or {}, list(trees.by_path(specs)))
 
     def leading(path, ndim):
         """Returns `lead` for the leaf at `path`: the first `lead` of its `ndim` dims run over
@@ -224,6 +228,7 @@ class _Owners(NamedTuple):
         its owners."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, axes_of_splits = self.leads(name, leaf.ndim), shards.names_of(splits)
+        _check_specs(name, leaf, self.axis, splits)
         _check_layers(name, lead, splits)
         # The layers are also divided over the axes that split no dim: otherwise all devices along
         # these axes would compute the same updates. Without layers (lead 0) this split is not used.
@@ -375,6 +380,42 @@ def _shapes_of_one_layer(tree: PyTree, lead: int) -> PyTree:
     """Returns the shapes of the arrays of `tree` without their first `lead` dims. These dims run
     over layers, so each result is the shape of one layer."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
+
+
+def _check_globs(layers: Mapping[str, int], paths: list[str]) -> None:
+    """Raises `ValueError` if a glob of `layers` matches none of `paths`, the paths of all leaves.
+    The stacked vectors that it was meant for would be taken for matrices."""
+    for pattern in layers:
+        if not any(rules.matches_glob(pattern, path) for path in paths):
+            raise ValueError(
+                f"optimizers.by_matrix: the glob {pattern!r} in `layers` matches none of the "
+                f"{len(paths)} leaves of `specs`; their paths are {paths[:3]}. Correct the glob, "
+                "or remove it."
+            )
+
+
+def _check_specs(name: str, weight: Array, axis: Axis, splits: list[Split]) -> None:
+    """Raises `ValueError` if the parameter `weight` would not become whole along `axis`. `splits`
+    are the dims that its spec splits over `axis`, and `name` is its path."""
+    varying = set(axes_of_several_devices({*varying_axes(weight)} & {*axes_of(axis)}))
+    if untold := varying - shards.names_of(splits):
+        raise ValueError(
+            f"optimizers: {name or 'the parameter'} varies along {min(untold)!r}, and `specs` "
+            "names no dim of it that this axis splits. Each device would update its shard as if it "
+            "were the whole leaf. Pass the specs by which the parameters are split, in a tree like "
+            "the parameters."
+        )
+    for split in splits:
+        names = shards.names_of([split])
+        whole = names.difference(varying_axes(weight))
+        if whole and names & varying:
+            raise ValueError(
+                f"optimizers: in `specs`, dim {split.dim} of {name or 'the parameter'} is split "
+                f"over {axes_of(split.axis)!r}, and the parameter does not vary along "
+                f"{min(whole)!r}. One entry of a spec must split both the gradient and the "
+                "parameter over all its axes, or only the gradient. Split the gradient over "
+                f"{min(whole)!r} along another dim."
+            )
 
 
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:

@@ -9,7 +9,7 @@ same array.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
@@ -22,8 +22,9 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.grads.axes import axes_of, axes_of_several_devices, replicated_axes
 from parallax.pipeline import head_sums
-from parallax.pipeline.traced import Misused, Traced
+from parallax.pipeline.traced import Misused, Traced, first_sent
 from parallax.schedule import Schedule
+from parallax.source_lines import source
 
 
 class Output(eqx.Module):
@@ -66,10 +67,10 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Raises a `ValueError` unless the schedule has one stage for each device of the axis, and each
-    array of `blocks`, the blocks on this device, meets three conditions: it is split over the axis,
-    its first dim is the schedule's number of chunks per stage, and it has a layer. If an array is
-    not split, the error is a `Misused`, a `ValueError` whose fields `lint.program` reads."""
+    """Raises a `ValueError` unless the schedule has one stage for each device of the axis. Raises a
+    `Misused`, a `ValueError` whose fields `lint.program` reads, for an array of `blocks`, this
+    device's blocks, that is not split over the axis. Also raises a `ValueError` if an array's first
+    dim is not the number of chunks per stage, or if its second dim, the layers of a chunk, is 0."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -185,6 +186,26 @@ def head(traced: Traced, axis: Axis) -> None:
                 "depends on the stage's index. If the stages compute the head together, begin the "
                 "head with x = pipeline.from_last(x, axis)."
             )
+
+
+def refuse_sending(traced: Traced, arguments: Collection[int], axis: Axis, harm: str) -> None:
+    """Raises a `ValueError` if the program of a stage, or of its backward pass, has a collective
+    over the stages of values computed from the arguments with these indices. `harm` says what is
+    wrong with such a collective."""
+    eqn = first_sent(traced, arguments, axes_of_several_devices(axes_of(axis)))
+    if eqn is not None:
+        raise ValueError(
+            f"pipeline: stage has a collective over {axis.names!r} ({source(eqn)}). {harm} "
+            f"{without_the_stages(axis)}"
+        )
+
+
+def without_the_stages(axis: Axis) -> str:
+    """Returns the cure for a stage that has a collective over `axis`, the axis of the stages."""
+    return (
+        f"Leave {axis.names!r} out of its axes. To gather a parameter, gather it in embed, and let "
+        "x bring it to the stages."
+    )
 
 
 def output(returned: Any) -> Output:

@@ -89,7 +89,8 @@ def value_and_grad(  # noqa: PLR0913
         stage: `(params, x, microbatch, position) -> x`: one chunk of layers. `position` is the
             chunk's place in the model, 0 to v * P - 1 for v chunks on each of P stages. `stage`
             returns a tree like `x`, or an `Output` that also has a term of the loss or auxiliary
-            values.
+            values. It has no collective over `axis`, except, in a schedule that runs in lockstep,
+            of parameters that are not trained.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
             runs on all stages, in each tick in which the output of the last layer for a microbatch
             is ready. If the loss is typed as varying over `axis`, the last stage's loss is used.
@@ -100,7 +101,9 @@ def value_and_grad(  # noqa: PLR0913
             all-reduces the gradients of parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
             `params.blocks`. Each array of the blocks has a first dim of size v, the number of
-            chunks per stage.
+            chunks per stage. Split the second dim over the stages: if v > 1, a spec that splits the
+            first dim gives arrays of the same shapes, but runs the layers in another order, and
+            raises no error.
         trainable: chooses the leaves that have a gradient, as in `step.init`: it is a function of a
             leaf, or a tree of booleans that is a prefix of the parameters. Other leaves have the
             gradient None, which takes no memory.
@@ -125,8 +128,10 @@ def value_and_grad(  # noqa: PLR0913
             sequences is 0, or is not a multiple of the number of microbatches. `params` has no
             `blocks`, and no `blocks` is given. An array of `blocks(params)` is not split over
             `axis`, or its first dim is not the number of chunks per stage. `stage` returns a tree
-            of another structure, shape or dtype than its input. A parameter would have no gradient,
-            since a function reads it by closure, or since `embed` or `head` reads the blocks.
+            of another structure, shape or dtype than its input, or has a collective over `axis`. A
+            function reads a trained parameter by closure: the parameter's gradient would miss this
+            use. `embed` or `head` reads blocks: both run on all stages, and the stages have
+            different blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -205,7 +210,9 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """
     axis = Axis.of(axis)
     # A sum in which all other stages add 0.
-    return axis.all_reduce(masked(axis.index() == axis.size() - 1, x))
+    of_last = axis.all_reduce(masked(axis.index() == axis.size() - 1, x))
+    # The sum of booleans is a count.
+    return jax.tree.map(lambda summed, x: summed.astype(x.dtype), of_last, x)
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:

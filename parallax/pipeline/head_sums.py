@@ -60,8 +60,8 @@ class Terms(NamedTuple):
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
         """Returns the `Terms` of a value that is computed from two values, whose `Terms` are `self`
-        and `second`. `by_index` of the result is None: to compute the result on a stage, the
-        operation would be needed, and only the operands' `Terms` are given."""
+        and `second`. `by_index` of the result is None, since this method does not know the
+        operation that computes the value."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
@@ -176,8 +176,9 @@ class _Sums(jaxprs.FollowingAlong):
 
     def met(self, operands: Sequence[Terms]) -> Terms:
         """Returns the `Terms` of a value that depends on all `operands`. If all operands depend on
-        no argument (`is_number`), the value depends on no argument either. `by_index` of the result
-        is None: to compute the value on a stage, the operation would be needed."""
+        no argument (`is_number`), the value depends on no argument either. `by_index`, the function
+        from a stage's index to the value, is None: this method does not know which operation
+        computes the value."""
         is_number = all(operand.is_number for operand in operands)
         return super().met(operands)._replace(is_number=is_number)
 

@@ -59,6 +59,7 @@ from parallax.pipeline.buffers import (
     taken,
     wide_zeros,
 )
+from parallax.pipeline.ends import copy_from_last
 from parallax.pipeline.programs import Programs, Task, Trained
 from parallax.pipeline.rows import Row
 
@@ -249,18 +250,23 @@ class Jobs(Programs):
         loss, the auxiliary values and the gradients added. If only the loss is needed, the
         cotangent is a tree of None.
         """
-        microbatch = row.jobs["head"]
+        microbatch, params, counts = row.jobs["head"], self.params, self.counts
+        # The collective brings a part of the gradient from the last stage to each stage, so the
+        # gradients of all stages are added. No stage's part may be NaN, so all stages get the
+        # model's output. On a CPU, the head's collectives wait for the messages with it.
+        if self.head_gathers and self.differentiates:
+            y = jax.tree.map(functools.partial(copy_from_last, axis=self.axis), y)
+            microbatch, params = sequence_after((microbatch, params), y)
+            counts = True
         # `ends` are the gradients of the parameters outside the blocks.
-        (loss, aux), (ends, ct) = self.programs["head"](
-            self.params, y, *self.head_inputs(microbatch)
-        )
+        (loss, aux), (ends, ct) = self.programs["head"](params, y, *self.head_inputs(microbatch))
         # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)
         # `True` adds the loss as it is: the program has masked it already.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
         # `counts` says whether the loss of this stage is used. If it is not, the gradients are not
         # added: the head may have computed NaN from a `y` that is not the model's output.
-        return ct, self._with_ends(carry, ends, self.counts)
+        return ct, self._with_ends(carry, ends, counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """Sends `tree` along the ring of stages, and returns the tree of the stage that is

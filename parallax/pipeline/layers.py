@@ -226,7 +226,7 @@ def _reordered(
         """Returns `w`, [chunks, layers / chunks, ...], with the chunks in the new order. A group is
         the layers of one chunk of one stage; group k of the result is group `order[k]` of `w`."""
         # Each place has the same number of layers: places with fewer were padded.
-        if w.shape[:1] != (v,) or w.shape[1] % P:
+        if w.ndim < 2 or w.shape[0] != v or w.shape[1] % P:
             raise ValueError(
                 f"{where}: {v} chunks on each of {P} stages need blocks whose arrays have the "
                 f"shape [{v}, L / {v}, ...], where L, the number of layers, is a multiple of "

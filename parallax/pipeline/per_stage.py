@@ -46,6 +46,7 @@ from parallax.collectives.types import varying
 from parallax.grads.axes import axes_of
 from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened
 from parallax.pipeline.buffers import masked, put, stacked_zeros, taken
+from parallax.pipeline.checks import without_the_stages
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, forward_alone, rows
 from parallax.pipeline.traced import trace
@@ -282,7 +283,7 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         if crosses:
             raise ValueError(
                 f"pipeline: in this schedule {runs}. Stages that run another job would never join "
-                f"this collective. Move it into embed or head, or {cure}."
+                f"this collective. {without_the_stages(axis)}"
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(

@@ -40,7 +40,7 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import match_varying, varying, varying_axes
 from parallax.grads import split_into_microbatches
-from parallax.grads.axes import axes_of
+from parallax.grads.axes import axes_of, axes_of_several_devices
 from parallax.jaxprs import opened
 from parallax.pipeline import checks, traced
 from parallax.pipeline.buffers import Counts, masked
@@ -149,6 +149,8 @@ class Programs:
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
         counts: whether the loss that the head computes on this stage is used.
+        head_gathers: whether only the last stage's loss is used, and the head computes it with
+            parameters that a collective brings from the other stages.
         moves_early: whether a collective in one of the user's functions depends on nothing but the
             parameters.
         programs: the traced programs: "embed", "forward", "head", "backward", "weight" and
@@ -341,6 +343,14 @@ class Programs:
         # The stage may return an activation that varies over more axes than its input. The output
         # is the next stage's input, so the stage is traced again until both types are equal.
         self.x = traced.settled(self.x, after_stage)
+        # In a schedule that runs per stage, `per_stage` refuses every collective over the stages.
+        if not self.schedule.per_stage:
+            harm = (
+                "In a tick each stage has a microbatch of its own or none, so the collective would "
+                "mix numbers of several microbatches."
+            )
+            # All arguments but the parameters, argument 0, belong to the stage's microbatch.
+            checks.refuse_sending(self._stage, range(1, len(self._stage.used)), self.axis, harm)
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
         self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
         terms = checks.Output(None, self._stage.out.loss, self._stage.out.aux)
@@ -349,8 +359,9 @@ class Programs:
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
-        """Traces `head`, and sets `counts`, which says whether the head's loss is used on this
-        stage."""
+        """Traces `head`. Sets `counts`, which says whether the head's loss is used on this stage,
+        and `head_gathers`, which says whether the last stage's head uses parameters of the others.
+        """
 
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
@@ -369,6 +380,11 @@ class Programs:
             self.counts = True
         # Refuses a loss that sums over the stages what each computed from its own x.
         checks.head(self._head, self.axis)
+        # Argument 0 is the parameters.
+        axes = axes_of_several_devices(axes_of(self.axis))
+        self.head_gathers = (
+            self.counts is not True and traced.first_sent(self._head, [0], axes) is not None
+        )
 
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
@@ -422,6 +438,13 @@ class Programs:
         # The other results, (still, aux), have no cotangent.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
         both = trace(transposed, out, *known, self.saved)  # a cotangent has the type of its value
+        if not self.schedule.per_stage:
+            harm = (
+                "A stage that has no job in a tick drops its gradients, and with them the parts "
+                "that such a collective brings from other stages."
+            )
+            # Argument 0 is the cotangent.
+            checks.refuse_sending(both, [0], self.axis, harm)
         self.programs["backward"] = both
         if not self.in_halves:
             return

@@ -8,11 +8,11 @@ that names the parameter. A program is a jaxpr with the values of its constants,
 computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
 type says that the value may differ between the axis's devices. `Following`, a base class from
 `parallax.jaxprs`, computes a property of each value in a program. Here the property is whether the
-value depends on any argument but the first, the parameters. The method `run` reads the program. The
-method `met` returns the property of an equation's result, from the properties of its operands.
+value depends on certain arguments. The method `run` reads the program. The method `met` returns the
+property of an equation's result, from the properties of its operands.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -193,23 +193,42 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
 def moves_early(traced: Traced) -> bool:
     """Returns whether the function has a collective that depends on no argument but the first, the
     parameters. That collective could run before the previous tick has ended."""
-    # For each array among the arguments, whether it is ready only in its tick: all but the
-    # parameters, argument 0. `used` is a tree like the arguments.
-    is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
-    collectives = _Collectives()
-    collectives.run(traced.program, is_late)
-    return collectives.are_early
+    # All arguments but the parameters, argument 0, are ready only in their tick.
+    return any(map(sent_over, _uses(traced, range(1, len(traced.used)))[False]))
 
 
-class _Collectives(Following):
-    """Follows the values that depend on a late argument: an argument that is ready only in the tick
-    in which the function runs. `are_early` says whether there is a collective that depends on no
-    late argument."""
+def first_sent(
+    traced: Traced, arguments: Collection[int], axes: Collection[str]
+) -> JaxprEqn | None:
+    """Returns the first collective over one of the mesh axes `axes` that sends a value computed
+    from one of the arguments with the indices `arguments`; None if there is none."""
+    uses = _uses(traced, arguments)[True]
+    return next((eqn for eqn in uses if sent_over(eqn) & set(axes)), None)
+
+
+def _uses(traced: Traced, arguments: Collection[int]) -> dict[bool, list[JaxprEqn]]:
+    """Returns two lists of the equations that have no inner program. Under True are those whose
+    operands depend on one of the arguments with the indices `arguments`, and under False the
+    others. An equation in a loop may be in both lists."""
+    # `used` is a tree like the arguments; here only the number of its leaves counts.
+    marks = [
+        i in arguments for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)
+    ]
+    uses = _Uses()
+    uses.run(traced.program, marks)
+    return uses.equations
+
+
+class _Uses(Following):
+    """Follows the values that depend on marked arguments, and sorts the equations by whether their
+    operands do."""
 
     unknown = False
-    are_early = False
+
+    def __init__(self):
+        self.equations: dict[bool, list[JaxprEqn]] = {False: [], True: []}
 
     def plain(self, eqn: JaxprEqn, operands: list[bool], aval: Any) -> bool:
-        is_late = self.met(operands)
-        self.are_early |= bool(sent_over(eqn)) and not is_late
-        return is_late
+        is_marked = self.met(operands)
+        self.equations[is_marked].append(eqn)
+        return is_marked

@@ -14,10 +14,10 @@ matmul. A `Sizes` has a microbatch's sizes on a device, and how often a step cal
 model. `forward`, `backward` and `weights` count a stage's calls for its output (F), its input's
 gradient (I) and its weights' gradients (W). `heads` counts calls of the head, the function that
 computes the loss. A *share* is the part of a leaf (one array of the model) that ZeRO leaves on a
-device. `known` refuses a model without closed forms. `recomputed` gives the operations that the
-backward pass runs again. `kernel` says whether attention runs in a kernel that keeps no scores.
-`hardware.short` is the bytes that the hardware uses for a number of a 16-bit type: 2, or 4 if its
-compiler widens such numbers.
+device. `known` refuses a model without closed forms. `recomputed` tells which arrays a layer keeps,
+and which operations the backward pass runs again. `kernel` says whether attention runs in a kernel
+that keeps no scores. `hardware.short` is the bytes that the hardware uses for a number of a 16-bit
+type: 2, or 4 if its compiler widens such numbers.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -35,7 +35,7 @@ from parallax import context
 from parallax.collectives import AxisLike
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.models import flash, recipe
+from parallax.models import flash, gpt2, recipe
 from parallax.plan import algorithms, decoders, residuals, traffic
 from parallax.plan.algorithms import Chosen
 from parallax.plan.decoders import ADAMW
@@ -88,8 +88,8 @@ class Memory(NamedTuple):
     @property
     def at_peak(self) -> dict[str, int]:
         """The bytes of each kind of array at the moment of the peak. The sum over all kinds is
-        `peak`. Each of the four largest temporaries is a kind, with a name from its operation and
-        source file."""
+        `peak`. The four largest temporaries are named after their operation and source file, and
+        temporaries with the same name are one kind. All others are "other temporaries"."""
         named: dict[str, int] = {}
         others = self.temporaries
         for buffer in self.held[:LARGEST]:
@@ -314,9 +314,11 @@ def has_kernel(
 
     The answer is `asked`, the caller's choice. If `asked` is None, the answer is the default choice
     of the train step, which takes such a kernel on TPUs and GPUs, for the shapes and the precision
-    that the kernel supports. Ring attention, over a context axis, uses no such kernel.
+    that the kernel supports. Ring attention, over a context axis, uses no such kernel, and neither
+    does a GPT-2 with dropout of its attention weights; the answer is then False, whatever `asked`.
     """
-    if layout.context > 1:  # ring attention instead
+    # Ring attention, or GPT-2's own attention with dropout, runs instead.
+    if layout.context > 1 or (isinstance(config, gpt2.Config) and config.attention_dropout):
         return False
     if asked is not None:
         return asked
@@ -504,9 +506,10 @@ def _passes(
     """Returns the bytes that a device reads and writes between matmuls, in all calls of its stage
     together. `size.forward`, `size.backward` and `size.weights` count these calls.
 
-    A pipeline also copies the arrays that a layer keeps into a slot of a buffer, and later out of
-    the slot. The bytes of these copies count too. If the backward pass runs the whole stage again,
-    there are no such copies. If `kernel` is true, attention writes no scores to memory.
+    A layer keeps arrays for its backward pass. A pipeline copies these arrays into a slot of a
+    buffer, and later out of the slot. The bytes of the copies count too. If the backward pass runs
+    the whole stage again, there are no such copies. If `kernel` is true, attention writes no scores
+    to memory.
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")

@@ -74,8 +74,8 @@ class Needed:
 
         A scan needs the operands that its body needs (`_scan`). An optimization barrier returns
         each operand as a result, and needs the operands whose results are used. A call, such as a
-        `jit`, needs the operands that its program needs. A while loop, like every other equation,
-        needs all its operands.
+        `jit`, needs the operands that its program needs. An equation of any other kind, such as a
+        while loop, needs all its operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractDevice
 
-from parallax import mesh
+from parallax import context, mesh
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.models import decoder, flash, recipe
@@ -31,7 +31,7 @@ def traced(
     **options: Any,
 ) -> Trace:
     """Returns the `Trace` of `decoder.train_step`: the memory, messages and work of one device in a
-    step. All devices run the same program, and they need not exist.
+    step. The counts hold for each device, since all run the same program. No device is needed.
 
     For a GPU, the trace counts attention as cuDNN's kernel, which keeps no scores, if the kernel
     supports the GPU, the shapes and the precision. By default the trace has a loop over the layers,
@@ -89,13 +89,17 @@ def _has_cudnn(family: Family, layout: Layout, hardware: Hardware) -> bool:
 def _like_cudnn(family: Family) -> Callable[..., Any]:
     """Returns an attention function that stands for cuDNN's kernel in a trace. The function traces
     JAX's kernel for TPUs, since both kernels need about the same memory and about the same number
-    of passes over memory. For shapes or a dtype that cuDNN's kernel does not support, the function
-    traces the family's own attention."""
+    of passes over memory. That kernel takes whole blocks of tokens; for another number of tokens,
+    `context.blockwise`, which keeps no scores either, stands for cuDNN's kernel. For shapes or a
+    dtype that cuDNN's kernel does not support, the function traces the family's own attention."""
 
     def attention(q, k, v, *, segments=None):
         """Returns causal attention of arrays [batch, tokens, heads, head width]."""
         fits = q.dtype.itemsize == 2 and flash.fits_cudnn(q.shape[1], q.shape[3])
+        in_blocks = q.shape[1] % flash.BLOCKS[-1] == 0
         attend = flash.attention if fits else family.attention
+        if fits and not in_blocks and segments is None:  # with segments no kernel runs
+            attend = context.blockwise
         return attend(q, k, v, segments=segments)
 
     return attention

@@ -1,8 +1,8 @@
 """The arrays of a traced program, as a compiler treats them.
 
 A value is either *held* in a buffer, or *fused*: each operation that reads the value computes it
-again. An `aval` is JAX's type of an array. A *frame* has the operations of the program, of a branch
-of a conditional or of a loop's body.
+again. An `aval` is JAX's type of an array. A *frame* has the operations of the program. The body of
+a loop has a frame of its own, and so has each branch of a conditional.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,8 @@ class Value:
 
 
 class Frame:
-    """The operations of a program, of a branch of a conditional or of a loop's body, in order."""
+    """The operations of a program, in order. The body of a loop has a frame of its own, and so has
+    each branch of a conditional."""
 
     def __init__(self):
         """Makes a frame without operations."""

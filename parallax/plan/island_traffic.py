@@ -41,8 +41,8 @@ def terms(
 
     def found() -> Iterator[Term]:
         """Yields a `Term` (a kind of collective) for each array of the model. The changes of
-        parameters are numbers of 4 bytes (float32) or more. An `ErrorFeedback` sends them as int8,
-        so it is counted like `quantized`."""
+        parameters are numbers of 4 bytes (float32) or more. If `axis` is an `ErrorFeedback`, the
+        `Term` has the int8 all-reduce of `quantized_in`."""
         wide = max(itemsize, 4)
         given = ring("island") if axis is None else axis
         if isinstance(given, ErrorFeedback):

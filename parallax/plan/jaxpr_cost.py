@@ -2,22 +2,22 @@
 moves, and lists its operations, from which `liveness` computes the peak of memory.
 
 A `Value` is one array. The array is either *held* in a `Buffer`, or *fused*: then each operation
-that reads the array computes it again. `reads` maps each buffer from which a value is computed to
-the number of bytes that are read from this buffer. A value is held as soon as a matmul, a message
+that reads the array computes it again. A value is computed from buffers, and `reads` has for each
+of these buffers the number of bytes that are read. A value is held as soon as a matmul, a message
 or a loop needs it as an array. An expensive value that several operations read is held as soon as
 it is computed. The result of a reshape has the `root` of its operand; any other value is its own
 `root`. `near` are the buffers that the value reads element by element; the value may be written
 over one of these buffers. `is_zeros` marks an array of zeros: some compilers keep all arrays of
 zeros of the same size and dtype in one buffer.
 
-A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
-for equations take the operands, whether each result is needed (`used`), and how many operations
-read each result (`readers`). `self.times` is how often the equation that is being read runs: the
-iterations of all loops around it, multiplied. Inside a function of JAX or a collective of this
-library, `self.at` is the equation in the caller's code that makes the call. The equations inside
-get the source line of this call. Elsewhere `self.at` is None. `self.needed` tells which operands
-and results of a jaxpr are needed. `hold` gives a value a buffer. `habits` says which copies the
-platform's compiler makes. `linear_p` is the primitive of this library's collectives.
+A *frame* has operations in order. The program has a frame, and so has each branch and each loop's
+body. The methods for equations take the operands, whether each result is needed (`used`), and how
+many operations read each result (`readers`). `self.times` is how often the equation that is being
+read runs: the iterations of all loops around it, multiplied. Inside a function of JAX or a
+collective of this library, `self.at` is the equation in the caller's code that makes the call. The
+equations inside get the source line of this call. Elsewhere `self.at` is None. `self.needed` tells
+which operands and results of a jaxpr are needed. `hold` gives a value a buffer. `habits` says which
+copies the platform's compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -242,7 +242,7 @@ class Reading:
         operation: XLA computes equal equations only once.
 
         Three kinds of equations are added each time, even if they are equal: equations with an
-        inner program or an effect, barriers, and collectives of this library.
+        inner program or an effect, optimization barriers, and collectives of this library.
         """
         # A collective of this library (`linear_p`) gets its inner program only in `_linear`.
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
@@ -313,11 +313,11 @@ class Reading:
         return self._inlined(eqn, program, operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns the value that a barrier makes of `value`. The new value has the buffer of
-        `value`. A `value` without a buffer gets one. The new value is its own `root`, and the
-        method `_once` compares operands by the ids of their roots. So `_once` never merges an
-        equation that reads the new value with an equation that reads the old value. A value that is
-        made only of literals is returned unchanged."""
+        """Returns the result of an optimization barrier for its operand `value`: a new value in the
+        buffer of `value`. A `value` without a buffer first gets one. The new value is its own
+        `root`, and the method `_once` compares operands by the ids of their roots. So `_once` never
+        merges an equation that reads the new value with an equation that reads the old value. A
+        value that is made only of literals is returned unchanged."""
         # `hold` gives the buffer to the root, and updates only the root's `reads`.
         buffer = self.hold(value) if value.root.reads else None
         return (
@@ -330,12 +330,13 @@ class Reading:
         """Returns the results of an operation without an inner program, and counts its arithmetic
         and messages.
 
-        The result of an elementwise operation or a view gets no buffer (it is fused). The
-        operations that return the index of a device (`axis_index`) or of a platform
-        (`platform_index`) read no memory. A barrier (`_apart`) and an operation that rewrites a
-        part of an array (`_update`) have methods of their own. All other operations first put their
-        operands into buffers, and then their results. Only the operands of a reduction may stay
-        without buffers: the reduction computes its operands as it reads them.
+        The result of an elementwise operation, or of an operation that makes a view, gets no buffer
+        (it is fused). The operations that return the index of a device (`axis_index`) or of a
+        platform (`platform_index`) read no memory. An optimization barrier (`_apart`) and an
+        operation that rewrites a part of an array (`_update`) have methods of their own. All other
+        operations first put their operands into buffers, and then their results. Only the operands
+        of a reduction may stay without buffers: the reduction computes its operands as it reads
+        them.
         """
         name = eqn.primitive.name
         if name in primitives.FUSED or primitives.only_multiplies(eqn):
@@ -375,11 +376,11 @@ class Reading:
         return results
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
-        """Returns the result of an elementwise operation or a view. The result of a reshape gets a
-        `source`, by which its `root` is that of its operand: the value before all reshapes. A
-        broadcast of 0 is an array of zeros (`is_zeros`). The result of an expensive operation
-        (`jaxprs.DEAR`) gets a buffer if several operations read the result, unless the result is
-        computed from no buffer (`reads` is empty), as from literals."""
+        """Returns the result of an elementwise operation, or of an operation that makes a view,
+        such as a reshape. The `source` of a reshape's result is the `root` of the reshape's
+        operand: the value before all reshapes. A broadcast of 0 is an array of zeros (`is_zeros`).
+        The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if several operations
+        read the result, unless no buffer is read to compute it, as from literals."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
@@ -624,7 +625,8 @@ class Reading:
         # `reads`.
         reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}
         self.frames.append(Frame())
-        self.times *= trips
+        times_outside = self.times
+        self.times *= trips  # 0 for a loop over an empty array
         # Each result has one reader, `[1] * ...`: the next trip, or the stacked array.
         results = self.run(
             body, [*constants, *carried, *sliced], needed_results, [1] * len(needed_results)
@@ -638,7 +640,7 @@ class Reading:
             if is_needed:
                 bases = value.root.reads
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
-        self.times //= trips
+        self.times = times_outside
         operations = self.frames.pop().operations
         # For each carry, its buffer at the end of a trip and its buffer at the beginning.
         pairs = [
@@ -762,8 +764,8 @@ class Reading:
         body's variable `var`.
 
         If the body needs the slice (`wanted`), the whole stacked operand gets a buffer before the
-        loop. The slice itself has no buffer: an operation that uses the slice counts as a read of
-        the operand's buffer, of at most the bytes of the slice.
+        loop. The slice itself has no buffer. An operation that uses the slice is counted as reading
+        the operand's buffer, and as reading at most as many bytes as the slice has.
         """
         if wanted:
             self.hold(value)  # from here on, `value.root.reads` has only the operand's buffer

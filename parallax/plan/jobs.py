@@ -33,8 +33,8 @@ class Jobs(NamedTuple):
             tick.
         weights: ticks with gradients of the stages' weights.
         slots: places in the buffer of residuals; each place has the residuals of one chunk for one
-            microbatch. In lockstep, a stage without a job writes residuals too, and may need one
-            more place for them.
+            microbatch. In lockstep, a stage without a microbatch runs the forward job too, on
+            garbage, and may need one more place for the residuals of this job.
         deferred: places for the arrays that the job I (the input's gradient) keeps for the job W
             (the weights' gradients), which runs later.
         arrivals: places for arrays that have come from other stages and wait for their job.
@@ -112,7 +112,7 @@ def jobs(layout: Layout) -> Jobs:
 
 
 def in_lockstep(layout: Layout) -> bool:
-    """Returns whether all stages run the same lanes (kinds of job) in a tick."""
+    """Returns whether, in each tick, all stages run the same kinds of job (lanes)."""
     return layout.schedule not in PER_STAGE
 
 

@@ -5,8 +5,8 @@ and the memory of a device.
         print(planned.seconds.total, planned.layout)
 
 For each layout, `plan` computes the time of a step by formulas (closed forms), with the fastest
-algorithm along each of the layout's axes. The layouts are ranked by this time. Then the steps of
-the layouts are traced, the fastest layout first, and the traced memory tells whether a layout fits.
+collective algorithm along each axis. The layouts are ranked by this time. Then the steps of the
+layouts are traced, the fastest layout first, and the traced memory tells whether a layout fits.
 """
 
 import itertools
@@ -56,14 +56,15 @@ def search(
     """Returns the plans of the fastest layouts, at most `count` plans, the fastest first. Each
     layout uses exactly `devices` devices, and fits into their memory.
 
-    Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
-    differ only in ZeRO's stage and in remat, only the fastest that fits is listed. Between matmuls,
-    a tensor axis also splits the tokens (sequence parallelism), if the number of tokens is a
-    multiple of the number of devices along the tensor axis. With this split the messages have as
-    many bytes as without it, and a device keeps fewer bytes. The sequences of a replica are split
-    into microbatches; each number in `choices.sequences` is tried as the size of a microbatch. With
-    a schedule that defers the weights' gradients, nothing is recomputed. ZeRO splits over all
-    replicas, or within groups of replicas (HSDP).
+    A plan uses, along each axis of the layout, the fastest algorithm for the collectives along this
+    axis (`Plan.algorithms`). Of layouts that differ only in ZeRO's stage and in remat, only the
+    fastest that fits is listed. Between matmuls, a tensor axis also splits the tokens (sequence
+    parallelism), if the number of tokens is a multiple of the number of devices along the tensor
+    axis. With this split the messages have as many bytes as without it, and a device keeps fewer
+    bytes. The sequences of a replica are split into microbatches; each number in
+    `choices.sequences` is tried as the size of a microbatch. With a schedule that defers the
+    weights' gradients, nothing is recomputed. ZeRO splits over all replicas, or within groups of
+    replicas (HSDP).
 
     Args:
         config: the model's sizes.

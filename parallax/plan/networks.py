@@ -67,9 +67,9 @@ class Level(NamedTuple):
     Attributes:
         devices: the number of devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
-        shared: the oversubscription. All devices of a group of the level below share the links by
-            which messages leave that group. If that group has n devices, these links together have
-            n / `shared` times the rate of `link`.
+        shared: the oversubscription. A group of this level consists of smaller groups. The n
+            devices of a smaller group share the links by which messages leave the smaller group.
+            Together these links have n / `shared` times the rate of `link`.
     """
 
     devices: int
@@ -97,10 +97,11 @@ class Nested(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A device is in one group of each level, and has a
-        link of its own there (`Level.link`). A message uses the sender's own link only in the
-        smallest group that has both the sender and the receiver. The message also leaves each
-        smaller group that has the sender, by links that the group's devices share (`Level.shared`).
+        message, and the bytes of one message. A device is in a group of each size (`levels`). In
+        each of its groups, the device has a link of its own (`Level.link`). A message uses the
+        sender's own link only in the smallest group that has both the sender and the receiver. The
+        message also leaves each smaller group that has the sender, by links that the devices of the
+        smaller group share (`Level.shared`).
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -208,7 +209,8 @@ class Torus(NamedTuple):
 def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     """Returns the network of this number of devices. TPUs of one slice form a torus. All other
     devices form domains with fast links inside. A slower network without oversubscription joins the
-    domains. Raises `ValueError` if the last chip of a slice would lack a device."""
+    domains. Raises `ValueError` if `devices` TPUs of one slice do not fill their chips: `devices`
+    must be a multiple of `hardware.cores`, the number of devices on a chip."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
         # The torus of the hardware, if it has this number of chips; else one that is near to a

@@ -18,8 +18,8 @@ class Recomputed(NamedTuple):
     Attributes:
         keeps: what a layer keeps. It is "everything", or only the results of the layer's matmuls
             with weights ("products"), or only the layer's input ("inputs").
-        keeps_gathered: whether arrays that were gathered over devices are kept whole, if `keeps` is
-            "everything"; else True, and `keeps` tells what is kept.
+        keeps_gathered: whether a layer keeps the whole arrays that it gathers over devices. This
+            field matters only if `keeps` is "everything"; for any other `keeps` it is True.
         keeps_scores: whether attention's probabilities (the softmax of its scores) are kept.
         gathers: how many all-gathers over devices the backward pass of a layer runs again.
         sums: how many all-reduces over devices the backward pass of a layer runs again.

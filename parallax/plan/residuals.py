@@ -8,13 +8,13 @@ The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show.
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
 activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
 `layout.token_shards` the number of devices among which the residual stream is split by tokens. In
-`Sizes`, `narrow` is the bytes of a number. All other fields count numbers on a device: `whole` is
-A, `split` A / t, `scores` S / t, `stream` the residual stream's numbers, and `gathered` the kept
-numbers of a column-parallel matmul's input.
-`short` is the bytes of a number in 16-bit precision: 2, or 4 if the compiler widens such numbers.
-`kernel` says whether attention runs in a kernel that keeps no scores. A `Layer` has the widths
-`queries`, `keys` and `hidden`. Its `column_parallel` is the number of elements per token in the
-results of the layer's column-parallel matmuls.
+`Sizes`, `narrow` is the bytes of a number. The other five fields of `Sizes` count numbers on a
+device: `whole` is A, `split` A / t, `scores` S / t, `stream` the residual stream's numbers, and
+`gathered` the kept numbers of a column-parallel matmul's input. The argument `short` is the bytes
+of a number in 16-bit precision: 2, or 4 if the compiler widens such numbers. The argument `kernel`
+says whether attention runs in a kernel that keeps no scores. A `Layer` has the widths `queries`,
+`keys` and `hidden`. Its `column_parallel` is the number of elements per token in the results of the
+layer's column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits, for b sequences of T tokens, width D and H heads.

@@ -26,7 +26,7 @@ class Seconds(NamedTuple):
     Attributes:
         products: seconds of the matmuls, at the share of the peak rate that large matmuls reach.
         passes: seconds in which memory is read and written.
-        messages: for each set of axes, seconds of the messages along these axes, one after another.
+        messages: for each set of axes, the seconds of all messages along these axes together.
         share: the share of the peak rate that the step reaches. It is the seconds that the matmuls
             would take at the peak rate, divided by `total`.
     """
@@ -101,9 +101,9 @@ def span(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
 def hop(
     mesh: Mapping[str, int], axes: tuple[str, ...], hardware: Hardware, links: float = 1.0
 ) -> Link:
-    """Returns the times of a hop in the groups along `axes`. The hop is over fast links only if
-    each group lies in one domain, the `hardware.domain` devices that fast links join. `links` is
-    the number of fast links that the hop crosses."""
+    """Returns the `Link` (the latency and the seconds per byte) of a hop between two devices of a
+    group along `axes`. If each group lies in one domain, a set of `hardware.domain` devices that
+    fast links join, the hop crosses `links` fast links. If not, the hop is over slow links."""
     if _crosses(tuple(mesh.items()), axes, hardware.domain):
         return hardware.slow
     return hardware.link(span(mesh, axes), links)
@@ -112,8 +112,8 @@ def hop(
 @functools.lru_cache(maxsize=4096)
 def _crosses(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], domain: int) -> bool:
     """Returns whether a group along `axes` has devices of several domains. The first `domain`
-    devices are a domain, and so on: a group of 6 devices that begins at device 6 crosses the border
-    of the first 8."""
+    devices are a domain, the next `domain` devices are the next domain, and so on. With domains of
+    8 devices, a group of the devices 6 to 11 has devices of two domains."""
     sizes = dict(mesh)
     of_devices = np.arange(math.prod(sizes.values())).reshape(*sizes.values()) // domain
     along = tuple(k for k, name in enumerate(sizes) if name in axes)
@@ -146,10 +146,11 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     messages; received bytes that the device adds to its own numbers; and `chain`, the length of the
     longest chain of messages in which each waits for the one before. In an all-to-all, a device
     sends its n - 1 messages one after another (`hops`), but no message needs the result of another
-    message: the `chain` of an all-to-all is 1.
+    message: the `chain` of an all-to-all is 1. A program does not say how many rows a ragged
+    all-to-all sends: it counts like an all-to-all that fills the result.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
-    if message.kind == "all-to-all":
+    if message.kind in ("all-to-all", "ragged-all-to-all"):
         return Cost(n - 1, size * (n - 1) // n, size * (n - 1) // n, n - 1, 0, chain=1)
     if message.kind not in _LIKE:
         return Cost(1, size, size, 1, 0, chain=1)

@@ -70,7 +70,8 @@ class Trace(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most bytes of memory that a device uses at any moment of a step."""
+        """The most bytes of memory that a device uses at any moment of a step. Arrays that the step
+        reads by closure, and does not take as arguments, are not counted."""
         return self.arguments + self.results + self.temporaries
 
     @property
@@ -98,8 +99,8 @@ def trace(
     `mesh`. The step is neither compiled nor run.
 
     Args:
-        step: any function under `mesh.spmd`, jitted or not. Arguments that `jax.jit` donates count
-            as donated.
+        step: the result of `mesh.spmd`, or a function that calls it, jitted or not. Arguments that
+            `jax.jit` donates count as donated.
         shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. For an argument
             that `mesh.spmd` splits, only the bytes of one device's block are counted.
         mesh: the mesh of the step. Its devices need not exist.
@@ -199,7 +200,7 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
         var
         for variables, flags in marked
         for var, flag in zip(variables, flags, strict=True)
-        if flag
+        if flag and not jaxprs.is_literal(var)  # a Python number has no buffer
     }
 
 
@@ -228,7 +229,7 @@ def _placed(
 
 def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
     """Raises `ValueError` unless the program has a `shard_map`, and each `shard_map` in it is over
-    a mesh of these `sizes`."""
+    a mesh of these `sizes`, in the same order of axes."""
     maps = [eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "shard_map"]
     if not maps:
         raise ValueError(
@@ -238,7 +239,8 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
         )
     for eqn in maps:
         over = dict(eqn.params["mesh"].shape)
-        if over != sizes:
+        # The order of the axes decides which devices are near each other.
+        if list(over.items()) != list(sizes.items()):
             raise ValueError(
                 f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass "
                 "the mesh of the step."

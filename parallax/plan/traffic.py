@@ -7,15 +7,15 @@ A *term* is one kind of collective, with its bytes and its calls in a step. A *l
 the model, and its *share* is the part of it that ZeRO leaves on a device. A *lane* is one kind of a
 pipeline's jobs: forward, backward or weights.
 
-In `_Step`, `size` says how often a step calls each part of the model (`Sizes`), and `again` has the
-operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
-but `size.leaves` is the number of calls of the embedding's backward pass. `stream` is the bytes of
-the residual stream on a device, and `parts` the number of devices among which its tokens are split.
-A *group* of axes is a run of neighbouring axes with one algorithm: one call sends along all of
-them. `compute` is the bytes of a number in the dtype in which the model computes, and `itemsize`
-the bytes of a parameter. `wide` is the bytes of a number in a sum of gradients, norms or losses.
-`shards` are the axes over which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients
-are scattered after each microbatch. `halving` is the recursive-halving algorithm.
+In `_Step`, `size` (a `Sizes`) says how often a step calls each part of the model, and `again` (a
+`Recomputed`) has the operations that the backward pass runs again. `self.leaves` are the model's
+arrays, but `size.leaves` is the number of calls of the embedding's backward pass. `stream` is the
+bytes of the residual stream on a device, and `parts` the number of devices among which its tokens
+are split. A *group* of axes is a run of neighbouring axes with the same algorithm: one call sends
+along all of them. `compute` is the bytes of a number in the dtype in which the model computes, and
+`itemsize` the bytes of a parameter. `wide` is the bytes of a number in a sum of gradients, norms or
+losses. `shards` are the axes over which ZeRO splits. `shares_sums(leaf)` says whether the leaf's
+gradients are scattered after each microbatch. `halving` is the recursive-halving algorithm.
 
 In a ring's all-reduce of S bytes over n devices, each device sends 2 (n - 1)/n S bytes. In a
 reduce-scatter from S bytes, or an all-gather to S bytes, each device sends (n - 1)/n S bytes.
@@ -99,8 +99,8 @@ class Term(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in a step, as `compiled.certificate` counts them: the bytes of
-        the collectives' results in the compiled program."""
+        """Bytes that a device sends in a step. XLA's algorithm for a collective of `jax.lax` is not
+        known, so the bytes of its result count as sent. `compiled.certificate` counts alike."""
         return self.times * self.cost.sent
 
 
@@ -211,11 +211,12 @@ class _Step:
     """The collectives of one step, as `Term`s. Each method yields those of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Takes the arguments of `terms`, such as `short`, the bytes of a number in 16 bits.
-        Sets the attributes that the module's docstring defines, such as `stream`. Also sets
-        `self.axes`, a dict from an axis's name to the axis with its algorithm. Gradients, norms and
-        losses are summed and sent in float32, or in the parameters' dtype if this dtype is wider.
-        So `wide` is the larger of 4 bytes and `itemsize`."""
+        """Takes the arguments of `terms`. `short` is the bytes that a number in `bfloat16` or
+        `float16` takes: 2, but 4 on CPUs, where XLA widens the numbers. Sets the attributes that
+        the module's docstring defines, such as `stream`. Also sets `self.axes`, a dict from an
+        axis's name to the axis with its algorithm. Gradients, norms and losses are summed and sent
+        in float32, or in the parameters' dtype if this dtype is wider. So `wide` is the larger of 4
+        bytes and `itemsize`."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -229,7 +230,7 @@ class _Step:
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
         """Returns a `Term`. Its axes are those of `axes` with several devices, in the mesh's order.
 
-        `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
+        `what` names the moved data, `nbytes` is the bytes of the array that `collective` takes on
         each device, and `times` the calls in a step. `itemsize` is the bytes of a number (None:
         `self.compute`).
         """
@@ -267,7 +268,7 @@ class _Step:
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of an all-reduce that takes `nbytes` bytes on each device and runs
         `times` times in a step. `axes` are divided into groups of neighbouring axes with the same
-        algorithm, and each group has one `Term`. `what` is a name for the data. `itemsize` is the
+        algorithm, and each group has one `Term`. `what` names the moved data. `itemsize` is the
         bytes of a number (None: `self.compute`)."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
@@ -279,7 +280,7 @@ class _Step:
 
         The reduce-scatter over a group's axes leaves 1/n of the bytes on each device, where n is
         the number of devices of these axes. The next group's reduce-scatter takes these bytes.
-        `what` is a name for the data. `itemsize` is the bytes of a number (None: `self.compute`).
+        `what` names the moved data. `itemsize` is the bytes of a number (None: `self.compute`).
         """
         for group in self.groups(over):
             yield self.term(
@@ -294,8 +295,8 @@ class _Step:
         order of the axes.
 
         The all-gather over a group's axes gives each device n times as many bytes, where n is the
-        number of devices of these axes. The next group's all-gather takes these bytes. `what` is a
-        name for the data. `itemsize` is the bytes of a number (None: `self.compute`).
+        number of devices of these axes. The next group's all-gather takes these bytes. `what`
+        names the moved data. `itemsize` is the bytes of a number (None: `self.compute`).
         """
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
@@ -324,9 +325,9 @@ class _Step:
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis. These
-        are the two halves into which sequence parallelism splits an all-reduce. `gathered` and
-        `scattered` are names for the data. `gathers` and `scatters` are how often a step calls each
-        half."""
+        are the two halves into which sequence parallelism splits an all-reduce. A step calls the
+        all-gather `gathers` times and the reduce-scatter `scatters` times. `gathered` and
+        `scattered` are the `what` of their `Term`s."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)

@@ -13,7 +13,7 @@ dims that the `fsdp` must not split.
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,7 @@ def specs(
     rule: Rule,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    batch_axes: Sequence[str] = (),
+    batch_axes: str | Iterable[Any] = (),
 ) -> Specs:
     """Returns the tree of the specs that `rule` gives the arrays of `tree`.
 
@@ -51,18 +51,20 @@ def specs(
     separated the arrays from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can
     come from `eqx.filter_eval_shape`.
 
-    `batch_axes` are the axes that split the batch. Only `fsdp` and `experts` may split a leaf over
-    these axes. If another rule did, each replica would train a different model. Without a mesh,
-    errors that depend on the mesh's axes and sizes are not found.
+    `batch_axes` are the axes that split the batch, the name of one, or the batch's spec. Only
+    `fsdp` and `experts` may split a leaf over these axes. If another rule did, each replica would
+    train a different model. Without a mesh, errors that depend on the mesh's axes and sizes are not
+    found.
 
     Raises:
         ValueError: the first of the errors below; `audit` returns all these errors. Errors of the
             rules come first: two arrays have the same path; a rule or a `keep` pattern matches no
             leaf; a rule is never used, since earlier rules match all its leaves; a leaf has no
-            rule; the `size` of an `fsdp` is not the number of devices along its axis. Then come the
-            errors of single leaves: a spec has more entries than the leaf has dims; a spec has an
-            axis twice; a rule other than `fsdp` or `experts` splits a dim over one of `batch_axes`;
-            the mesh lacks an axis; the size of an axis does not divide the dim.
+            rule; the mesh lacks one of `batch_axes`; the `size` of an `fsdp` is not the number of
+            devices along its axis. Then come the errors of single leaves: a spec has more entries
+            than the leaf has dims; a spec has an axis twice; a rule other than `fsdp` or `experts`
+            splits a dim over one of `batch_axes`; the mesh lacks an axis; the size of an axis does
+            not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
@@ -92,17 +94,21 @@ def audit(
     rule: Rule,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    batch_axes: Sequence[str] = (),
+    batch_axes: str | Iterable[Any] = (),
 ) -> Audit:
     """Returns the valid specs that `rule` gives the arrays of `tree`, and all errors in the rules
     and in the other specs.
 
     `specs` would raise the first of the errors that `audit` returns. `batch_axes` are the axes that
-    split the batch, or the name of one. Without a mesh, errors that depend on the mesh's axes and
-    sizes are not found.
+    split the batch, the name of one, or the batch's spec. Without a mesh, errors that depend on the
+    mesh's axes and sizes are not found.
     """
-    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
+    entries = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
+    batch_axes = tuple(axis for entry in entries for axis in entry_axes(entry))
     placements, refusals = _placements(tree, rule)
+    if mesh is not None and (strange := [axis for axis in batch_axes if axis not in mesh.shape]):
+        what = no_axis("batch_axes", strange[0], mesh)
+        refusals.append(Refusal("no-such-axis", "batch_axes", what, "use some of these"))
     # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
     if mesh is not None:
         for wrapper in _each_once(p.wrappers for p in placements):

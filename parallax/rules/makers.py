@@ -8,10 +8,10 @@ A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave t
 rule. Any function of this form that you write is a rule too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
@@ -84,13 +84,15 @@ class fsdp:
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps dim 0 of the
     blocks whole. This is the dim of layers, over which a scan runs. If this dim were split, each
-    replica would have only some of the layers, so `zero.gathered` would raise an error.
+    replica would have only some of the layers, so `zero.gathered` would raise an error. A dim that
+    a leaf does not have keeps nothing in that leaf.
 
     `size` is the size of the mesh axis, or the product of the sizes for a tuple of axes. `size` is
     given here so that a rule needs no mesh; `specs` compares `size` with the mesh.
 
     Raises:
-        ValueError: `size` is below 1.
+        ValueError: `size` is below 1; or `axis_name` is a list; or a value of `keep` is no sequence
+            of whole numbers.
     """
 
     axis_name: str | tuple[str, ...]
@@ -102,12 +104,24 @@ class fsdp:
     inside: Rule = field(default=match("**", P()), kw_only=True)
 
     def __post_init__(self):
-        """Refuses a size below 1."""
+        """Refuses a size below 1, and an `axis_name` and a `keep` of another form."""
+        if isinstance(self.axis_name, list):
+            raise ValueError(
+                f"fsdp needs the name of a mesh axis, or a tuple of names; got {self.axis_name!r}."
+            )
         if self.size < 1:
             raise ValueError(
                 f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got "
                 f"{self.size}. Pass the number of devices along that axis."
             )
+        for pattern, dims in self.keep.items():
+            if not isinstance(dims, Iterable) or any(
+                isinstance(dim, bool) or not isinstance(dim, SupportsIndex) for dim in dims
+            ):
+                raise ValueError(
+                    f"fsdp({self.axis_name!r}) needs a tuple of dims, such as (0,), in `keep`; got "
+                    f"{dims!r} for {pattern!r}."
+                )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """Returns the spec that `inside` gives, with one more dim split if a dim can be split."""

@@ -92,11 +92,12 @@ def optimizer_specs(
     _check_given(paths, given, specs)
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
-    def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
-        """Returns the spec of one array of the state. `spec_of_leaf` is a function from the name of
-        a parameter to its spec. `spec_without_leaf` is the spec of an array that belongs to no
-        parameter, such as a count."""
-        i = parameter_index(path, paths)
+    def spec_of_moment(path, moment, of_state, spec_of_leaf, spec_without_leaf):
+        """Returns the spec of one array of the state. `of_state` are the paths of all arrays of the
+        state. `spec_of_leaf` is a function from the name of a parameter to its spec.
+        `spec_without_leaf` is the spec of an array that belongs to no parameter, such as a
+        count."""
+        i = parameter_index(path, paths, of_state)
         # A count belongs to no leaf.
         if i is None:
             return spec_without_leaf
@@ -117,8 +118,10 @@ def optimizer_specs(
         # group.
         by_layer = P(*spec_of_leaf(members[0])[:lead])
 
+        of_group = {path for path, _ in jax.tree.leaves_with_path(group)}
+
         def spec_in_group(path, moment):
-            return spec_of_moment(path, moment, spec_of_leaf, by_layer)
+            return spec_of_moment(path, moment, of_group, spec_of_leaf, by_layer)
 
         return jax.tree.map_with_path(spec_in_group, group)
 
@@ -126,7 +129,7 @@ def optimizer_specs(
         """Returns the spec of an array of the state, or the specs of a `GatheredOptState`, which
         has one state for each group of leaves."""
         if not isinstance(node, GatheredOptState):
-            return spec_of_moment(path, node, given.get, P())
+            return spec_of_moment(path, node, of_whole, given.get, P())
         # Refuses a misspelt axis in `names`. Else matrices would stay split over the axis that the
         # user meant, and in a group without layers no spec would have the misspelt name, so no
         # later error would tell of the mistake.
@@ -140,6 +143,7 @@ def optimizer_specs(
 
     # Only shapes are computed, so the model may be larger than the memory of a device.
     state = jax.eval_shape(optimizer.init, arrays)
+    of_whole = {path for path, _ in jax.tree.leaves_with_path(state)}
     return jax.tree.map_with_path(specs_of_node, state, is_leaf=_is_gathered)
 
 

@@ -103,8 +103,9 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns `refusal` with the advised spec in its field `fits`. A "does-not-divide" refusal
-        is returned unchanged if an axis that seems to split layers (`stacked`) splits the leaf."""
+        """Returns `refusal` with the advised spec in its field `fits`. `stacked` are the axes that
+        seem to split layers. If one of them splits the leaf, a "does-not-divide" refusal is
+        returned unchanged."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))

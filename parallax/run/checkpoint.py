@@ -11,8 +11,9 @@ restored. A folder has these files:
     folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the
                                      arrays; written first
     folder/00000100/manifest.json    the same, with the size and hash of every file; written last
-    folder/newest.json               the newest step that was ever finished: if all checkpoints are
-                                     gone, a run does not silently begin again
+    folder/newest.json               the newest step that the run has finished: if all checkpoints
+                                     are gone, a run does not silently begin again; and later steps
+                                     that the run gave up when it went back
 
 Each array is stored whole, under its path in the state's tree, so it can be restored to any mesh.
 """
@@ -60,7 +61,8 @@ class Restored(NamedTuple):
         state: the state, with the tree, shapes, dtypes and shardings of `like`, the argument of
             `Checkpoints.restore`.
         note: the JSON values that were saved with the state.
-        refused: for the step of each newer checkpoint, the reason why it was not restored.
+        refused: a dict from the step of each newer checkpoint to the reason why this checkpoint
+            was not restored.
     """
 
     step: int
@@ -279,10 +281,12 @@ class Checkpoints:
 
     def _sealed(self, step: int) -> None:
         """Forgets that the checkpoint of `step` was refused, if it was, since a new checkpoint has
-        replaced it. Then removes old checkpoints. The background thread that writes checkpoints
-        calls this method after it has finished the checkpoint of `step`.
+        replaced it. Stores that it is the newest. Then removes old checkpoints. The background
+        thread that writes checkpoints calls this method after it has finished the checkpoint of
+        `step`.
         """
         self.refused.pop(step, None)
+        retention.write_newest(self.folder, step, self.refused)
         retention.prune(self.folder, self.settings, self.refused, self.keep)
 
     def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
@@ -312,7 +316,9 @@ class Checkpoints:
                 shardings of the state to return.
             before: a step. The checkpoints of this step and of later ones are passed over, if there
                 is a checkpoint of an earlier step. When the run continues from the earlier
-                checkpoint, the run's saves remove the later ones.
+                checkpoint, the run's saves remove the later ones. Until then, a later `restore`
+                without `before` passes over them too, also in another process: the decision is
+                stored at once inside `with`, else by the next save. Another `before` replaces it.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
@@ -324,15 +330,7 @@ class Checkpoints:
         """
         self.wait()
         self.refused = {}  # a file that could not be read before may be readable now
-        if before is not None and any(step < before for step in self.steps()):
-            asked = f"a checkpoint from before step {before} was asked for"
-            # `seen(...)[0]`: every step that has a folder, or is named as the newest.
-            later = (step for step in retention.seen(self.folder)[0] if step >= before)
-            # `Damaged`, so that `prune` removes each of these checkpoints as soon as the run has
-            # saved a good one with a larger step.
-            self.refused |= {
-                step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
-            }
+        goes_back = jax.process_index() == 0 and self._pass_over(before)
         # The first process proposes a step (`NONE`: there is no checkpoint), and all check its
         # files. If they are bad, the step is refused on all processes, and the next older one is
         # proposed.
@@ -351,19 +349,63 @@ class Checkpoints:
                 self._refuse(step, error)
                 continue
             self._say(f"restored step {step} from {self._path(step)}")
-            return Restored(
-                step, state, record.note, {other: str(why) for other, why in self.refused.items()}
-            )
+            if goes_back and self._lock is not None:  # a reader without the lock decides nothing
+                self._store_decision(step)
+            return Restored(step, state, record.note, self._refused_by_first())
 
-    def _of_first(self, step: int) -> int:
-        """Sends the `step` of the first process to all processes, and returns it."""
+    def _pass_over(self, before: int | None) -> bool:
+        """Refuses the checkpoints of the step `before` and of later ones. If `before` is None, or
+        there is no earlier checkpoint, refuses those that an earlier call has given up. Returns
+        whether `before` counted.
+        """
+        steps, given_up, _ = retention.seen(self.folder)
+        if before is not None and any(step < before for step in self.steps()):
+            asked = f"a checkpoint from before step {before} was asked for"
+            self.refused |= {
+                step: retention.GivenUp(f"{self._path(step)}: {asked}.")
+                for step in steps
+                if step >= before
+            }
+            return True
+        for step in sorted({*given_up} & {*steps}):
+            why = (
+                f"{self._path(step)}: the run went back to an earlier checkpoint. To use this one "
+                f"all the same, restore with before={step + 1}."
+            )
+            self._refuse(step, retention.GivenUp(why))
+        return False
+
+    def _store_decision(self, step: int) -> None:
+        """Stores that the run goes on from `step`, and which later checkpoints it has given up."""
+        try:
+            retention.write_newest(self.folder, step, self.refused)
+        except OSError as error:  # such as a full disk, which the run survives
+            unwritten = error.filename or self.folder / NEWEST
+            self._say(f"{unwritten}: cannot be written; {error.strerror}. The next save tries it.")
+
+    def _refused_by_first(self) -> dict[int, str]:
+        """Returns why each refused step was refused on the first process, on all processes: faults
+        that show without hashes are found there alone.
+        """
+        refused = {step: str(why) for step, why in self.refused.items()}
+        if jax.process_count() == 1:
+            return refused
+        text = json.dumps(list(refused.items())).encode()
+        size = self._of_first(len(text))
+        sent = multihost_utils.broadcast_one_to_all(
+            np.frombuffer(text[:size].ljust(size), np.uint8)
+        )
+        return dict(json.loads(np.asarray(sent).tobytes()))
+
+    def _of_first(self, number: int) -> int:
+        """Sends the `number` of the first process to all processes, and returns it."""
         # The first process may look at files for a long time. The others wait for it at this
         # barrier: a collective would hold their devices, and may have a deadline.
         self._come()
         return (
-            int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
+            int(multihost_utils.broadcast_one_to_all(np.asarray(number, np.int32)))
             if jax.process_count() > 1
-            else step
+            else number
         )
 
     def _come(self) -> None:
@@ -412,9 +454,9 @@ class Checkpoints:
         the folder never held a finished checkpoint. Raises `Refused` if the folder held finished
         checkpoints, and none is good.
         """
-        # Each step that has a folder, finished or not, or that `newest.json` names; and why that
-        # file cannot be read, or "".
-        steps, damage = retention.seen(self.folder)
+        # Each step that has a folder, finished or not, or is the newest in `newest.json`; and why
+        # that file cannot be read, or "".
+        steps, _, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
             self._say(damage)
@@ -440,7 +482,7 @@ class Checkpoints:
             return NONE
         raise Refused(
             f"{self.folder} held finished checkpoints, and none of them may be restored:{reasons}\n"
-            "Put back the missing files, or choose another folder to begin again."
+            "Correct one of these faults, or choose another folder to begin again."
         )
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
@@ -486,9 +528,9 @@ class Checkpoints:
                 f"{retention.listed(lost)}."
             )
         state = stored.found(wanted, found, record.numbers)
-        if self.form is None:
-            return state
-        return stored.placed(self.form.from_disk, state, like)
+        if self.form is not None:
+            state = stored.placed(self.form.from_disk, state, like)
+        return stored.as_weak(state, like)
 
     def _path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`."""

@@ -189,7 +189,7 @@ def compared(
         raise ValueError(
             f"fingerprint.compared needs arrays, and a PartitionSpec for each; got "
             f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
-            "Use the specs of rules.specs or step.init."
+            "Use the specs that rules.specs or step.init returns."
         )
     # `of` is the checksum, of `WORDS` words; `_plain` makes numbers of random keys. The blocks are
     # typed as varying: if the type said that replicas are equal, JAX could read just one of them.
@@ -386,9 +386,9 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """Returns the copies of leaves that differ from other copies. The copies whose bits are on the
-    fewest devices come first. `words` has the checksums of all devices, and the shape [*mesh,
-    leaves, words].
+    """Returns the copies of leaves that differ from other copies, sorted by the number of devices
+    that hold the same bits, the smallest number first. `words` has the checksums of all devices,
+    and the shape [*mesh, leaves, words].
     """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
@@ -401,7 +401,6 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
                 {place: tuple(words[place][number].tolist()) for place in places},
                 placed.mesh,
             )
-    # The copies whose bits are on the fewest devices come first.
     return sorted(differences, key=lambda difference: difference.alike)
 
 

@@ -131,7 +131,7 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
         if error.errno == errno.ELOOP:  # the lock's file is a link: it may lead to a user's file
             reason = f"the lock's file {FILE} is a link, not a regular file"
         raise OSError(
-            f"{folder}: needed a folder to write to; {reason}. Choose another folder."
+            f"{folder}: the run cannot write to this folder ({reason}). Choose another folder."
         ) from error
 
 
@@ -156,7 +156,8 @@ def _remove(created: list[Path]) -> None:
 
 def _sign(path: Path, descriptor: int) -> None:
     """Writes into the lock's open file which host and process hold the lock. If the write fails,
-    the file is removed, because an old record in the file would name another run.
+    removes the file, whose old record would name another run, and raises the error. filelock then
+    releases the lock.
     """
     record = {
         "host": socket.gethostname(),

@@ -229,7 +229,9 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     results = []
 
     def run() -> None:
-        """Runs `call` in a thread, because a call of JAX's service cannot be interrupted."""
+        """Calls `call`, the argument of `_within`, and appends its result to `results`. Runs in a
+        thread of its own: `_within` cannot interrupt the call, but can stop waiting for the thread.
+        """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             results.append(call())
 

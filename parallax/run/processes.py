@@ -125,10 +125,10 @@ def initialize(
 def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
-    """Returns the coordinator, the number of processes and the rank. If the arguments have neither
-    a number nor a rank, and both are set as JAX_... variables, the variables are taken, and a given
-    coordinator replaces that of the variables. Raises `ValueError` for a coordinator without a
-    port. Raises `ValueError` too if the number or the rank is known, but not all three values.
+    """Returns the coordinator, the number of processes and the rank. If `processes` and `rank` are
+    None, they are read from JAX_NUM_PROCESSES and JAX_PROCESS_ID, provided that both variables are
+    set. A missing coordinator is then read from JAX_COORDINATOR_ADDRESS. Raises `ValueError` for a
+    coordinator without a port, and if the number or the rank is known, but not all three values.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])

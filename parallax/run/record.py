@@ -83,7 +83,7 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
 
     If a record in the folder can be read, it must have this step and these settings. If no record
     can be read, the folder must be empty, except for records that were only partly written: nothing
-    is lost if such a folder is removed. A `folder` that is a link is refused.
+    is lost if such a folder is removed. If `folder` is a link, the result is False.
     """
     if folder.is_symlink():
         return False
@@ -231,11 +231,16 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
         )
 
 
-def newest(path: Path) -> int:
-    """Returns the step stored at `path`. Raises `manifest.Damaged` if no step is stored there."""
-    step = manifest.read(path).get("step")
+def newest(path: Path) -> tuple[int, list[int]]:
+    """Returns the step stored at `path`, and the steps stored there that were given up. Raises
+    `manifest.Damaged` if no step is stored there, or the others are no list of steps.
+    """
+    entries = manifest.read(path)
+    step, given_up = entries.get("step"), entries.get("given_up", [])
     manifest.need(is_step(step), f"{path}: step", "a step, from 0 on", step)
-    return step  # pyright: ignore[reportReturnType]
+    are_steps = isinstance(given_up, list) and all(map(is_step, given_up))
+    manifest.need(are_steps, f"{path}: given_up", "a list of steps", given_up)
+    return step, given_up  # pyright: ignore[reportReturnType]
 
 
 def is_step(value: Any) -> bool:

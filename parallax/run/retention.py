@@ -34,6 +34,14 @@ class Retention(NamedTuple):
     every: int | None = None
 
 
+class GivenUp(manifest.Damaged):
+    """The reason to pass over the checkpoint of a step: the run went back to an earlier one.
+
+    `Damaged`, so that `prune` removes the checkpoint as soon as the run has saved a good one with a
+    larger step.
+    """
+
+
 class Later(ValueError):
     """Raised if the step to save, or a later step, already has a finished checkpoint, so that the
     step must not be saved.
@@ -60,26 +68,38 @@ def finished(folder: Path) -> list[int]:
     return sorted(step for path, step in steps if step is not None and (path / MANIFEST).is_file())
 
 
-def seen(folder: Path) -> tuple[list[int], str]:
-    """Returns two things: every step that has a folder or is named in `newest.json`, oldest first;
-    and the text of the error if `newest.json` cannot be read, or "".
+def seen(folder: Path) -> tuple[list[int], list[int], str]:
+    """Returns three things: every step that has a folder or is the newest in `newest.json`, oldest
+    first; the steps that were given up, as `newest.json` has them; and the text of the error if
+    `newest.json` cannot be read, or "".
     """
-    steps, wrong = (
-        {
-            step
-            for path in folder.iterdir()
-            if path.is_dir() and (step := step_of(path)) is not None
-        },
-        "",
-    )
+    steps = {
+        step for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None
+    }
+    given_up, wrong = [], ""
     if os.path.lexists(folder / NEWEST):
         try:
-            steps.add(records.newest(folder / NEWEST))
+            newest, given_up = records.newest(folder / NEWEST)
+            steps.add(newest)
         except manifest.Damaged as error:
             wrong = str(error)
         except OSError as error:
             wrong = f"{folder / NEWEST}: it cannot be read; {error.strerror}."
-    return sorted(steps), wrong
+    return sorted(steps), given_up, wrong
+
+
+def write_newest(folder: Path, step: int, refused: Mapping[int, ValueError]) -> None:
+    """Stores in `newest.json` that `step` is the newest step of the run, and which other
+    checkpoints the run has given up, so that the next process passes over them too.
+    """
+    given_up = [
+        other
+        for other, why in refused.items()
+        if other != step and isinstance(why, GivenUp) and path_of(folder, other).exists()
+    ]
+    manifest.write(
+        folder / NEWEST, {"step": step} | ({"given_up": sorted(given_up)} if given_up else {})
+    )
 
 
 def newest_in_words(folder: Path) -> str:
@@ -103,8 +123,9 @@ def make_room(
     """Moves aside an unfinished or refused checkpoint of `step`, so that a new one can be written:
     the folder 00000100, for example, is renamed to 00000100.replaced. The folder is not removed
     here, since it may be of another run, and the new checkpoint is not yet written. When the new
-    checkpoint is finished, `prune` removes 00000100.replaced if it is of this run. A folder with a
-    further number, such as 00000100.replaced.2, stays.
+    checkpoint is finished, `prune` removes 00000100.replaced if it is of this run. If another run's
+    folder already has this name, the new name is 00000100.replaced.2, or has the next free number.
+    `prune` does not look for names with such a number, so this folder stays.
 
     Raises:
         Later: there is a finished checkpoint of this step or a later one.

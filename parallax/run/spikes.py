@@ -102,9 +102,9 @@ class Spikes:
         `first`.
 
         The new `Spikes` has the losses and the spikes in the checkpoint's `note`. The run then
-        skips the batches of the steps after `first`, up to and including `step`. `past`, the number
-        of skipped batches, is not taken from the `note`: all batches that the run had skipped when
-        it went back stay skipped, also those that it skipped after the checkpoint.
+        skips the batches of the steps after `first`, up to and including `step`. The new `past`,
+        the number of skipped batches, is `self.past` plus the number of these batches. `past` is
+        not taken from the `note`, which does not count the batches skipped after the checkpoint.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 
 from parallax import mesh
 from parallax._typing import PyTree
@@ -65,22 +66,25 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def shapes(tree: PyTree) -> PyTree:
     """Returns the tree with a `jax.ShapeDtypeStruct` in place of each array on devices, with the
-    same sharding.
+    same sharding and weak type.
     """
 
     def shape(leaf):
-        """Returns the shape, dtype and sharding of an array, and other leaves unchanged."""
+        """Returns the shape, dtype, weak type and sharding of an array, and other leaves
+        unchanged."""
         if not isinstance(leaf, jax.Array):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.aval.weak_type
+        )
 
     return jax.tree.map(shape, tree)
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns `to_disk(like)` with a `jax.ShapeDtypeStruct` in place of each array. The compiler
-    chooses the shardings: the arrays of `to_disk(like)` may have other shapes than those of `like`,
-    so the shardings of `like` may not fit. `like` holds arrays or shapes; nothing is computed.
+    """Returns `to_disk(like)` with a `jax.ShapeDtypeStruct` in place of each array. `like` holds
+    arrays or shapes. `to_disk` is compiled but not run, and each `ShapeDtypeStruct` has the
+    sharding that the compiler chose. A sharding of `like` may not fit, since shapes may change.
     """
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
@@ -104,12 +108,32 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
     return eqx.combine(placed_arrays, statics[-1])
 
 
+def as_weak(state: PyTree, like: PyTree) -> PyTree:
+    """Returns `state`, whose arrays are weakly typed where those of `like` are.
+
+    A weakly typed array, such as `jnp.asarray(0.1)`, takes the dtype of an array that it meets, and
+    would not after a restore: `p - lr * p` would be float32 where p is bfloat16.
+    """
+
+    def leaf(x, like):
+        """Returns one array, with its sharding."""
+        if not isinstance(x, jax.Array) or not getattr(like, "weak_type", False):
+            return x
+
+        def weak(x):
+            return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+        return jax.jit(weak, out_shardings=x.sharding)(x)
+
+    return jax.tree.map(leaf, state, like)
+
+
 def _of_arrays(
     f: Callable[[PyTree], PyTree], tree: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
     """Returns three things: the arrays of `tree`; `f` as a function from these arrays to arrays,
     which `jax.jit` can trace; and a list. When the function is traced, one tree is added to the
-    list: the result of `f` with None in place of its arrays.
+    list: the result of `f`, in which None replaces each array.
     """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
@@ -136,8 +160,11 @@ def check_same(
         `Record.arrays` has for arrays. In `numbers`, a complex number is a list: its real and
         its imaginary part.
         """
+        # By `isinstance`, since a subclass such as an IntEnum is stored as its number. A bool is an
+        # int too.
+        kinds = {bool: "bool", int: "int", float: "float", list: "complex"}
         return {
-            name: ["complex" if isinstance(number, list) else type(number).__name__, []]
+            name: [next(word for kind, word in kinds.items() if isinstance(number, kind)), []]
             for name, number in numbers.items()
         }
 
@@ -169,10 +196,10 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     """
 
     def leaf(path, leaf):
-        """Returns the stored number or array with this path. `leaf`, the leaf of `like` at this
-        path, has the type of the array, by `check_same`; a number gets the type of `leaf`. A
-        complex number was stored as a list of its real and its imaginary part, and random keys
-        were stored as integers.
+        """Returns the value that was stored for `leaf`, the leaf of `like` at this path; `leaf`
+        itself if none was. A number is converted to the type of `leaf`; a complex number was stored
+        as a list of its real and its imaginary part. Random keys were stored as integers. Other
+        arrays need no conversion: `check_same` has compared their dtypes with those of `like`.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:
@@ -191,8 +218,9 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
 
 def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
-    """Starts to search the arrays for nan and inf on the devices. Returns a function that waits for
-    the search, and returns the names of the arrays with a nan or an inf.
+    """Starts to search the arrays for nan and inf on the devices; NumPy's arrays are searched on
+    the host. Returns a function that waits for the search, and returns the names of the arrays with
+    a nan or an inf.
 
     The arrays may be donated before the returned function is called. All processes get the same
     names.
@@ -200,7 +228,11 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
     numbers = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    are_finite = _all_finite(numbers)
+    on_host = {name: leaf for name, leaf in numbers.items() if not isinstance(leaf, jax.Array)}
+    on_devices = {name: leaf for name, leaf in numbers.items() if name not in on_host}
+    # On devices NumPy's float64 would become float32, in which a large number is inf.
+    are_finite = {name: np.isfinite(leaf).all() for name, leaf in on_host.items()}
+    are_finite |= _all_finite(on_devices)
 
     def names():
         """Returns the names of the arrays that are not finite."""

@@ -110,8 +110,8 @@ class Watchdog:
 
     def _arm(self) -> None:
         """Sets a timer in C code that ends the process `LAST_RESORT` seconds after the step's
-        limit. It does so even while one thread holds Python's lock, and no other thread of Python
-        can run.
+        limit. The timer works even while one thread holds Python's lock, so that no other Python
+        thread can run.
         """
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2

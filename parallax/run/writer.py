@@ -1,6 +1,6 @@
 """Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then the
 checkpoint is *sealed*: all files are hashed, and the manifest is written. After each save, the
-caller's function `sealed` removes old checkpoints.
+caller's function `sealed` stores the step as the newest one and removes old checkpoints.
 
 If the storage fails for a while, the save is tried again, after longer and longer pauses. All
 processes go through the same `Stages`, and agree on how each stage ended. `Stages.first(work)` is a
@@ -18,12 +18,10 @@ from typing import Any
 
 import jax
 
-from parallax.data import manifest
 from parallax.run import record as records
 from parallax.run import retention, stored
 from parallax.run.barriers import Elsewhere, Stages
 from parallax.run.record import ARRAYS, Record
-from parallax.run.retention import NEWEST
 
 PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
 PART = 128 * 1024**2  # approximate bytes of a file of arrays: several files use several cores
@@ -39,7 +37,8 @@ class Writer:
             this step is written; it moves aside a checkpoint of the same step that is unfinished or
             cannot be restored.
         sealed: called on the first process, in the writer's thread, with the number of a step whose
-            checkpoint is finished; it removes old checkpoints.
+            checkpoint is finished; it stores that this is the newest step, and removes old
+            checkpoints.
         tries: the number of times that a save is tried.
         say: prints a line about an error of this process.
 
@@ -222,12 +221,11 @@ class Writer:
             time.sleep(pause)
 
     def _seal(self, record: Record) -> None:
-        """Writes the manifest of a checkpoint, stores its step as the newest one, and calls
-        `sealed`, a function of the caller that removes old checkpoints. Only the first process runs
+        """Writes the manifest of a checkpoint, and calls `sealed`, a function of the caller that
+        stores its step as the newest one, and removes old checkpoints. Only the first process runs
         this method, by `Stages.first`, while the other processes wait.
         """
         records.seal(self._path(record.step), record)
-        manifest.write(self._folder / NEWEST, {"step": record.step})
         self._sealed(record.step)
 
     def _checkpointer(self) -> Any:

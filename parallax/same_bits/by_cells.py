@@ -1,6 +1,7 @@
-"""Runs a function of local blocks as if each cell (a logical device) were a device.
+"""Runs a function, such as a train step, as if each cell (a logical device) were a device.
 
-`Walk` runs the program of one cell for all cells of a device.
+The function takes one cell's blocks of the arguments, as under `jax.shard_map`. `Walk` runs the
+program of one cell for all cells of a device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +37,8 @@ def spmd(
     version of JAX are the same.
 
     Args:
-        f: a function of local blocks, for example a train step. A step with another number of
-            microbatches is another function, and may give other bits.
+        f: a function that takes one cell's block of each argument, for example a train step. A step
+            with another number of microbatches is another function, and may give other bits.
         cells: the number of cells along each axis, a power of two.
         mesh: the mesh to run on, with the same axes as `cells`. The size of each axis divides the
             number of cells along the axis.
@@ -73,8 +74,9 @@ def spmd(
 
 
 def _check(cells: Mapping[str, int], mesh: AnyMesh) -> None:
-    """Raises `ValueError` unless the mesh is of CPUs, and for each axis the number of cells is a
-    power of two and a multiple of the number of devices."""
+    """Raises `ValueError` if the mesh is not of CPUs or has other axes than `cells`. Raises
+    `ValueError` too if the number of cells along an axis is not a power of two, or is not a
+    multiple of the number of devices along the axis."""
     sizes = dict(mesh.shape)
     if (platform := meshes.platform_of(mesh)) != "cpu":
         # Seen in programs that were compiled for TPU v5e: the compiler had inlined the function of

@@ -1,11 +1,13 @@
-"""The values of all cells (logical devices) of a device, and the collectives over all cells.
+"""Holds the values of one device's cells (logical devices), and runs the collectives over the
+cells of all devices.
 
 A `Stack` is an array with one variable's values in all cells of the device. The methods of `Cells`
 that are named after a collective compute this collective. Each takes the collective's axes, the
-parameters of its equation and a stack, and returns a stack. `of_all` gathers the values of all
-cells along the collective's axes, in one dim. `own` returns a stack from an array with one dim for
-this device's cells along these axes. This dim comes after the dims of `rest` (the axes of the stack
-that the collective does not name) and before the dims of a cell's value.
+parameters of its equation and a stack, and returns a stack. `of_all` turns a stack into an array in
+which one dim runs over all devices' cells along the collective's axes. `own` takes an array in
+which one dim runs over only this device's cells along the collective's axes, and turns the array
+into a stack. In both arrays this dim comes after the dims of `rest` (the axes of the stack that the
+collective does not name) and before the dims of a cell's value.
 """
 
 import itertools
@@ -49,7 +51,7 @@ class TwoForms(NamedTuple):
         shape: the shape that the caller sees.
         wide: `shape` with each split dim replaced by several dims: the number of cells along each
             of its axes, and the size of the dim in a block. A dim of 12 over 4 cells becomes 4, 3.
-        order: the dims of `wide` in the order of the stack's dims.
+        order: a permutation: dim k of the stack is dim `order[k]` of an array of the shape `wide`.
     """
 
     axes: tuple[str, ...]
@@ -88,7 +90,7 @@ class TwoForms(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """The cells (logical devices) of a device, and the collectives over all cells.
+    """The cells (logical devices) of one device, and collectives over the cells of all devices.
 
     Attributes:
         counts: the number of cells along each axis that has more than one cell.

@@ -160,8 +160,9 @@ def needs_other_cells(eqn: JaxprEqn, cells: Cells, opened: Opened) -> bool:
 
 
 def opened_collectives(jaxpr: Jaxpr, mesh: AnyMesh) -> Opened:
-    """Returns, for each equation of a jaxpr that is a collective of this library, the equation and
-    its program. The key is the equation's `id`.
+    """Returns a dict of this library's collectives in a jaxpr. A collective is one equation of the
+    jaxpr. The key is the `id` of the equation. The value is the equation and the jaxpr that the
+    collective runs.
 
     The dict keeps the equation, so that no other object gets its `id`.
     """

@@ -4,7 +4,7 @@ A `StepOfCell` is one equation of the program. Steps that do not communicate for
 segment is compiled apart from the rest of the program, and runs for one cell after another. A
 collective works on the stacks of all cells together. A *key* is a number that identifies one value
 of the program. `Walk.once` computes equal equations only once. The body of a loop or of a branch
-has a walk of its own (`in_loop`), so no value of the body is used outside the body by `once`.
+has a walk of its own (`in_loop`), so `once` never reuses a value of the body outside the body.
 """
 
 import dataclasses
@@ -104,12 +104,13 @@ class Walk:
     def run(self, program: Jaxpr | ClosedJaxpr, operands: Sequence[Stack]) -> list[Stack]:
         """Returns the results of a program.
 
-        A step that is `alone` needs values of other cells (logical devices), or the index of its
-        cell. It runs by `_results`, on the stacks of all cells. The other steps run in segments,
-        one cell after another, by `_run_cells`. A free step depends only on constants: each segment
-        runs those free steps that it needs, and a free step also runs before an `alone` step, or at
-        the end, if its result is needed there. If there is only one cell (`counts` is empty), every
-        step runs by `_results`.
+        A step is one equation. A step that is `alone` needs values of other cells (logical
+        devices), or the index of its cell. `_results` runs such a step on the stacks of all cells.
+        The other steps are grouped in segments. `_run_cells` runs a segment for one cell after
+        another. A free step depends only on constants, and runs in each segment that needs its
+        result. For the `alone` steps and the results of the program, a free step runs once, before
+        its first use there. If there is only one cell (`counts` is empty), `_results` runs every
+        step.
         """
         flat = flat_program(program, self.cells, self.opened)
         values = {**flat.constants, **dict(zip(flat.inputs, operands, strict=True))}
@@ -138,11 +139,11 @@ class Walk:
         steps that have not run yet. A segment is compiled apart from the rest of the program.
 
         The segment has the first step of `left`, which is not `alone`, and each later step that
-        meets three conditions. The step may run together with other steps: its field `alone` is
-        false. Each operand of the step has been computed, or is a result of a step of the segment.
-        The step's operands vary over the cells (logical devices) along the same axes as the first
-        step's operands. The choice of steps depends only on the program and on the number of cells
-        along each axis, not on the devices, so a segment's kernels are the same on every mesh.
+        meets three conditions. First, the later step is not `alone` either. Second, the later step
+        reads no result of a step that the segment leaves out. Third, its operands vary over the
+        cells (logical devices) along the same axes as the first step's operands. The choice of
+        steps depends only on the program and on the number of cells along each axis, not on the
+        devices, so a segment's kernels are the same on every mesh.
         """
         axes_of = {key: stack.axes for key, stack in values.items()}
         segment, others, waiting = [], [], set()
@@ -196,8 +197,9 @@ class Walk:
         sliced = {k: stack.array for k, stack in enumerate(stacks) if axes[0] in stack.axes}
 
         def along_others(slices):
-            """Returns the results of the function `cell` for the cells (logical devices) of this
-            device that have one index along `axes[0]`. `slices` has the operands at this index."""
+            """Returns the results of the function `cell` for those cells (logical devices) of this
+            device that share one index along `axes[0]`. `slices` has the operands at this index.
+            """
             inside = list(stacks)
             for k, x in slices.items():
                 inside[k] = Stack(x, stacks[k].axes[1:])
@@ -333,8 +335,9 @@ class Walk:
         axes = [(*types.axes_of_type(aval), *index.axes) for aval in jaxprs.types(eqn.outvars)]
 
         def branch(body):
-            """Returns the results of one branch. `over` gives each result a dim for each of its
-            `axes`, with copies for axes that it lacks, so all branches return equal shapes."""
+            """Returns the results of one branch. `axes[k]` has the axes that result k must have.
+            `over` adds a dim, with copies, for each axis that result k lacks. So all branches
+            return equal shapes."""
             results = self.in_loop().run(body, operands)
             return [self.cells.over(*pair) for pair in zip(results, axes, strict=True)]
 

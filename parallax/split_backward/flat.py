@@ -23,7 +23,17 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from parallax.collectives.types import varying_axes
-from parallax.jaxprs import called, closed, every, inner, is_literal, opened, scan_parts, types
+from parallax.jaxprs import (
+    called,
+    closed,
+    every,
+    has_effects,
+    inner,
+    is_literal,
+    opened,
+    scan_parts,
+    types,
+)
 
 CALLS = frozenset(
     {
@@ -179,7 +189,7 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
     needed_results: dict[int, frozenset[int]] = {}
     for place, eqn in reversed(list(enumerate(jaxpr.eqns))):
         results = frozenset(i for i, variable in enumerate(eqn.outvars) if variable in needed)
-        if results or eqn.effects:
+        if results or has_effects(eqn):
             needed_results[place], operands = _reach(program, place, results)
             needed |= set(variables_of([eqn.invars[i] for i in operands]))
     return dict(sorted(needed_results.items())), needed

@@ -35,7 +35,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from parallax.jaxprs import ELEMENTWISE, LAID_OUT, is_literal, opened, types
+from parallax.jaxprs import ELEMENTWISE, LAID_OUT, has_effects, is_literal, opened, types
 from parallax.split_backward.flat import (
     Flat,
     Loop,
@@ -211,15 +211,15 @@ class Cut(NamedTuple):
         # `handed` has first the values of `self.handed`, and then the arrays that each scan of the
         # first half stacked, scan after scan. `strict=False`: only the first part belongs here.
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
-        # The second part of `handed`, cut into the arrays of each scan. The key is the variable of
-        # the scan's first result: both halves keep the equation of the whole scan, so they have
-        # the same variable.
-        of_scans: dict[Any, Sequence[Any]] = {}
+        # The second part of `handed`, cut into the arrays of each scan. The key is the identity of
+        # the whole scan's equation: both halves keep this equation. A result would be no key, since
+        # a scan that only prints has none.
+        of_scans: dict[int, Sequence[Any]] = {}
         begin = len(self.handed)
         for step in self.first:
             if step.loop is not None:
                 end = begin + step.loop.trip.handed_count
-                of_scans[step.eqn.outvars[0]] = handed[begin:end]
+                of_scans[id(step.eqn)] = handed[begin:end]
                 begin = end
         # Each step adds its results to `values`.
         for step in self.second:
@@ -227,7 +227,7 @@ class Cut(NamedTuple):
                 step.run(self.program.jaxpr, values)
             else:
                 # `()` for a scan that runs only in the second half.
-                step.loop.run_second(step.eqn, values, of_scans.get(step.eqn.outvars[0], ()))
+                step.loop.run_second(step.eqn, values, of_scans.get(id(step.eqn), ()))
         return self._results(outputs, values)
 
     def _results(self, outputs: Collection[int], values: Values) -> list[Any]:
@@ -504,7 +504,7 @@ def _chosen(
         # in both halves, but only the first half's trips have the effects. If the second half
         # wants no result of such a scan, its trips there are empty.
         wanted = needed & set(step.eqn.outvars) - elsewhere
-        if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
+        if not runs_in[half] or not (wanted or has_effects(step.eqn)):
             continue
         # The `places` are for a barrier, whose result i is operand i: it takes only the operands of
         # the wanted results. Any other equation ignores them and runs as a whole.
@@ -514,12 +514,7 @@ def _chosen(
     return chosen[::-1], needed
 
 
-def _has_effects(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has side effects, so that it runs even if no result is needed."""
-    return bool(eqn.effects)
-
-
 def _is_cheap(eqn: JaxprEqn) -> bool:
     """Returns whether an equation may be computed twice at little cost: it has no side effect, and
     all operations in it are among `CHEAP`."""
-    return not _has_effects(eqn) and all(name in CHEAP for name in primitives(eqn))
+    return not has_effects(eqn) and all(name in CHEAP for name in primitives(eqn))

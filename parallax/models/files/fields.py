@@ -58,7 +58,10 @@ class Number:
         if not stated or any(type(value) not in kinds for value in stated.values()):
             needed = "true or false" if self.kind is bool else "a number"
             got = short(stated) if stated else "no such field"
-            raise ValueError(f"the file needs {needed} for {self.names[0]}; got {got}. Correct it.")
+            raise ValueError(
+                f"the file needs {needed} ({self.kind.__name__}) for {self.names[0]}; got {got}. "
+                "Correct it."
+            )
         if len(set(stated.values())) > 1:
             raise ValueError(
                 f"{' and '.join(stated)} must agree; got {short(stated)}. The model has one number "
@@ -141,14 +144,14 @@ class Fields:
     Args:
         model_type: the family's name in the file.
         title: the family's name in errors.
-        numbers: a table from the name of an argument of the family's configuration to the fields of
-            the file that state this argument.
+        numbers: a dict. A key is the name of an argument of the family's configuration. The value
+            names the fields of the file that state this argument.
         only: the supported values of each field that changes the logits that `transformers`
             computes. If a file leaves the field out, the first of its supported values counts; the
             file of a new model states this value.
-        derived: a function that takes the model's numbers, a dict with the names in `numbers` as
-            keys, and returns a table like `only`. `save` writes a field of this table only if `new`
-            returns the field, and writes the value from `new`.
+        derived: a function from a dict to a table like `only`. The dict has the names in `numbers`
+            as keys, and the model's numbers as values. `save` writes a field of the table only if
+            `new` returns the field, and writes the value from `new`.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
         new: a function that takes the same dict as `derived`, and returns the fields of a new
             model's file that are in neither `numbers` nor `only`.

@@ -205,8 +205,8 @@ def opened(
     there is no such file.
 
     Raises:
-        ValueError: a file is not a whole safetensors file; a tensor is there twice; or a file does
-            not hold exactly the tensors that the index lists for this file.
+        ValueError: a file is not a whole safetensors file; a tensor is stored twice; or a file
+            does not hold exactly the tensors that the index lists for this file.
     """
     safetensors = library()
     listed: dict[str, set[str]] = {}
@@ -232,8 +232,8 @@ def opened(
             plain = name.removeprefix(prefix)
             if plain in stored:
                 raise ValueError(
-                    f"{stored[plain].place} and {file}: {name} are the same tensor twice. "
-                    "Remove one."
+                    f"the tensor {plain} is stored twice: as {stored[plain].name} in "
+                    f"{stored[plain].file}, and as {name} in {file}. Remove one of the two."
                 )
             if not re.fullmatch(no_weights, plain):
                 stored[plain] = Stored(name, file, handle)
@@ -326,8 +326,8 @@ def _check_names(
     `needed` is a dict from the name of each tensor of the model to the tensor's leaf. `copies` is a
     dict from each name under which a file may hold a copy of a tensor (`Leaf.copies`) to the
     tensor's leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for it: GPT-2 of
-    ...") describe the model in errors. The function `some` returns names with a verb, such as
-    "wte.weight is".
+    ...") describe the model in errors. In the errors below, the verb "is" comes from the function
+    `some`: `some(["wte.weight"])` is "wte.weight is".
     """
     files = _files_of(stored)
     if adapters := [
@@ -368,8 +368,8 @@ def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
         )
     if tensor.kind not in FLOATS:
         raise ValueError(
-            f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it "
-            "first."
+            f"{tensor.place} must have one of the types {', '.join(FLOATS)}; its type is "
+            f"{tensor.kind}. Convert it first."
         )
 
 

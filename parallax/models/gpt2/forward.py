@@ -45,12 +45,13 @@ def block(
 
     `keys`, one for each sequence, and `layer` choose the masks of dropout; with None as `keys`
     there is no dropout. With dropout of the attention weights, `_attention_with_dropout` takes the
-    place of `attend`.
+    place of `attend`; if the backward pass recomputes `attend`, it recomputes this function too.
     """
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
         # The last argument is H, this device's number of heads: the bias is [3, H, K].
-        attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
+        dropped_out = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
+        attend = remat.in_place_of(attend, dropped_out)
 
     def heads(y):
         """Returns this device's queries, keys and values by head, from the normalised stream."""

@@ -1,10 +1,10 @@
 """Llama as Equinox modules, which hold the whole model or one device's shard. The modules read the
 sizes from the arrays.
 
-Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values
-(groups), K head width, V rows of the vocabulary, L layers. The L blocks are one `Block` whose
-leaves have a leading dim of layers; `lax.scan` runs the blocks. Matrices are stored [in, out]. An
-attribute for a part that the model lacks, such as a bias, is `()`.
+Legend: B batch, T tokens, D width, F hidden units of the feed-forward, H heads of queries, G heads
+of keys and values (groups), K head width, V rows of the vocabulary, L layers. The L blocks are one
+`Block` whose leaves have a leading dim of layers; `lax.scan` runs the blocks. Matrices are stored
+[in, out]. An attribute for a part that the model lacks, such as a bias, is `()`.
 
 Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
 (arXiv 2407.21783); for biases, and for norms of queries and keys, the Qwen2 and Qwen3 technical
@@ -102,7 +102,8 @@ class MLP(eqx.Module):
 
 
 class MoE(eqx.Module):
-    """Experts in place of the feed-forward, split over devices by experts and by hidden units.
+    """Experts in place of the feed-forward. The expert axis splits the experts over devices, and
+    the tensor axis splits the hidden units of each expert.
 
     Sources: Jiang et al., Mixtral of experts (arXiv 2401.04088); for the shared expert, Dai et al.,
     DeepSeekMoE (arXiv 2401.06066).
