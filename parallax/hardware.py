@@ -18,8 +18,8 @@ written down before any estimate was made, and not changed to fit measurements. 
   the v4 and the TPU7x, the rate of the network between slices is not stated: the table has the rate
   of a v5p for a v4, and the rate of a v6e for a TPU7x. The latency of that network is assumed to be
   10 us. For all links of a chip together, in both directions, Google's pages state 1,200 GB/s (v5p
-  and TPU7x) and 800 GB/s (v6e). That is 100 GB/s for one link in one direction. The table has the
-  90 GB/s that Austin et al. state for these three chips.
+  and TPU7x, 6 links) and 800 GB/s (v6e, 4 links). So they state 100 GB/s for one link in one
+  direction. Austin et al. state 90 GB/s for these three chips, and the table has their rate.
 * The compiler for a TPU states times in cycles; the clock turns cycles into seconds. Up to v5p, the
   clock is computed: the rate of matrix products is divided by the chip's operations per cycle. Each
   matrix unit does 2 x 128 x 128 operations per cycle, and a core has 4 such units; a v5e has one

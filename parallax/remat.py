@@ -85,8 +85,8 @@ def block(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..
 
 @dataclass(frozen=True)
 class RecomputedAttention:
-    """The attention function that `attention` returns. It has a type of its own, so that a model
-    that takes another attention function in its place can recompute that function too.
+    """The attention function that `attention` returns. If `attend` has this type,
+    `in_place_of(attend, other)` returns `other` with a backward pass that recomputes `other` too.
     """
 
     attend: Callable[..., Any]

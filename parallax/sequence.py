@@ -281,12 +281,13 @@ def _check_terms(name: str, axis: Axis, *factors: Array) -> None:
 
 
 def _same_along(axis: Axis, *arrays: Array) -> list[str]:
-    """Returns the mesh axes along which all `arrays` are the same on several devices.
-
-    An axis index differs between devices by definition. So the type of the index has all axes, or
-    none in a map whose types do not record what differs; nothing is known there.
+    """Returns the mesh axes of `axis` that have several devices, and along which each of `arrays`
+    has, by its type, the same values on all devices. With `check_vma=False`, types do not record
+    along which axes values differ; then the result is empty.
     """
-    # Traced apart, so that the caller's program gets no equation for the index.
+    # The device's index differs along all mesh axes of `axis`. So its type has all these axes, or
+    # none with `check_vma=False`. Traced apart, so that the caller's program gets no equation for
+    # the index.
     differing = set(axes_of_type(jax.make_jaxpr(axis.index)().out_avals[0]))
     same = differing.difference(*map(varying_axes, arrays))
     return sorted(name for name in same if lax.axis_size(name) > 1)

@@ -184,7 +184,7 @@ def make(
 
 
 def _in_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
-    """Returns the tree `new`, in which each array of floats has its dtype in the tree `old`."""
+    """Returns the tree `new`, with each array of floats cast to the dtype of its leaf in `old`."""
 
     def cast(old, new):
         # Most leaves have the dtype already, and stay the same object (see `_lost`).

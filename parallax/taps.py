@@ -159,9 +159,9 @@ def tap(
             not split, need no entry.
 
     Raises:
-        ValueError: the spec has more dims than `x`; `places` has a dim that `x` has not, or not one
-            position for each element along a dim; or a value that is split differently has the same
-            path.
+        ValueError: the spec has more dims than `x`; or `x` lacks a dim of `places`, or the number
+            of positions differs from the number of elements along the dim; or another value with
+            the same path is split differently.
     """
     return x if not is_on() else _tap(x, path, spec, dict(places or {}), FORWARD)
 
@@ -276,13 +276,14 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
 
 def _counted_from_first(x: Any, path: str, places: dict[int, Any]) -> dict[int, Any]:
     """Returns `places` with each dim counted from the first: -1 becomes the number of the last dim.
-    Raises `ValueError` if `x` has no such dim, or not as many elements as there are positions."""
+    Raises `ValueError` if `x` lacks the dim, or if the number of positions differs from the number
+    of elements of `x` along the dim."""
     for dim, positions in places.items():
         if not -x.ndim <= dim < x.ndim or positions.shape != (x.shape[dim],):
             raise ValueError(
-                f"bisect.tap: {path} of shape {x.shape} needs, in `places`, one position for each "
-                f"element along a dim of its {x.ndim}; got positions of shape {positions.shape} "
-                f"for dim {dim}. Pass this device's positions along that dim."
+                f"bisect.tap: each entry of `places` needs a dim of {path}, whose shape is "
+                f"{x.shape}, and one position for each element along this dim; got dim {dim} and "
+                f"positions of shape {positions.shape}. Pass this device's positions along the dim."
             )
     return {dim % x.ndim: positions for dim, positions in places.items()}
 

@@ -112,9 +112,10 @@ def parameter_index(
 
     Optimizers keep trees of the same structure as the tree of the parameters: the state's
     `0.mu.blocks.weight` belongs to the parameter `blocks.weight`. So the array's `path` ends with
-    the parameter's path. Several of the `paths` may fit, such as `w` and `nu.w` for `0.nu.w`. Then
-    the one counts whose tree has most of the parameters among `of_state`, the tuples of all paths
-    of the state; of equal ones, the longest path.
+    the parameter's path, after the path of a tree, here `0.mu`. Several of the `paths` may fit,
+    such as `w` and `nu.w` for `0.nu.w`, with the trees `0.nu` and `0`. Then the function takes the
+    parameter for which the tree holds the most parameters; if the trees hold equally many, the
+    parameter with the longest path. `of_state` has all paths of the state, as tuples.
     """
     fitting = [
         i
@@ -123,8 +124,8 @@ def parameter_index(
     ]
 
     def rank(i):
-        """Returns how many parameters the state has beside the array, if it belongs to parameter
-        `i`, and the length of that parameter's path."""
+        """Returns two numbers for parameter `i`: the number of parameters in the tree of the state
+        in which the array would be parameter `i`, and the length of the parameter's path."""
         above = tuple(path[: len(path) - len(paths[i])])
         return sum((*above, *parameter) in of_state for parameter in paths), len(paths[i])
 

@@ -151,8 +151,9 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
 
     Pass `reduce_scatter` to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient
     function in `reduce_scattered`. `reduce_scattered` recognises shares by their shape, sums the
-    leaves that stay whole, and divides all gradients by the number of devices. Along `axis`,
-    `specs` must have only ZeRO's own splits, not those of experts: give these leaves `P()`.
+    leaves that stay whole, and divides all gradients by the number of devices. `specs` must not
+    have the splits over `axis` that the parameters have without ZeRO, such as that of experts:
+    along these, gradients are split already.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
@@ -284,8 +285,8 @@ def gathered(
     Args:
         function: a loss function, or a block; its first argument is the tree of parameters.
         axis: the axis, or the axes, that split the batch.
-        specs: the specs of the shares, a tree like the function's first argument. Leaves that
-            `function` needs split, such as experts split over `axis`, must have `P()` here.
+        specs: the specs of the shares, a tree like the function's first argument. Leave out
+            splits that must stay inside `function`, such as the split of experts over `axis`.
 
     Raises:
         ValueError: a spec splits a dim over `axis` first, and then over another axis, as

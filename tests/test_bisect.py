@@ -586,8 +586,9 @@ def test_places_count_dims_from_the_last_too():
 def test_places_that_do_not_fit_the_value_are_refused(dim, count):
     placed = lambda x: bisect.tap(x, "x", places={dim: jnp.arange(count)})
     said = (
-        rf"bisect.tap: x of shape \(2, 3\) needs, in `places`, one position for each element along "
-        rf"a dim of its 2; got positions of shape \({count},\) for dim {dim}\. Pass"
+        rf"bisect.tap: each entry of `places` needs a dim of x, whose shape is \(2, 3\), and one "
+        rf"position for each element along this dim; got dim {dim} and positions of shape "
+        rf"\({count},\)\. Pass"
     )
     with pytest.raises(ValueError, match=said):
         bisect.record(lambda: (placed, (jnp.zeros((2, 3)),)))

@@ -258,8 +258,8 @@ def test_shares_of_a_shard_along_the_same_dim_are_refused(wrapper, tensor, data)
 def test_by_matrix_refuses_a_glob_of_layers_that_matches_no_leaf():
     message = (
         "optimizers.by_matrix: the glob 'block.**' in `layers` matches none of the 4 leaves of "
-        "`specs`; their paths are ['blocks.bias', 'blocks.weight', 'head']. Correct the glob, or "
-        "remove it."
+        "`specs`; the first paths are ['blocks.bias', 'blocks.weight', 'head']. Correct the glob, "
+        "or remove it."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         optimizers.by_matrix(

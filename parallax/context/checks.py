@@ -131,10 +131,10 @@ def _compares_counts(
     each result of the program, the ids of the counts on which the result depends.
 
     A count is an array with the values 0, 1, 2, ... that the program makes itself. A causal mask
-    compares a count of the queries with a count of the keys. Only a comparison whose result has two
-    dims or more is found, and then the list is empty. The id of a count is Python's `id` of the
-    equation that makes the array. `counts` maps each argument of the program to the ids of the
-    counts on which the argument depends.
+    compares a count of the queries with a count of the keys. Comparisons whose result has fewer
+    than two dims are skipped. If a comparison depends on two counts, the list is empty. The id of a
+    count is Python's `id` of the equation that makes the array. `counts` maps each argument of the
+    program to the ids of the counts on which the argument depends.
     """
     counts = dict(counts)
 

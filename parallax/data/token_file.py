@@ -35,7 +35,8 @@ class File:
     nothing. `len(file)` is the number of tokens.
 
     Consecutive places are read in one call. Each read opens the file and closes it again (about 10
-    microseconds). So a text may be in more files than a process may hold open.
+    microseconds). Between reads no file is open, so a program may have more `File` objects than a
+    process may hold open files.
 
     A read raises `IndexError` for a place outside the text, and `manifest.Damaged` if the file has
     changed since this object was made. If the system cannot read the file, a read raises an

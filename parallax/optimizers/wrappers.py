@@ -389,14 +389,15 @@ def _check_globs(layers: Mapping[str, int], paths: list[str]) -> None:
         if not any(rules.matches_glob(pattern, path) for path in paths):
             raise ValueError(
                 f"optimizers.by_matrix: the glob {pattern!r} in `layers` matches none of the "
-                f"{len(paths)} leaves of `specs`; their paths are {paths[:3]}. Correct the glob, "
-                "or remove it."
+                f"{len(paths)} leaves of `specs`; the first paths are {paths[:3]}. Correct the "
+                "glob, or remove it."
             )
 
 
 def _check_specs(name: str, weight: Array, axis: Axis, splits: list[Split]) -> None:
-    """Raises `ValueError` if the parameter `weight` would not become whole along `axis`. `splits`
-    are the dims that its spec splits over `axis`, and `name` is its path."""
+    """Raises `ValueError` if the parameter `weight` varies along a part of `axis` that is in no
+    split, or along some axes of a split but not along all. `splits` are the dims that the
+    parameter's spec splits over `axis`, each with its axes. `name` is the parameter's path."""
     varying = set(axes_of_several_devices({*varying_axes(weight)} & {*axes_of(axis)}))
     if untold := varying - shards.names_of(splits):
         raise ValueError(
@@ -412,8 +413,8 @@ def _check_specs(name: str, weight: Array, axis: Axis, splits: list[Split]) -> N
             raise ValueError(
                 f"optimizers: in `specs`, dim {split.dim} of {name or 'the parameter'} is split "
                 f"over {axes_of(split.axis)!r}, and the parameter does not vary along "
-                f"{min(whole)!r}. One entry of a spec must split both the gradient and the "
-                "parameter over all its axes, or only the gradient. Split the gradient over "
+                f"{min(whole)!r}. The parameter must be split over all axes of this entry, or over "
+                "none of them (then only the gradient is split). Split the gradient over "
                 f"{min(whole)!r} along another dim."
             )
 

@@ -67,10 +67,10 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Raises a `ValueError` unless the schedule has one stage for each device of the axis. Raises a
-    `Misused`, a `ValueError` whose fields `lint.program` reads, for an array of `blocks`, this
-    device's blocks, that is not split over the axis. Also raises a `ValueError` if an array's first
-    dim is not the number of chunks per stage, or if its second dim, the layers of a chunk, is 0."""
+    """Raises a `ValueError` unless the schedule has one stage for each device of the axis. `blocks`
+    are this device's blocks. Raises a `Misused`, a subclass of `ValueError`, if an array of
+    `blocks` is not split over the axis. Raises a `ValueError` if an array's first dim is not the
+    number of chunks per stage, or if its second dim, the layers of a chunk, is 0."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -189,9 +189,10 @@ def head(traced: Traced, axis: Axis) -> None:
 
 
 def refuse_sending(traced: Traced, arguments: Collection[int], axis: Axis, harm: str) -> None:
-    """Raises a `ValueError` if the program of a stage, or of its backward pass, has a collective
-    over the stages of values computed from the arguments with these indices. `harm` says what is
-    wrong with such a collective."""
+    """Raises a `ValueError` if `traced` has a collective over `axis`, the axis of the stages, and
+    its operands are computed from some of the arguments. `traced` is the program of a stage, or of
+    its backward pass. `arguments` has the indices of the arguments that must not be sent. `harm`
+    says what is wrong with such a collective."""
     eqn = first_sent(traced, arguments, axes_of_several_devices(axes_of(axis)))
     if eqn is not None:
         raise ValueError(

@@ -89,8 +89,8 @@ def value_and_grad(  # noqa: PLR0913
         stage: `(params, x, microbatch, position) -> x`: one chunk of layers. `position` is the
             chunk's place in the model, 0 to v * P - 1 for v chunks on each of P stages. `stage`
             returns a tree like `x`, or an `Output` that also has a term of the loss or auxiliary
-            values. It has no collective over `axis`, except, in a schedule that runs in lockstep,
-            of parameters that are not trained.
+            values. `stage` has no collective over `axis`. Only in a schedule that runs in lockstep,
+            collectives of parameters that are not trained are allowed.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
             runs on all stages, in each tick in which the output of the last layer for a microbatch
             is ready. If the loss is typed as varying over `axis`, the last stage's loss is used.
@@ -100,10 +100,10 @@ def value_and_grad(  # noqa: PLR0913
         axis: the axis of the stages, or several axes as one. Its algorithm, `Axis.algorithm`,
             all-reduces the gradients of parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
-            `params.blocks`. Each array of the blocks has a first dim of size v, the number of
-            chunks per stage. Split the second dim over the stages: if v > 1, a spec that splits the
-            first dim gives arrays of the same shapes, but runs the layers in another order, and
-            raises no error.
+            `params.blocks`. For L layers and v chunks per stage, each array of the blocks has the
+            global shape [v, L / v, ...], whose dim 1 is split over the P stages. An array of global
+            shape [v P, L / (v P), ...] whose dim 0 is split has the same shape on each device, so
+            no error is raised. But if v > 1, its layers run in another order.
         trainable: chooses the leaves that have a gradient, as in `step.init`: it is a function of a
             leaf, or a tree of booleans that is a prefix of the parameters. Other leaves have the
             gradient None, which takes no memory.
@@ -128,10 +128,10 @@ def value_and_grad(  # noqa: PLR0913
             sequences is 0, or is not a multiple of the number of microbatches. `params` has no
             `blocks`, and no `blocks` is given. An array of `blocks(params)` is not split over
             `axis`, or its first dim is not the number of chunks per stage. `stage` returns a tree
-            of another structure, shape or dtype than its input, or has a collective over `axis`. A
-            function reads a trained parameter by closure: the parameter's gradient would miss this
-            use. `embed` or `head` reads blocks: both run on all stages, and the stages have
-            different blocks.
+            of another structure, shape or dtype than its input, or has a collective over `axis`
+            that is not allowed (see `stage` above). A function reads a trained parameter by
+            closure: the parameter's gradient would miss this use. `embed` or `head` reads blocks:
+            both run on all stages, and the stages have different blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)

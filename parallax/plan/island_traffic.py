@@ -42,7 +42,7 @@ def terms(
     def found() -> Iterator[Term]:
         """Yields a `Term` (a kind of collective) for each array of the model. The changes of
         parameters are numbers of 4 bytes (float32) or more. If `axis` is an `ErrorFeedback`, the
-        `Term` has the int8 all-reduce of `quantized_in`."""
+        collective of each `Term` is the all-reduce that sends these numbers as int8."""
         wide = max(itemsize, 4)
         given = ring("island") if axis is None else axis
         if isinstance(given, ErrorFeedback):

@@ -380,7 +380,8 @@ class Reading:
         such as a reshape. The `source` of a reshape's result is the `root` of the reshape's
         operand: the value before all reshapes. A broadcast of 0 is an array of zeros (`is_zeros`).
         The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if several operations
-        read the result, unless no buffer is read to compute it, as from literals."""
+        read the result. A result computed without reading memory, such as from literals, gets no
+        buffer."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])

@@ -326,8 +326,8 @@ class _Step:
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis. These
         are the two halves into which sequence parallelism splits an all-reduce. A step calls the
-        all-gather `gathers` times and the reduce-scatter `scatters` times. `gathered` and
-        `scattered` are the `what` of their `Term`s."""
+        all-gather `gathers` times and the reduce-scatter `scatters` times. `gathered` names the
+        data of the all-gathers, and `scattered` the data of the reduce-scatters (`Term.what`)."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)

@@ -104,7 +104,8 @@ class fsdp:
     inside: Rule = field(default=match("**", P()), kw_only=True)
 
     def __post_init__(self):
-        """Refuses a size below 1, and an `axis_name` and a `keep` of another form."""
+        """Raises `ValueError` if `size` is below 1, if `axis_name` is a list, or if a value of
+        `keep` is no sequence of whole numbers."""
         if isinstance(self.axis_name, list):
             raise ValueError(
                 f"fsdp needs the name of a mesh axis, or a tuple of names; got {self.axis_name!r}."

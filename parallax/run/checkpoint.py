@@ -316,9 +316,10 @@ class Checkpoints:
                 shardings of the state to return.
             before: a step. The checkpoints of this step and of later ones are passed over, if there
                 is a checkpoint of an earlier step. When the run continues from the earlier
-                checkpoint, the run's saves remove the later ones. Until then, a later `restore`
-                without `before` passes over them too, also in another process: the decision is
-                stored at once inside `with`, else by the next save. Another `before` replaces it.
+                checkpoint, the run's saves remove the later ones. Inside `with Checkpoints(...)`,
+                this call stores the steps of the later ones in the folder; outside, the next save
+                does. A `restore` without `before`, also in a new process, passes over the stored
+                steps. A `restore` with another `before` replaces the stored steps.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
@@ -354,9 +355,9 @@ class Checkpoints:
             return Restored(step, state, record.note, self._refused_by_first())
 
     def _pass_over(self, before: int | None) -> bool:
-        """Refuses the checkpoints of the step `before` and of later ones. If `before` is None, or
-        there is no earlier checkpoint, refuses those that an earlier call has given up. Returns
-        whether `before` counted.
+        """Refuses the checkpoints of step `before` and of later steps, and returns True, if there
+        is a finished checkpoint of an earlier step. If there is none, or `before` is None, refuses
+        the checkpoints that the run gave up in a previous `restore`, and returns False.
         """
         steps, given_up, _ = retention.seen(self.folder)
         if before is not None and any(step < before for step in self.steps()):
@@ -384,8 +385,8 @@ class Checkpoints:
             self._say(f"{unwritten}: cannot be written; {error.strerror}. The next save tries it.")
 
     def _refused_by_first(self) -> dict[int, str]:
-        """Returns why each refused step was refused on the first process, on all processes: faults
-        that show without hashes are found there alone.
+        """Returns, on all processes, the reason for each step that the first process refused. The
+        other processes lack some reasons, since only the first compares names and sizes of files.
         """
         refused = {step: str(why) for step, why in self.refused.items()}
         if jax.process_count() == 1:

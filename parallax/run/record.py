@@ -232,8 +232,9 @@ def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
 
 
 def newest(path: Path) -> tuple[int, list[int]]:
-    """Returns the step stored at `path`, and the steps stored there that were given up. Raises
-    `manifest.Damaged` if no step is stored there, or the others are no list of steps.
+    """Returns two entries of the JSON file `path`: `step`, and `given_up`, the steps that the run
+    gave up ([] if the file has no such entry). Raises `manifest.Damaged` if `step` is missing or
+    not a step, or if `given_up` is not a list of steps.
     """
     entries = manifest.read(path)
     step, given_up = entries.get("step"), entries.get("given_up", [])

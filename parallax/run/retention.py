@@ -35,10 +35,10 @@ class Retention(NamedTuple):
 
 
 class GivenUp(manifest.Damaged):
-    """The reason to pass over the checkpoint of a step: the run went back to an earlier one.
+    """The error of a checkpoint that is refused because the run went back to an earlier checkpoint.
 
-    `Damaged`, so that `prune` removes the checkpoint as soon as the run has saved a good one with a
-    larger step.
+    The class is a subclass of `Damaged`, so that `prune` treats the checkpoint as a damaged one,
+    and removes it as soon as the run has saved a good checkpoint with a larger step.
     """
 
 

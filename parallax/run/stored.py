@@ -109,10 +109,11 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
 
 
 def as_weak(state: PyTree, like: PyTree) -> PyTree:
-    """Returns `state`, whose arrays are weakly typed where those of `like` are.
+    """Returns `state`, with its arrays made weakly typed where the arrays of `like` are.
 
-    A weakly typed array, such as `jnp.asarray(0.1)`, takes the dtype of an array that it meets, and
-    would not after a restore: `p - lr * p` would be float32 where p is bfloat16.
+    A restored array is not weakly typed. With a bfloat16 `p` and the weakly typed
+    `lr = jnp.asarray(0.1)`, `p - lr * p` is bfloat16; after a restore without this function, it
+    would be float32.
     """
 
     def leaf(x, like):

@@ -110,8 +110,8 @@ class Watchdog:
 
     def _arm(self) -> None:
         """Sets a timer in C code that ends the process `LAST_RESORT` seconds after the step's
-        limit. The timer works even while one thread holds Python's lock, so that no other Python
-        thread can run.
+        limit. While another thread holds Python's lock (GIL), the watchdog's thread cannot run,
+        but the timer works.
         """
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2
