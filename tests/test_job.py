@@ -330,6 +330,19 @@ with watchdog.Watchdog(job, seconds=0.1, first=0.6) as watch:
     assert seconds > 0.5
 
 
+@pytest.mark.programs
+def test_work_that_ends_during_the_search_is_left_alone():
+    program = """
+job = processes.Job()
+with watchdog.Watchdog(job, seconds=0.1, first=0.1) as watch:
+    watch.phase('train', waits=True); print('ready', flush=True)
+    time.sleep(0.4)
+print('done')
+"""
+    out, err, code, _ = ended(program)
+    assert (code, out, "watchdog" in err) == (0, "done\n", False), err
+
+
 def test_a_watchdog_needs_time():
     with pytest.raises(ValueError, match=r"seconds above 0; got 0\.0"):
         Watchdog(Job(), seconds=0.0)

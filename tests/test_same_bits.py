@@ -393,9 +393,9 @@ def mapped(f, cells=CELLS, sizes=None):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: mapped(lambda x: x, {"data": 3}), "a power of two of cells.*got data=3"),
-        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "sizes divide.*'data': 4"),
-        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "axes of the cells"),
+        (lambda: mapped(lambda x: x, {"data": 3}), "a power of two along each axis; got data=3"),
+        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "must divide.*'data': 4"),
+        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "same axes as `cell"),
         (lambda: mapped(_prints)(jnp.ones(8)), "prints, calls Python or has another effect"),
         (lambda: mapped(_calls_python)(jnp.ones(8)), "cannot run `pure_callback`"),
         (lambda: mapped(_grouped)(jnp.ones(8)), "axis_index_groups"),

@@ -1,4 +1,4 @@
-"""Attention on one device, differentiated by the backward pass of a kernel.
+"""Attention on one device. The two functions of a `Kernel` compute the output and the gradients.
 
 Legend: B batch, T tokens, S keys, H heads, G heads of keys and values, K head width.
 """
@@ -29,8 +29,8 @@ def blockwise(
     """Returns softmax(q k^T / sqrt(K)) v on one device, in memory linear in the number of tokens. K
     is the head width.
 
-    Products have `q`'s type; their sums and the softmax are float32 or wider. There is no
-    forward-mode derivative.
+    The operands of matrix products have `q`'s type. The results of these products and the softmax
+    are float32 or wider. There is no forward-mode derivative.
 
     Args:
         q: queries.
@@ -41,13 +41,14 @@ def blockwise(
             keys whose position is not after the query's.
         segments: the number of each token's document; or a pair of such arrays, one for the queries
             and one for the keys.
-        positions: a pair: the positions of the queries [T] and of the keys [S]. They are needed if
-            the queries and the keys are not the same tokens, and they are ignored without `causal`.
-        kernel: computes the output and the gradients, such as `tiled(1024)`.
+        positions: a pair: the positions of the queries [T] and of the keys [S]. The pair is needed
+            if the queries and the keys are not the same tokens. Without `causal`, the positions do
+            not change the result.
+        kernel: the kernel that computes the output and the gradients, for example `tiled(1024)`.
 
     Raises:
-        ValueError: the numbers of heads or of tokens, or the shape of the segments, do not fit each
-            other, or the arrays have different types.
+        ValueError: the shapes, dtypes or varying axes of `q`, `k` and `v` do not fit each other;
+            the segments are not one integer for each token; or there are no queries or no keys.
     """
     check_heads("context.blockwise", q, k, v)
     if not (q.shape[1] and k.shape[1]):

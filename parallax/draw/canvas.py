@@ -2,7 +2,6 @@
 do not depend on `pyplot` or its global settings.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ def save(picture: Any, path: Path) -> None:
 
     # A fixed salt for the ids in the file, and no date, make the file depend on the figure alone.
     # "none" writes text as text, not as outlines.
-    metadata = {"Date": None} if str(path).endswith(".svg") else None
+    metadata = {"Date": None} if str(path).lower().endswith(".svg") else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
         picture.savefig(path, dpi=150, metadata=metadata)
 
@@ -93,7 +92,8 @@ def scale(largest: int | float) -> tuple[float, str]:
     """Returns the largest of `UNITS` that is not above `largest` bytes, as a pair (size of the unit
     in bytes, name). If `largest` is below 1, the unit is the byte.
     """
-    power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
+    powers = range(1, len(UNITS))
+    power = max((power for power in powers if 1000.0**power <= largest), default=0)
     return 1000.0**power, UNITS[power]
 
 
