@@ -74,13 +74,15 @@ def mean(
 
     Raises:
         ValueError: `x` is not typed as varying along each axis of `axis` (`tensor.copy_to` gives
-            this type); `block_tokens` is below 1; there are no targets; the table is the same along
+            this type); `block_tokens` is below 1; there are no targets; there is not one target, or
+            not one weight, for each position of `x`; the table is the same along
             an axis of several devices; or `vocabulary` is below 1 or above the number of all rows.
     """
     axis = Axis.of(axis)
     if block_tokens is None:
         block_tokens = default_block_tokens(axis.size())
     _check_mean(x, targets, axis, block_tokens)
+    tensor.check_positions("cross_entropy.mean", x, targets, weights)
     tensor.checked_vocabulary("cross_entropy.mean", table, len(table), axis, vocabulary)
     others = (targets,) if weights is None else (targets, lax.stop_gradient(weights))
     # The number of all tokens, and the dtype of sums: float32 or wider.

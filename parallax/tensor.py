@@ -585,7 +585,7 @@ def cross_entropy(
             several devices; or `vocabulary` is below 1 or above the number of all columns.
     """
     axis, columns_here = Axis.of(axis), logits.shape[-1]
-    _check_positions(logits, targets, weights)
+    check_positions("tensor.cross_entropy", logits, targets, weights)
     vocabulary = checked_vocabulary("tensor.cross_entropy", logits, columns_here, axis, vocabulary)
     # The target's column, counted from this device's first column. It is outside the logits if
     # another device has the column.
@@ -614,15 +614,16 @@ def cross_entropy(
     return losses if weights is None else weights.astype(losses.dtype) * losses
 
 
-def _check_positions(logits: Array, targets: Array, weights: Array | None) -> None:
-    """Raises `ValueError` unless there is one target for each position of the logits, and one
-    weight for each target. JAX would repeat an array of fewer dims for all rows of the batch."""
-    for name, array in (("targets", targets), ("weights", weights)):
-        if array is not None and array.shape != logits.shape[:-1]:
+def check_positions(name: str, x: Array, targets: Array, weights: Array | None) -> None:
+    """Raises `ValueError` unless `targets` and `weights` have one number for each position of `x`,
+    [positions, ...]. JAX would repeat an array of fewer dims for all rows of the batch. `name` is
+    the name of the calling function, for the message."""
+    for argument, array in (("targets", targets), ("weights", weights)):
+        if array is not None and array.shape != x.shape[:-1]:
             raise ValueError(
-                f"tensor.cross_entropy needs {name} of shape {logits.shape[:-1]}, one for each "
-                f"position of logits of shape {logits.shape}; got {array.shape}. If one row is "
-                "meant for the whole batch, use jnp.broadcast_to."
+                f"{name} needs {argument} of shape {x.shape[:-1]}, one for each position of an "
+                f"array of shape {x.shape}; got {array.shape}. If one row is meant for the whole "
+                "batch, use jnp.broadcast_to."
             )
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SETUP = """
 import jax.numpy as jnp
 import numpy as np
-from parallax import data, rules, tensor
+from parallax import cross_entropy, data, rules, tensor
 from parallax.data import shards
 from parallax.layout import Layout
 from parallax.models.sampling import filtered
@@ -26,14 +26,23 @@ def batch(tokens=TOKENS, **given):
     return data.batch(tokens, **{"seed": 0, "step": 0, "size": 4, "length": 5} | given)
 """
 LOGITS = "tensor.cross_entropy(jnp.zeros((3, 3, 8)), "  # of a batch with as many rows as tokens
+# Of a time-major x, or of weights of another batch
+MEAN = "cross_entropy.mean(jnp.ones((3, 2, 4)), jnp.ones((8, 4)), "
 CASES = {
+    f"{MEAN}jnp.zeros((2, 3), int), ())": (
+        r"cross_entropy\.mean needs targets of shape \(3, 2\), one for each position of an array "
+        r"of shape \(3, 2, 4\); got \(2, 3\)"
+    ),
+    f"{MEAN}jnp.zeros((3, 2), int), (), weights=jnp.ones((2, 3)))": (
+        r"cross_entropy\.mean needs weights of shape \(3, 2\)"
+    ),
     f"{LOGITS}jnp.zeros(3, int), ())": (
-        r"tensor\.cross_entropy needs targets of shape \(3, 3\), one for each position of logits "
+        r"tensor\.cross_entropy needs targets of shape \(3, 3\), one for each position of an array "
         r"of shape \(3, 3, 8\); got \(3,\)\. If one row is meant for the whole batch, use "
         r"jnp\.broadcast_to\."
     ),
     f"{LOGITS}jnp.zeros((3, 3), int), (), weights=jnp.ones(3))": (
-        r"tensor\.cross_entropy needs weights of shape \(3, 3\), one for each position of logits "
+        r"tensor\.cross_entropy needs weights of shape \(3, 3\), one for each position of an array "
         r"of shape \(3, 3, 8\); got \(3,\)"
     ),
     **{

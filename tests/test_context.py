@@ -523,6 +523,12 @@ def test_a_kernel_of_no_block_is_refused():
     q = jnp.ones((1, 4, 2, 2))
     with pytest.raises(ValueError, match="needs as many keys as queries; got 2 and 4"):
         context.blockwise(q, q[:, :2], q[:, :2])
+    four, two = jnp.arange(4), jnp.arange(2)
+    for name, positions in (("keys", (four, two)), ("queries", (two, four))):
+        with pytest.raises(
+            ValueError, match=rf"positions of the {name} that .* \[4\]; got .*\[2\]"
+        ):
+            context.blockwise(q, q, q, positions=positions)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (4, 0), (0, 4)])

@@ -29,6 +29,7 @@ from parallax.collectives import (
     doubling,
     execute,
     halving,
+    halving_by,
     hierarchical,
     machines,
     matmul,
@@ -354,6 +355,8 @@ def test_errors():
         ),
     ):
         cost.of(jnp.sin, 4, 2)
+    with pytest.raises(ValueError, match="halving_by needs a number of 2 or more; got 1"):
+        halving_by(1)
     with pytest.raises(ValueError, match="a multiple of itemsize=4; got 7"):
         cost.of(ring.all_reduce, 7, 2)
     for nbytes, n, itemsize in [(-1024, 8, 4), (1024, 0, 4), (1024, (2, 0), 4), (1024, 8, 0)]:

@@ -45,6 +45,27 @@ def test_any_cut_of_the_text_reads_as_the_text(tmp_path_factory, lengths, size, 
     assert all(isinstance(part, token_file.File) for part in found.parts)
 
 
+def test_a_piece_may_be_a_buffer_that_is_filled_again(tmp_path):
+    def pieces():
+        buffer = np.empty(4, np.int64)
+        for k in range(4):
+            buffer[:] = k
+            yield buffer
+
+    shards.write(tmp_path, pieces(), vocabulary=300, shard_tokens=8)
+    found = shards.read(tmp_path, vocabulary=300)
+    np.testing.assert_array_equal(found[np.arange(16)], np.repeat(np.arange(4), 4))
+
+
+def test_files_are_read_in_the_order_of_their_numbers(tmp_path, monkeypatch):
+    """As text, 100000.bin is before 10001.bin."""
+    numbered = lambda cut: zip((10_000, 10_001, 100_000), cut, strict=True)
+    monkeypatch.setattr(shards, "enumerate", numbered, raising=False)
+    shards.write(tmp_path, [TOKENS[:30]], vocabulary=300, shard_tokens=10)
+    found = shards.read(tmp_path, vocabulary=300)
+    np.testing.assert_array_equal(found[np.arange(30)], TOKENS[:30])
+
+
 @given(
     seed=st.integers(0, 2**64 - 1),
     step=st.integers(0, 10**6),

@@ -248,6 +248,7 @@ class _SliceReader:
         names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
         self.functions |= dict.fromkeys(names[:1])
         self.callers.update(names[1:])
+        # `_caller` adds the source lines that called the collective: " in A for B".
         for name, axes in _collectives(eqn, _mesh(body)):
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 

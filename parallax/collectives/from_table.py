@@ -1,5 +1,5 @@
-"""Makes drop-in replacements for `jax.lax`'s collectives, with gradients and computed costs, from a
-table of messages.
+"""Makes an all-reduce, a reduce-scatter and an all-gather from a table of messages. The three
+functions replace those of `jax.lax`. Each has a gradient, and a cost computed from the table.
 
     @algorithm
     def direct(n):

@@ -146,6 +146,7 @@ def _nbytes(size, itemsize, block_size):
     return size + -(-size // block_size) * exponent
 
 
+# `priced` attaches the rounds of messages, from which `cost.of` computes the cost.
 @cost.priced(_exact_below_a_block(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
     """Returns an approximate sum over devices, with the same bits on every device.
@@ -167,6 +168,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
         # The second result, the rounding errors, is not used without feedback.
         return _all_reduce(_widened(x), axis_name, block_size)[0].astype(x.dtype)
 
+    # `all_reduce_leaves` gives `total` the result type and the transpose of `lax.psum`.
     def quantized_leaf(x):
         return all_reduce_leaves(x, axis_name, total)
 
@@ -177,6 +179,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
+# `priced` attaches the rounds of messages: those of `ring` for an array shorter than a block.
 @cost.priced(_exact_below_a_block(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
 def quantized_reduce_scatter(
     x: Tree,

@@ -94,8 +94,11 @@ def halving(n: int, by: int = 2) -> Route:
 def halving_by(by: int) -> Algorithm:
     """Returns an algorithm like `halving`, in which a device keeps 1/`by` of its blocks in a round.
 
-    With by=4 a round has three messages, and there are half as many rounds as with by=2.
+    With by=4 a round has three messages, and there are half as many rounds as with by=2. Raises
+    `ValueError` for `by` below 2, with which a device would keep all blocks.
     """
+    if by < 2:
+        raise ValueError(f"halving_by needs a number of 2 or more; got {by}. Use halving_by(2).")
     return algorithm(functools.partial(halving.table, by=by), name=f"halving_by({by})")
 
 

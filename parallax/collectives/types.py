@@ -1,8 +1,9 @@
 """Declares replication types of arrays that JAX's public functions cannot declare.
 
 Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
-devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
-yet: each device has one term. A *reduced* value is the same on all, and its cotangent is unreduced.
+devices) or *invariant* (it is the same on all). An *unreduced* value stands for a sum over the
+axis: each device has one term, and the terms are not added yet. A *reduced* value is the same on
+all devices, and its cotangent is unreduced.
 JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
 `lax.pcast` never goes from varying to invariant (in its words "invarying"). So the result of a ring
@@ -96,9 +97,10 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
 def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
     """Returns a dict from axis to "unreduced" or "reduced", for axes along which `x` is either.
 
-    The words are those of `lax.pcast`. An unreduced value is a sum over the axis that was not taken
-    yet: each device has one term. A reduced value is the same on all devices, and its cotangent is
-    unreduced. Raises `TypeError` under a version of JAX whose types do not record these axes.
+    The words are those of `lax.pcast`. An unreduced value stands for a sum over the axis: each
+    device has one term, and the terms are not added yet. A reduced value is the same on all
+    devices, and its cotangent is unreduced. Raises `TypeError` under a version of JAX whose types
+    do not record these axes.
     """
     return reduction_state_of_type(jax.typeof(x))
 

@@ -165,8 +165,8 @@ class Costs:
 
     def _written(self, line: hlo.Instruction) -> float:
         """Returns the bytes that an instruction writes: its result. If an instruction inside a
-        fusion updates an array in place, only the update counts. (`traffic` counts an update that
-        is in no fusion, without this method.)"""
+        fusion updates an array in place, only the update counts. An update outside a fusion does
+        not come here."""
         # The result of a start (`-start`) is a tuple (operands, results, ...); part 1 has the
         # results.
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
@@ -175,6 +175,7 @@ class Costs:
             if inner.opcode == "dynamic-update-slice":
                 # The operands are (array, update, ...).
                 size -= nbytes(inner.result) - self._size(inner.operands[1])
+        # Two updates of one array subtract its bytes twice, so `size` may be below 0.
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:

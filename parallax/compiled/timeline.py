@@ -65,8 +65,8 @@ class Timeline(NamedTuple):
         compute: the time of the program if messages took no time.
         exposed_along: for each set of axes along which messages go, such as "data x tensor", the
             seconds that the program would save if messages along exactly these axes took no time.
-        at_speed: the seconds of the program if the speed of all links is multiplied by a factor,
-            for each of the factors 0.5, 1 and 2.
+        at_speed: the seconds of the program if the transfer rate of all links is multiplied by a
+            factor, for each of the factors 0.5, 1 and 2. Latencies stay as they are.
         waits: the seconds that instructions wait for messages, by the source line that sends.
         events: the instructions and messages that take time, in the order in which the program
             starts them.
@@ -92,8 +92,8 @@ def of(
 ) -> Timeline:
     """Returns the estimated times of a program that was compiled for `machine`.
 
-    The program is replayed several times: with the links as they are, with infinitely fast links,
-    and at other speeds of the links. Each message goes along a set of axes, such as
+    The program is replayed several times: with the links as they are, with messages that take no
+    time, and at other speeds of the links. Each message goes along a set of axes, such as
     "data x tensor". For each such set there is one more replay, in which all messages along exactly
     this set take no time.
 
@@ -126,7 +126,7 @@ def of(
     rows = dict.fromkeys(event.row for event in events if event.row != "compute")
     return Timeline(
         seconds=total,
-        compute=replay.run(math.inf),  # with infinitely fast links, messages take no time
+        compute=replay.run(math.inf),  # messages take no time
         exposed_along={row: total - replay.run(1.0, without=row) for row in rows},
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
@@ -231,8 +231,8 @@ class _Replay:
         """Replays the program once, and returns its seconds.
 
         Args:
-            speed: the factor by which the rate of each link is multiplied; the latency stays. With
-                `math.inf` messages take no time.
+            speed: the factor by which the transfer rate of each link is multiplied. Latencies do
+                not change, unless `speed` is `math.inf`: then messages take no time at all.
             without: a set of axes as in `Event.row`, such as "data x tensor". Messages along
                 exactly this set of axes take no time. With "", all messages take their time.
             events: a list; the replay appends its events to it.

@@ -45,10 +45,10 @@ class Kernel(NamedTuple):
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
             sqrt(K)) v, and the log-sum-exp. A query that sees no key has an `lse` of minus
             infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that the block adds to
-            the gradients of q, k and v. `out` and `lse` are the results over all keys, and `ct` is
-            the cotangent of `out`. For a block that must not count, `attention` passes an `lse` of
-            plus infinity, with which all weights exp(score - lse) are 0.
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that this pair of blocks
+            adds to the gradients of q, k and v. `out` and `lse` are the queries' results over all
+            keys, and `ct` is the cotangent of `out`. For a pair that must not count, `attention`
+            passes an `lse` of plus infinity, with which all weights exp(score - lse) are 0.
     """
 
     forward: Callable[..., Any]
@@ -219,11 +219,13 @@ def _backward(  # noqa: PLR0913
         # `key_tiles` are ((k, v), marks), with a first dim of tiles: j is the number of a tile.
         numbers = jnp.arange(len(key_tiles[0][0]), dtype=jnp.int32)
         dq = varying(jnp.zeros(q.shape, dtype), axes)
+        # `sums` are dk and dv. The inner scan adds all tiles of keys; `_scores` masks padded keys.
         (dq, *sums), _ = lax.scan(keys, (dq, *sums), (numbers, key_tiles))
         return tuple(sums), dq
 
-    # A scan's carry must keep its type, and its results vary along the axes of q, to which the
-    # callers cast k and v too. The transpose of this cast sums dk and dv over the added axes.
+    # `axes` is used in `queries` too. A scan's carry must keep its type, and its results vary along
+    # the axes of q. The callers have cast k and v to these axes. JAX's derivative of this cast sums
+    # dk and dv over the added axes, so nothing is summed over devices here.
     axes = varying_axes(q)
     zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, query_tiles)

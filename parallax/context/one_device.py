@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from parallax.collectives.types import varying, varying_axes
@@ -48,7 +49,8 @@ def blockwise(
 
     Raises:
         ValueError: the shapes, dtypes or varying axes of `q`, `k` and `v` do not fit each other;
-            the segments are not one integer for each token; or there are no queries or no keys.
+            the segments or the positions are not one integer for each token; or there are no
+            queries or no keys.
     """
     check_heads("context.blockwise", q, k, v)
     if not (q.shape[1] and k.shape[1]):
@@ -61,6 +63,12 @@ def blockwise(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
             "Pass positions=(positions of the queries, positions of the keys)."
         )
+    for name, places, x in zip(("queries", "keys"), positions or (), (q, k), strict=False):
+        if jnp.shape(places) != x.shape[1:2] or not jnp.issubdtype(places.dtype, jnp.integer):
+            raise ValueError(
+                f"context.blockwise needs positions of the {name} that are whole numbers of the "
+                f"shape {list(x.shape[1:2])}; got {places.dtype}{list(places.shape)}."
+            )
     # `marks` is a pair of segments, or None. A single array `segments` is used for both the queries
     # and the keys.
     marks = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
@@ -69,7 +77,8 @@ def blockwise(
     arrays = (q, k, v, marks, positions if causal else None)
     # The gradients vary along the axes of all arguments, so each argument must vary along them too.
     union = sum(map(varying_axes, jax.tree.leaves(arrays)), ())
-    # With positions, the kernel compares them instead of counting tokens: its `causal` is False.
+    # Whether the kernel takes 0, 1, 2, ... as positions (its option `causal`). If there are
+    # `positions`, `_positions` makes them an option of their own, and the kernel compares them.
     by_count = causal and positions is None
 
     def forward(q, k, v, marks, positions):

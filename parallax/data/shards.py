@@ -153,9 +153,11 @@ def read(
     counts = _counts(folder / MANIFEST, record.get("tokens"), files, item)
     manifest.check_sizes(folder, files)
     # `opened` returns a `File`, which reads tokens when it is indexed.
-    parts = tuple(opened(folder / name, item, count) for name, count in counts.items())
+    # The manifest has the names in the order of texts, in which 100000.bin is before 10001.bin.
+    names = sorted(counts, key=lambda name: (len(name), name))
+    parts = tuple(opened(folder / name, item, counts[name]) for name in names)
     if check_bytes:
-        hashes = [files[name][1] for name in counts]
+        hashes = [files[name][1] for name in names]
         with ThreadPoolExecutor(manifest.THREADS) as pool:
             checks = [
                 pool.submit(verify, part, vocabulary, stored=stored)
@@ -194,7 +196,7 @@ def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
     """Joins the pieces, and yields arrays of `size` tokens. The last array may be shorter."""
     waiting, count = [], 0  # the pieces that are not yielded yet, and the number of their tokens
     for piece in pieces:
-        waiting.append(piece)
+        waiting.append(np.array(piece))  # a copy, since a reader may fill one buffer again
         count += len(piece)
         if count >= size:
             joined = np.concatenate(waiting)

@@ -80,12 +80,13 @@ def grid(
     for (row, column), (background, text) in cells.items():
         corners = ([column, column + 1, column + 1, column], [row, row, row + 1, row + 1])
         axes.fill(*corners, facecolor=background, edgecolor="white", linewidth=1.2)
+        # `ink` gives black or white, whichever is readable.
         label(axes, column + 0.5, row + 0.5, text, color=ink(background))
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), aspect="equal")  # row 0 is on top
     axes.set_xticks([k + 0.5 for k in range(len(columns))], columns, size=8)
     axes.set_yticks([k + 0.5 for k in range(len(rows))], rows, size=8)
     axes.tick_params(length=0)
-    bare(axes)
+    bare(axes)  # removes the frame
 
 
 def scale(largest: int | float) -> tuple[float, str]:

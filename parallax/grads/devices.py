@@ -259,8 +259,8 @@ def summed(
             may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
-            gradients the backward pass sums; these parameters are not declared varying. See
-            `reduced_in_backward`.
+            gradients `grad` itself sums over the devices, in its backward pass, so that they are
+            not summed again. Wrap the function that uses them in `reduced_in_backward`.
 
     Raises:
         ValueError: the gradients are already summed over `axis`; or `loss` is true, and the loss is

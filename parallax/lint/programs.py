@@ -86,7 +86,7 @@ def program(
       arguments are arrays with values, and each target is the next input token.
     * `fixed-number-of-heads`: the projections of an `eqx.nn.MultiheadAttention` are split by their
       outputs, but each device cuts its outputs into as many heads as the whole model has.
-    * Three mistakes with a pipeline end the trace with an error, which is then the only finding.
+    * The trace fails at any of three mistakes in a pipeline. The mistake is then the only finding.
       `parameter-by-closure`: a function uses a parameter by closure, not from its argument.
       `blocks-outside-the-stage`: the function before or after the stages reads the stages' blocks.
       `blocks-on-every-stage`: all stages have the same blocks.

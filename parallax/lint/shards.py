@@ -295,7 +295,8 @@ class ShardMap:
                 # The arguments that the summed value is computed from by elementwise operations.
                 arguments = updates.origins(program, value) & set(program.arguments)
                 # If the devices train different models, as islands do, each should clip by its own
-                # norm. The sum is then made from weights too: arguments that differ along the axes.
+                # norm. Their weights differ along the axes, and are among the sum's `arguments`.
+                # Otherwise `_note_scaled` looks for a scaling by one device's norm.
                 if axes and not any(known[argument].differs & axes for argument in arguments):
                     self._note_scaled(program, value, axes)
 

@@ -194,8 +194,8 @@ def reductions(
                 reduced.append((node, value))
             keeps_elements = node.name in ELEMENTWISE | LAID_OUT | {"transpose"}
             for output in node.outputs if keeps_elements else ():
-                # Two kinds of outputs are left out: a broadcast, which repeats elements of `value`,
-                # and a result that a barrier makes from another operand than `value`.
+                # Two kinds of outputs are left out: a broadcast, which repeats elements of `value`;
+                # and, of a barrier, which returns each operand, the results other than `value`.
                 same_size = program.types[output].size == program.types[value].size
                 if same_size and output not in known and value in operands(node, output):
                     dims = known[value]
@@ -210,7 +210,8 @@ def reductions(
         if program.types[node.outputs[0]].size == 1:
             yield Reduction(node, value, split)
         elif dims is not None and _is_of_optax(node):
-            # If a device's block has size 1 along a dim, each index may be a separate model.
+            # Dims of size 1 on a device are left out: such a dim may number separate models, one on
+            # each device, and their elements should not be reduced together.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
             yield Reduction(node, value, frozenset(axis for d in several for axis in dims[d]))
 

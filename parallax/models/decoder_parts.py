@@ -404,8 +404,8 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
 def vocabulary_rows(
     table: Float[Array, "rows width"], vocabulary: int
 ) -> Float[Array, "rows width"]:
-    """Returns `table` with zeros in place of its padding: all rows after the first `vocabulary`
-    rows.
+    """Returns `table`, a new embedding's whole table, with zeros in place of its padding: the rows
+    after the first `vocabulary` rows, which belong to no token.
     """
     return jnp.where(
         jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)

@@ -103,7 +103,8 @@ def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """Returns `f`, which is `embed` or `head`, with taps of the weights that are in no block. The
-    taps' paths begin with `name`; `specs` and `where` are as in `block`.
+    taps' paths begin with `name`. `specs` are the specs of the model, and `where` picks the blocks
+    in a model.
     """
 
     def tapped(model, *others):

@@ -153,7 +153,8 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
             structures.append(structure)
             return out, *leaves
 
-        # A call of `jax.vjp` here would trace `f` under the checks that refuse it.
+        # `_untyped` traces without the checks, which would refuse `f` in a call of `jax.vjp` here.
+        # The trace also fills `structures`.
         program = _untyped(out_and_leaves, *arguments)
         out, *leaves = _run(program, arguments)
         # Residuals are arrays and static values, so the tree is wrapped as a static value.
@@ -177,8 +178,9 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `g(*arguments)`, with each argument first typed as varying along all axes along
         which any argument varies.
         """
-        # This is outside `g`, so that JAX differentiates the typing too. Its derivative sums an
-        # argument's cotangent over the axes along which the argument did not vary.
+        # `_varying_alike` types the first tuple by the axes of the second. The call is outside `g`,
+        # so that JAX differentiates the typing too: the derivative sums an argument's cotangent
+        # over the axes along which the argument did not vary.
         return g(*_varying_alike(arguments, arguments))
 
     return along_all

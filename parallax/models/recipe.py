@@ -508,6 +508,7 @@ def weighted(batch: Batch, setup: Setup) -> Batch:
     if setup.compute.documents is not None:
         from parallax.models import documents
 
+        # `compute.documents` returns the number of each token's document, as in segments.
         batch = documents.with_segments(batch, setup.compute.documents(batch.windows))
     if batch.weights is None:
         return batch

@@ -287,11 +287,13 @@ class _Update:
         )
 
     def fails_on_whole_leaves(self) -> bool:
-        """Returns whether the update also fails on whole leaves. Returns False if `is_open` is True
-        for a leaf: the shape of the whole leaf is then unknown."""
+        """Returns whether the update also fails on whole leaves: shards are then not the reason why
+        it fails. Returns False if `is_open` is True for a leaf, whose whole shape is then unknown.
+        """
         if any(leaf.is_open for leaf in self.leaves):
             return False
         try:
+            # `resized` gives each gradient, moment and parameter the shape of its whole leaf.
             jax.eval_shape(self.update, *self.resized(lambda x, whole: whole))
         except (TypeError, ValueError):
             return True

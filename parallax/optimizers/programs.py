@@ -167,8 +167,8 @@ class _Elements(jaxprs.Following):
             mixes = choice.mixes or f"{_operation(eqn)} depends on the elements"
             return [self.met(operands)._replace(mixes=mixes)] * len(eqn.outvars)
         # The predicate is the same on all devices. The `Value` of a result joins those of all
-        # branches. A result that is a shard in one branch and whole in another mixes elements, as
-        # if an elementwise operation combined the two.
+        # branches. `_elementwise` then refuses a result that is a shard in one branch and a whole
+        # array in another: it would be correct in neither role.
         every_branch = [self.run(branch, arguments) for branch in eqn.params["branches"]]
         return [
             _elementwise(self.met(values), eqn, var.aval)

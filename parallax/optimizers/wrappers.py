@@ -199,7 +199,8 @@ def _on_owners(
     layer is updated by one device, and an optimizer that combines leaves is refused.
     """
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
-    # Marked as correct: `owners.update` itself checks the optimizer on the leaves that it sees.
+    # The mark says that the updates are correct on shards: `owners.update` itself checks the
+    # optimizer on the leaves that it sees. `at` begins the error if no parameters are passed.
     checked_update = right_on_shards(owners.update, at="optimizers")
     return optax.GradientTransformationExtraArgs(owners.init, checked_update)
 

@@ -174,6 +174,8 @@ class Jobs(Programs):
         from the chunk before. Returns the output, and the carry with the arrays that the job
         saved."""
         task = self.task_of(row, "forward")
+        # `known` returns the stage's arguments besides x: the parameters that get gradients here
+        # (`trained`), and the others, such as the microbatch's rows (`given`).
         trained, given = self.known(task)
         # The place decides, not the stage: with several chunks, stage 0 has later places too.
         x = chosen(task.position == 0, entered, arrived)
@@ -209,8 +211,8 @@ class Jobs(Programs):
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
         # The cotangents of the output, and of the stage's own term of the loss (`seed`). An idle
         # stage runs the job too, but its results are not used: `_with_gradients` masks its
-        # gradients, and no job reads its cotangent of x. So this mask, on only one of the two
-        # cotangents, only keeps numbers without a meaning out of the job.
+        # gradients, and no job reads its cotangent of x. So `masked` is not needed for the results:
+        # it only replaces meaningless numbers by 0. `known` is as in `forward`.
         ct = masked(task.valid, ct), self.seed
         # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs. An
         # idle stage writes these into a slot that is free in this tick.

@@ -126,6 +126,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         for path, leaf in jax.tree.leaves_with_path(tree)
         for array in _earlier_forms(leaf)
     }
+    # `_source` goes back from a value through the operations that computed it, to a parameter.
     for value in outside:
         source = _source(value, sources) if eqx.is_inexact_array(value) else None
         if source is None:
@@ -220,8 +221,8 @@ def _uses(traced: Traced, arguments: Collection[int]) -> dict[bool, list[JaxprEq
 
 
 class _Uses(Following):
-    """Follows the values that depend on marked arguments, and sorts the equations by whether their
-    operands do."""
+    """Sorts the equations without inner programs by whether an operand depends on a marked
+    argument."""
 
     unknown = False
 

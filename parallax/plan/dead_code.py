@@ -20,7 +20,8 @@ class Needed:
 
     def __init__(self):
         """Begins with an empty cache."""
-        # The results of `_read`, by the id of a jaxpr and its needed results.
+        # By the id of a jaxpr and its needed results: whether each operand is needed; and for each
+        # equation, whether each of its results is needed, or None if the equation is not.
         self.known: dict[
             tuple[int, tuple[bool, ...]], tuple[list[bool], list[tuple[bool, ...] | None]]
         ] = {}

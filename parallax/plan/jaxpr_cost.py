@@ -643,28 +643,28 @@ class Reading:
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
         self.times = times_outside
         operations = self.frames.pop().operations
-        # For each carry, its buffer at the end of a trip and its buffer at the beginning.
+        # For each carry, its buffer at the end of a trip and at the beginning (`given`). The
+        # buffers at the end are the results of a trip. The buffers at the beginning belong to the
+        # frame around the loop, and the body may write over them.
         pairs = [
             (end, start.root.buffer)
             for end, start in zip(ends, carried, strict=True)
             if end and start.root.buffer
         ]
-        # The buffers at the end are the results of a trip. The body may write over the buffers at
-        # the beginning (`given`), which belong to the frame around the loop.
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
-        # An unrolled loop has several layers in its body, but the jaxpr that is read has only one.
-        # The compiler makes some arrays for all layers at once, so those of the others are added:
+        # The compiler puts several layers (`unroll`) into one body; the jaxpr that is read has one.
+        # Some arrays are in memory for all these layers at once, so the other layers' are added:
         # copies of slices and, with `habits.together`, gathered weights and recomputed values.
         slice_copies = self._slices_of_further_layers(
             eqn, sliced, wanted[len(wanted) - len(sliced) :]
         )
         innermost = not any(operation.inner for operation in operations)
         # `peak` also counts the bytes that an innermost loop has in on-chip memory. They are
-        # subtracted: `habits.near` for a loop of the program itself (one frame), half of that for a
-        # loop inside one other loop (two frames), and so on, as in compiled steps.
+        # subtracted: `habits.near` bytes for a loop of the program itself (one frame), half of that
+        # for a loop inside one other loop (two frames), and so on, as in compiled steps.
         on_chip = self.habits.near // len(self.frames) if innermost else 0
-        # With `given`, the buffers of the carries, the method finds the arrays that need no carry.
+        # `_of_further_layers` takes only arrays that are computed from no carry (`given`).
         waiting = self._of_further_layers(eqn, operations, given) if self.habits.together else []
         inner = max(0, peak.bytes - on_chip) + sum(size for size, _ in (*slice_copies, *waiting))
         self.emit(
@@ -684,11 +684,12 @@ class Reading:
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
         """Returns the copies that a backend makes of the slices of stacked arrays, in a backward
         loop whose body has several layers. The result has a pair for each slice that the body
-        needs: the bytes of all copies of the slice together, and a buffer that stands for one copy.
+        needs: the bytes of all copies of the slice together, and a buffer. The buffer only tells,
+        in the list of temporaries, where the copies come from, so all copies share one buffer.
 
-        The backend makes `habits.slices` copies of a slice for each layer of the loop's body,
-        except for the first layer. A scan without `reverse=True` is taken as a forward loop, which
-        has no such copies.
+        The backend makes `habits.slices` copies of a slice for each layer of the loop's body (the
+        scan's `unroll` is their number), except for the first layer. A scan without `reverse=True`
+        is taken as a forward loop, which has no such copies.
 
         Args:
             eqn: the loop.

@@ -138,15 +138,16 @@ def _taken(message: Any, mesh: Mapping[str, int]) -> int:
 
 
 def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
-    """Returns the cost of one call of a collective. A permute is one message; an all-to-all over n
-    devices sends n - 1 blocks, each with 1/n of the array; each other collective of `jax.lax` costs
-    as much as the same collective of `collectives.halving`.
+    """Returns the cost of one call of a collective. An all-to-all over n devices sends n - 1
+    blocks, each with 1/n of the array. The kinds in `_LIKE` (all-reduce, all-gather and
+    reduce-scatter) cost as much as the same collectives of `collectives.halving`. A permute is one
+    message, and any other kind counts as one message too.
 
     The fields of a `Cost` are, in this order: hops; bytes over the busiest link; bytes sent;
     messages; received bytes that the device adds to its own numbers; and `chain`, the length of the
     longest chain of messages in which each waits for the one before. In an all-to-all, a device
-    sends its n - 1 messages one after another (`hops`), but no message needs the result of another
-    message: the `chain` of an all-to-all is 1. A program does not say how many rows a ragged
+    sends its n - 1 messages one after another, so `hops` is n - 1. But no message needs what
+    another message brings, so `chain` is 1. A program does not say how many rows a ragged
     all-to-all sends: it counts like an all-to-all that fills the result.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes

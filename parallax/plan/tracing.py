@@ -264,7 +264,8 @@ def _by_line(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
 
 
 def report(trace: Trace, *, rows: int = 8) -> str:
-    """Returns the trace as text: a line for each number, and at most `rows` lines for each list."""
+    """Returns the trace as text: a line for each number, and at most `rows` lines for each list.
+    The "products" are matmuls and convolutions, by the type of their operands."""
     devices = " x ".join(f"{name}={size}" for name, size in trace.mesh.items())
     of_memory = {
         "arguments": trace.arguments,

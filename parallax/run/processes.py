@@ -235,11 +235,12 @@ def run(main: Callable[[], Any], job: Job) -> None:
 
 def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
     """Prints `message`, tells the other processes `why` this process ends, and ends it."""
+    # One system call, so that the lines of several processes do not mix.
     with contextlib.suppress(OSError):
         os.write(2, message.encode(errors="replace"))
     if job.peers:
         job.peers.tell(why)
-    end("", code)
+    end("", code)  # "": the message is already printed
 
 
 def _shut_down(job: Job) -> None:

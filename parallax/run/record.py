@@ -93,8 +93,8 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
             entries.pop("files", None)
             record = _typed(entries, folder / name)
             return (record.step, record.settings) == (step, settings)
-    # No record could be read. The folder counts as this run's only if it is empty, or has nothing
-    # but a record that was only partly written.
+    # No record could be read. `PARTIAL` matches the names that files have while they are written,
+    # so a damaged file with its final name gives False.
     return all(path.match(manifest.PARTIAL) for path in folder.iterdir())
 
 

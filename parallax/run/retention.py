@@ -70,8 +70,8 @@ def finished(folder: Path) -> list[int]:
 
 def seen(folder: Path) -> tuple[list[int], list[int], str]:
     """Returns three things: every step that has a folder or is the newest in `newest.json`, oldest
-    first; the steps that were given up, as `newest.json` has them; and the text of the error if
-    `newest.json` cannot be read, or "".
+    first; the steps that `newest.json` lists as given up (the run went back to earlier ones); and
+    the text of the error if `newest.json` cannot be read, or "".
     """
     steps = {
         step for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None

@@ -16,9 +16,9 @@ per stage.
   example, each stage runs one forward and one backward job in every tick. The next stage must use
   the output of tick t in tick t + 1, so outputs need no buffers (slots). The placement is looped:
   chunk c of stage s, of P stages, is at place c P + s.
-* *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
-  available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
-  of the model.
+* *Per stage*: in each tick a stage runs at most one job, and other stages may run jobs of other
+  lanes. The output of tick t is available from tick t + 1 on, and waits in a slot until it is used.
+  Any chunk may be at any place of the model.
 
 The head computes two results from the output of the last chunk of the model: the loss, and the
 cotangent with which the backward pass begins. The head is no lane: it has no table, and runs in the
@@ -262,6 +262,7 @@ class Schedule:
         is both gradients, so that schedules of the same work can be compared.
         """
         costs = self._costs(forward, backward, weight)
+        # `timed_ticks` has, for each lane (kind of job), the number of ticks that take its cost.
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
@@ -476,7 +477,8 @@ class Schedule:
         waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
             to_stage = [message for message in waiting if message.target == s]
-            # An interval does not contain its second number.
+            # An interval does not contain its second number. `fewest` returns a slot for each
+            # interval, with as few slots as possible: intervals that overlap get different slots.
             intervals = [Interval(message.sent, message.used + until) for message in to_stage]
             slots |= zip(to_stage, fewest(intervals), strict=True)
         return slots

@@ -201,7 +201,7 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
     scan must compute more results than the wanted ones: the carries on which the wanted results
     depend."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
-    if is_barrier(eqn):  # result i needs only operand i
+    if is_barrier(eqn):  # each result i is operand i, and needs no other operand
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))
@@ -220,7 +220,7 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a barrier, whose result i is operand i."""
+    """Returns whether an equation is an `optimization_barrier`."""
     return eqn.primitive.name == "optimization_barrier"
 
 

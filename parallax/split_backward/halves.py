@@ -301,10 +301,10 @@ class CutLoop(NamedTuple):
         `handed` has these arrays for all iterations, [iterations, ...] each (none for the first
         half). `_run` returns the arrays that this half hands on, stacked: [iterations, ...] each.
         """
-        # `results` are indices of the scan's results, sorted, so that carries come before stacked
-        # results. `inits` and `sliced` are indices of the scan's operands. Operand i of the scan is
-        # argument i of a trip, `variables[i]`. Since the carries come after the first `loop.consts`
-        # operands, the carry that is result i is operand `loop.consts + i`.
+        # `results` are indices of results of the scan; sorted, the carries come before the stacked
+        # results. `inits` and `sliced` are indices of operands of the scan: this half's carries and
+        # slices. Inside a trip, operand i is the variable `variables[i]`. The operands are the
+        # constants, the carries and the slices, so carry i is operand `loop.consts + i`.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars  # one for each operand of the scan
         carry_count = sum(i < loop.carries for i in results)
@@ -315,9 +315,7 @@ class CutLoop(NamedTuple):
 
         def trip(carry, slices):
             """Runs this half of one iteration, as the body of `lax.scan`. Returns the carry, and a
-            pair to stack: the results that are no carry, and the arrays that this half hands on.
-            `variables` are the arguments of an iteration. `inits` and `sliced` are the indices, in
-            `variables`, of this half's carries and slices."""
+            pair to stack: the results that are no carry, and the arrays that this half hands on."""
             sliced_values, handed_to_trip = slices
             arguments = consts | dict(
                 zip(
