@@ -77,6 +77,12 @@ def test_a_launchers_mistake_is_no_process_alone():
     assert "ValueError: Number of processes must be defined" in said
 
 
+@pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_a_process_with_half_of_the_variables_is_not_alone(name):
+    said = first_in_a_process("processes.initialize()", **{name: "1"})
+    assert f"needs both JAX_NUM_PROCESSES and JAX_PROCESS_ID; only {name} is set." in said
+
+
 @pytest.mark.programs
 def test_jax_reads_the_variables_of_slurm():
     program = """

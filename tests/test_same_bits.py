@@ -73,6 +73,18 @@ def slope_run(data, dtype):
     return jax.tree.leaves(jax.device_get(jax.jit(run)(weights, rows)))
 
 
+def test_a_weakly_typed_rate_widens_no_parameter():
+    run = same_bits.spmd(
+        lambda weights, rate: weights - rate * weights,
+        cells={"data": 2},
+        mesh=mesh_of({"data": 2}, {"data": 2}),
+        in_specs=(P(), P()),
+        out_specs=P(),
+    )
+    weights = jnp.ones(4, jnp.bfloat16)
+    assert jax.eval_shape(jax.jit(run), weights, 0.1).dtype == jnp.bfloat16
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("data", [2, 4, 8])

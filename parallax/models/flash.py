@@ -209,11 +209,13 @@ def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
     new thread is outside of the `shard_map`, and is not checked.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
+    precision = jax.config.jax_default_matmul_precision
 
     def trace():
         """Returns the jaxpr of `f`, traced with the JAX settings that the kernels need."""
         # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits only.
         with (
+            jax.default_matmul_precision(precision),  # the calling thread's own setting
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),

@@ -219,7 +219,7 @@ def jsonl(
         an error is raised.
         """
         nonlocal failed_since
-        waiting.append(json.dumps({"step": step, **values}) + "\n")
+        waiting.append(json.dumps({**values, "step": step}) + "\n")
         try:  # if it fails, `_append` tries to remove the lines that it has written
             _append(path, "".join(waiting))
         except OSError as error:

@@ -100,6 +100,13 @@ def initialize(
         # `ALONE` is JAX's error if it finds no launcher: then this is a job of one process.
         if coordinator or rank is not None or ALONE not in str(error):
             raise
+        # With only one of the variables, each process would train alone.
+        if given := [name for name in (NUMBER, RANK) if name in os.environ]:
+            raise ValueError(
+                f"initialize found no launcher, and needs both {NUMBER} and {RANK}; only "
+                f"{given[0]} is set. Set the other one and JAX_COORDINATOR_ADDRESS too, or unset "
+                "it for a job of one process."
+            ) from error
         connected = False
     job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
     if cpu_devices is not None:

@@ -57,7 +57,11 @@ def spmd(
     def mapped(*arguments):
         """Returns the result of `f`, as global arrays on the mesh."""
         arrays, static = eqx.partition(arguments, is_array)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        # A weakly typed number, such as a rate, must not widen a bfloat16 parameter.
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type),
+            arrays,
+        )
         program, result, static_result = eqx.filter_make_jaxpr(of_cells)(
             *eqx.combine(shapes, static)
         )
