@@ -209,7 +209,8 @@ def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
     new thread is outside of the `shard_map`, and is not checked.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
-    precision = jax.config.jax_default_matmul_precision
+    config: Any = jax.config  # its type does not list this setting
+    precision = config.jax_default_matmul_precision
 
     def trace():
         """Returns the jaxpr of `f`, traced with the JAX settings that the kernels need."""
