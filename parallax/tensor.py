@@ -615,9 +615,9 @@ def cross_entropy(
 
 
 def check_positions(name: str, x: Array, targets: Array, weights: Array | None) -> None:
-    """Raises `ValueError` unless `targets` and `weights` have one number for each position of `x`,
-    [positions, ...]. JAX would repeat an array of fewer dims for all rows of the batch. `name` is
-    the name of the calling function, for the message."""
+    """Raises `ValueError` unless `targets` and `weights` have the shape `x.shape[:-1]`, one number
+    for each position of `x`. JAX would repeat an array of fewer dims for all rows of the batch.
+    `name` is the name of the calling function, for the message."""
     for argument, array in (("targets", targets), ("weights", weights)):
         if array is not None and array.shape != x.shape[:-1]:
             raise ValueError(

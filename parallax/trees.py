@@ -113,9 +113,10 @@ def parameter_index(
     Optimizers keep trees of the same structure as the tree of the parameters: the state's
     `0.mu.blocks.weight` belongs to the parameter `blocks.weight`. So the array's `path` ends with
     the parameter's path, after the path of a tree, here `0.mu`. Several of the `paths` may fit,
-    such as `w` and `nu.w` for `0.nu.w`, with the trees `0.nu` and `0`. Then the function takes the
-    parameter for which the tree holds the most parameters; if the trees hold equally many, the
-    parameter with the longest path. `of_state` has all paths of the state, as tuples.
+    such as `w` and `nu.w` for `0.nu.w`: with each of them, another part of the state, `0.nu` or
+    `0`, would be the tree. The function takes the parameter whose tree has the most parameters. If
+    the trees have equally many, it takes the parameter with the longest path. `of_state` has all
+    paths of the state, as tuples.
     """
     fitting = [
         i
@@ -124,8 +125,8 @@ def parameter_index(
     ]
 
     def rank(i):
-        """Returns two numbers for parameter `i`: the number of parameters in the tree of the state
-        in which the array would be parameter `i`, and the length of the parameter's path."""
+        """Returns two numbers for parameter `i`: the number of parameters that the tree has if the
+        array at `path` belongs to this parameter, and the length of the parameter's path."""
         above = tuple(path[: len(path) - len(paths[i])])
         return sum((*above, *parameter) in of_state for parameter in paths), len(paths[i])
 

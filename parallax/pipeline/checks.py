@@ -189,9 +189,9 @@ def head(traced: Traced, axis: Axis) -> None:
 
 
 def refuse_sending(traced: Traced, arguments: Collection[int], axis: Axis, harm: str) -> None:
-    """Raises a `ValueError` if `traced` has a collective over `axis`, the axis of the stages, and
-    its operands are computed from some of the arguments. `traced` is the program of a stage, or of
-    its backward pass. `arguments` has the indices of the arguments that must not be sent. `harm`
+    """Raises a `ValueError` if `traced`, the program of a stage or of its backward pass, has a
+    collective over `axis` whose operand is computed from arguments that must not be sent.
+    `arguments` has the indices of these arguments, and `axis` is the axis of the stages. `harm`
     says what is wrong with such a collective."""
     eqn = first_sent(traced, arguments, axes_of_several_devices(axes_of(axis)))
     if eqn is not None:

@@ -89,8 +89,8 @@ def value_and_grad(  # noqa: PLR0913
         stage: `(params, x, microbatch, position) -> x`: one chunk of layers. `position` is the
             chunk's place in the model, 0 to v * P - 1 for v chunks on each of P stages. `stage`
             returns a tree like `x`, or an `Output` that also has a term of the loss or auxiliary
-            values. `stage` has no collective over `axis`. Only in a schedule that runs in lockstep,
-            collectives of parameters that are not trained are allowed.
+            values. `stage` has no collective over `axis`. The exception is a schedule that runs in
+            lockstep: there, `stage` may gather parameters that are not trained.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
             runs on all stages, in each tick in which the output of the last layer for a microbatch
             is ready. If the loss is typed as varying over `axis`, the last stage's loss is used.
@@ -102,8 +102,8 @@ def value_and_grad(  # noqa: PLR0913
         blocks: picks from `params` the blocks that are split over the stages, by default
             `params.blocks`. For L layers and v chunks per stage, each array of the blocks has the
             global shape [v, L / v, ...], whose dim 1 is split over the P stages. An array of global
-            shape [v P, L / (v P), ...] whose dim 0 is split has the same shape on each device, so
-            no error is raised. But if v > 1, its layers run in another order.
+            shape [v P, L / (v P), ...] whose dim 0 is split gives the devices shards of the same
+            shape, so no error is raised. But if v > 1, its layers run in another order.
         trainable: chooses the leaves that have a gradient, as in `step.init`: it is a function of a
             leaf, or a tree of booleans that is a prefix of the parameters. Other leaves have the
             gradient None, which takes no memory.

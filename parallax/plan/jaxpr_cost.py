@@ -687,9 +687,9 @@ class Reading:
         needs: the bytes of all copies of the slice together, and a buffer. The buffer only tells,
         in the list of temporaries, where the copies come from, so all copies share one buffer.
 
-        The backend makes `habits.slices` copies of a slice for each layer of the loop's body (the
-        scan's `unroll` is their number), except for the first layer. A scan without `reverse=True`
-        is taken as a forward loop, which has no such copies.
+        The scan's `unroll` is the number of layers in the loop's body. For each of these layers
+        except the first, the backend makes `habits.slices` copies of a slice. A scan without
+        `reverse=True` is taken as a forward loop, which has no such copies.
 
         Args:
             eqn: the loop.

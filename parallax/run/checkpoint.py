@@ -316,10 +316,10 @@ class Checkpoints:
                 shardings of the state to return.
             before: a step. The checkpoints of this step and of later ones are passed over, if there
                 is a checkpoint of an earlier step. When the run continues from the earlier
-                checkpoint, the run's saves remove the later ones. Inside `with Checkpoints(...)`,
-                this call stores the steps of the later ones in the folder; outside, the next save
-                does. A `restore` without `before`, also in a new process, passes over the stored
-                steps. A `restore` with another `before` replaces the stored steps.
+                checkpoint, the run's saves remove the later ones. The numbers of these later steps
+                are stored in the folder: by this call inside `with Checkpoints(...)`, and without
+                `with` by the next save. A `restore` without `before`, also in a new process, passes
+                over the stored steps. A `restore` with another `before` replaces them.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for

@@ -104,8 +104,8 @@ def initialize(
         if given := [name for name in (NUMBER, RANK) if name in os.environ]:
             raise ValueError(
                 f"initialize found no launcher, and needs both {NUMBER} and {RANK}; only "
-                f"{given[0]} is set. Set the other one and JAX_COORDINATOR_ADDRESS too, or unset "
-                "it for a job of one process."
+                f"{given[0]} is set. Set the other one and JAX_COORDINATOR_ADDRESS too. For a job "
+                f"of one process, unset {given[0]}."
             ) from error
         connected = False
     job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
