@@ -219,7 +219,8 @@ def jsonl(
         an error is raised.
         """
         nonlocal failed_since
-        waiting.append(json.dumps({**values, "step": step}) + "\n")
+        # The step comes first in the line, and no value of this name takes its place.
+        waiting.append(json.dumps({"step": step, **values} | {"step": step}) + "\n")
         try:  # if it fails, `_append` tries to remove the lines that it has written
             _append(path, "".join(waiting))
         except OSError as error:
