@@ -239,12 +239,17 @@ def named(name: str) -> Hardware:
     key, _, sizes = name.lower().partition(":")
     # Names such as "TPU v5p" are known too.
     key = key if key in KNOWN else key.replace("tpu", "").strip(" -_")
-    torus = tuple(int(size) for size in sizes.split("x") if size.isdecimal() and int(size))
-    # `torus` leaves out sizes that are not whole numbers; its text then differs from `sizes`.
-    if key not in KNOWN or "x".join(map(str, torus)) != sizes:
+    if key not in KNOWN:
         raise ValueError(
             f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or "
             "a hardware.Hardware with your numbers."
+        )
+    torus = tuple(int(size) for size in sizes.split("x") if size.isdecimal() and int(size))
+    # `torus` leaves out sizes that are not whole numbers; its text then differs from `sizes`.
+    if "x".join(map(str, torus)) != sizes:
+        raise ValueError(
+            "hardware.named needs whole numbers of 1 or more as the sizes of a torus; got "
+            f"{name!r}. Write them like '{key}:2x4'."
         )
     if not torus:
         return KNOWN[key]

@@ -93,10 +93,9 @@ def optimizer_specs(
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
     def spec_of_moment(path, moment, of_state, spec_of_leaf, spec_without_leaf):
-        """Returns the spec of one array of the state. `of_state` are the paths of all arrays of the
-        state. `spec_of_leaf` is a function from the name of a parameter to its spec.
-        `spec_without_leaf` is the spec of an array that belongs to no parameter, such as a
-        count."""
+        """Returns the spec of one array of a state; `of_state` has the paths of all arrays of this
+        state. `spec_of_leaf(name)` is the spec of a parameter. `spec_without_leaf` is the spec of
+        an array that belongs to no parameter, such as a count."""
         i = parameter_index(path, paths, of_state)
         # A count belongs to no leaf.
         if i is None:
