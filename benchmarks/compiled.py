@@ -113,7 +113,7 @@ def main():
     print(measure.table([line(row) for row in read(arguments.file)]))
 
 
-def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> targets.Program:
+def compiled(target: str, text: str) -> targets.Program:
     """A row's step, compiled for the target."""
     _, batch, words, algorithm, how, *model = text.split()
     there, layout, config = (

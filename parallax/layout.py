@@ -92,7 +92,7 @@ class Layout:
             them. docs/pipeline.md has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
-            stage gathers the parts. It is for stages on different machines. See
+            stage gathers the parts. Use `split_sends` for stages on different machines. See
             `pipeline.split_over`.
         processes: the number of processes, each of which drives equally many devices.
 
@@ -215,22 +215,23 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """The number of devices among which ZeRO splits the optimizer's state: 1 without ZeRO."""
+        """The number of devices among which ZeRO splits the optimizer's state; 1 without ZeRO."""
         return self.data * self.context if self.zero >= 1 else 1
 
     @property
     def gradient_shards(self) -> int:
-        """The number of devices among which ZeRO splits the sums of gradients: 1 below ZeRO-2."""
+        """The number of devices among which ZeRO splits the sums of gradients; 1 if `zero` is less
+        than 2."""
         return self.data * self.context if self.zero >= 2 else 1
 
     @property
     def parameter_shards(self) -> int:
-        """The number of devices among which ZeRO splits the parameters: 1 below ZeRO-3."""
+        """The number of devices among which ZeRO-3 splits the parameters; 1 without ZeRO-3."""
         return self.data * self.context if self.zero == 3 else 1
 
     @property
     def token_shards(self) -> int:
-        """The number of tensor devices among which the residual stream is split by tokens: 1
+        """The number of tensor devices among which the residual stream is split by tokens; 1
         without `sequence`."""
         return self.tensor if self.sequence else 1
 
@@ -249,7 +250,7 @@ class Layout:
 
         Args:
             sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens (of a sequence)
-                and batch; and experts, devices and processes, if these three are known.
+                and batch; and any of experts, devices and processes.
 
         Raises:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
@@ -288,7 +289,8 @@ class Layout:
 
         Args:
             text: the parts `name=value`, separated by commas.
-            sizes: any of the sizes of `check`, which the layout must fit.
+            sizes: sizes that the layout must fit, such as layers, batch and devices: any of those
+                that `check` takes.
             wording: how an error writes the layout that it proposes; by default as the whole
                 corrected text.
 
@@ -297,9 +299,9 @@ class Layout:
                 given twice; or the fields do not make a valid layout.
         """
         # All parts are read before the first fault is raised, so that the proposal has all fields.
-        # `misread` are the sentences for parts that could not be read as they are. For an unknown
-        # name `_known_name` adds a sentence, and returns the name of closest spelling. A part
-        # without a value gets a value, too, but only for the proposal.
+        # `misread` has a sentence for each faulty part. `_known_name` adds one for an unknown name,
+        # and returns the name of closest spelling. `_value_of_bare` gives a part without a value
+        # the value for the proposal. `_read` refuses wrong values.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -336,6 +338,9 @@ class Layout:
                 f"Layout.from_json needs an object; got {values!r}. Use one such as "
                 f"{Layout().to_json()}"
             )
+        # `_known_name` replaces an unknown name by the field of closest spelling, and adds a
+        # sentence about it to `misread`. `_read` raises an error that begins with the first such
+        # sentence and proposes the corrected fields. `{}`: there are no sizes to fit.
         misread: list[str] = []
         fields = {_known_name(name, misread): value for name, value in values.items()}
         return cls._read(fields, {}, validate.JSON, misread)
@@ -344,12 +349,13 @@ class Layout:
     def _read(
         cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
     ) -> "Layout":
-        """Returns the layout of these fields, or raises `ValueError` with the first fault.
+        """Returns the layout of the fields `written`, or raises `ValueError` with the first fault.
 
-        `misread` has a sentence for each mistake in the text. `written` has the fields, with names
-        and values already corrected as the message will propose them. The layout must fit `sizes`,
-        the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
-        `wording` says how the message writes the corrected fields.
+        The fields were read from a text of `name=value` parts, or from JSON. `misread` has a
+        sentence for each mistake in this text. In `written`, each unknown name is already replaced
+        by the name of the field that the error message proposes. The layout must fit `sizes`, the
+        sizes of a model and a batch; if `sizes` is empty, only the fields are checked. `wording`
+        says how the message writes the corrected fields.
         """
         # If the text has a mistake, there is always an error message, which begins with the first
         # mistake. The proposal has the fields in `written` and the fields that it changes, but no

@@ -22,7 +22,6 @@ from parallax.trees import (
     dotted,
     entry_axes,
     is_array,
-    is_spec,
     shardings,
 )
 
@@ -103,8 +102,8 @@ def _check_not_cached(devices: Sequence[Device]) -> None:
     """Raises `ValueError` for CPU devices whose programs may come from JAX's compilation cache.
 
     A CPU program that is loaded from the cache runs its collectives in an order that differs
-    between devices. Ring attention over four devices then hangs, or returns wrong numbers from the
-    fifth call on. This was seen with JAX 0.10.2 and 0.12.
+    between devices. With JAX 0.10.2 and 0.12, ring attention over four devices then hung, or
+    returned wrong numbers.
     """
     config: Any = jax.config
     cached = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
@@ -149,25 +148,25 @@ def spmd(
 
     It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
     (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
-    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (`jax.jit` would turn
-    Python numbers into arrays.) The returned function may also be called inside a jitted program.
-    Each argument is first laid out as its spec says, whatever its layout was. Results lie on
-    `mesh`; under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of
-    the mesh that was set.
+    in `eqx.filter_jit`. Use `jax.jit` only if all leaves are arrays, since `jax.jit` turns Python
+    numbers into arrays. The returned function may also be called inside a jitted program. Each
+    argument is first laid out as its spec says, whatever its layout was. Results lie on `mesh`;
+    under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of the mesh
+    that was set.
 
     Args:
         f: a function of local blocks; `f` names the axes along which it communicates.
         mesh: the mesh.
-        in_specs: a tuple with a tree prefix of `PartitionSpec`s for each argument, such as
-            `rules.specs` returns.
+        in_specs: a tuple that has, for each argument, a tree prefix of `PartitionSpec`s.
+            `rules.specs` returns such a tree.
         out_specs: a tree prefix of `PartitionSpec`s for the result of `f`.
 
     Raises:
         ValueError: a spec names an axis that the mesh lacks, or one axis twice; a spec is longer
             than its array's rank, or splits a dim that is no multiple of the number of devices; or
-            an array has the spec None. The message names the leaf. It is raised too if the call is
-            inside another `spmd` or `shard_map`, or under `jax.set_mesh` of a mesh with other axes;
-            or if some axes are Auto and others Explicit.
+            an array has the spec None. In these cases the message names the leaf. The error is also
+            raised if the call is inside another `spmd` or `shard_map`; if `jax.set_mesh` has set a
+            mesh with other axes or sizes; or if some axes are Auto and others Explicit.
     """
 
     def mapped(*arguments):
@@ -225,19 +224,19 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
     """
 
     def axes(spec, leaves):
-        """Returns the axes that split the rows, if the leaves of this spec have unequal numbers of
-        rows; otherwise none.
-        """
+        """Returns the mesh axes over which `spec` splits the first dim of the arrays `leaves`, if
+        the first dims of these arrays differ in size; otherwise `()`."""
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
         return entry_axes(spec[0]) if len(spec) and len(rows) > 1 else ()
 
-    return frozenset(jax.tree.leaves(jax.tree.map(axes, specs, arrays, is_leaf=is_spec)))
+    return frozenset(jax.tree.leaves(jax.tree.map(axes, specs, arrays)))
 
 
 def _in_context(mesh: AnyMesh) -> AnyMesh:
     """Returns `mesh`; under `jax.set_mesh`, with the axis types of the mesh that was set.
 
-    Raises `ValueError` inside a map, under another mesh of `jax.set_mesh`, or for mixed axis types.
+    Raises `ValueError` if the call is inside an `spmd` or a `shard_map`; if `jax.set_mesh` has set
+    a mesh with other axes or sizes; or if some axes are Auto and others Explicit.
     """
     context = jax.sharding.get_abstract_mesh()
     # Inside a map, JAX would map over the other axes only, and there are none.
@@ -275,7 +274,8 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """
 
     def leaf(array, spec):
-        """Returns one array, laid out by its spec if its own mesh or `mesh` has Explicit axes."""
+        """Returns `array`. If `mesh` or the mesh of `array` has Explicit axes, the result is laid
+        out as `spec` says; otherwise it is `array` unchanged."""
         if AxisType.Explicit in mesh.axis_types:
             return jax.reshard(array, NamedSharding(mesh, spec))
         # Here `mesh` has Auto axes, which `jax.reshard` refuses in a spec.
@@ -283,7 +283,7 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
             return jax.device_put(array, NamedSharding(mesh, spec))
         return array
 
-    return jax.tree.map(leaf, arrays, jax.tree.broadcast(specs, arrays, is_leaf=is_spec))
+    return jax.tree.map(leaf, arrays, jax.tree.broadcast(specs, arrays))
 
 
 def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
@@ -315,12 +315,12 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
     """Returns `(tree, bytes)`: `tree` on the devices of `mesh`, split as `specs` (a tree prefix)
     says, and the number of bytes that had to be moved, summed over devices.
 
-    The arrays may be on any devices of this process. `move` changes the layout of a model without a
-    disk, for example from training to generation: the axes and the number of devices may differ.
-    All values stay the same, to the bit, and the given arrays remain valid. The part that a device
-    has already is not counted among the moved bytes. A NumPy array is on no device, so all its
-    bytes count. For a model that was trained under `layout` and is to generate on the mesh `wide`
-    (`joined` joins the layers of the pipeline stages):
+    The arrays may be on any devices of this process. So no checkpoint is needed to use a model on
+    another mesh: the two meshes may have different axes and different numbers of devices. All
+    values stay the same, to the bit, and the given arrays remain valid. The part that a device has
+    already is not counted among the moved bytes. A NumPy array is on no device, so all its bytes
+    count. In this example, a model that was trained under `layout` moves to the mesh `wide`, to
+    generate text there. `joined` joins the layers of the pipeline stages:
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
@@ -387,7 +387,7 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     `specs` is a tree prefix.
     """
     try:
-        fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+        fitted = jax.tree.broadcast(specs, tree)
     except ValueError as error:
         # `_check_none` raises a clearer error for the most common mistake: `jax.jit` turned a
         # number into an array.
@@ -407,7 +407,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
     """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays may have
     this spec, and such leaves have been removed from `tree`."""
     # `specs` is a tree prefix: an array below the path of a None has the spec None.
-    specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
+    specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None)
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
     for path, leaf in jax.tree.leaves_with_path(tree):
         if any(tuple(path[: len(prefix)]) == prefix for prefix in static):

@@ -256,11 +256,27 @@ def _meant(grad, axis):
     return lambda net, batch: lax.pmean(grad(net, batch), "data")
 
 
+def _unchecked(grad, axis):
+    """The loss is averaged, and each device keeps the gradients of its shares. `grads.averaged`
+    would refuse the product of own rows with a share."""
+
+    def unchecked(net, batch):
+        value, gradients = grad(net, batch)
+        return lax.pmean(value, "data"), gradients
+
+    return unchecked
+
+
 # Weights split over the data axis are refused, and the fourth mistake there is a step that waits
 # for ever.
 ON_PURPOSE = {
     "rows and weights split over one axis": (
-        {"weights": P("data"), "of": P("data"), "joined": lambda x: ring.all_reduce(x, "data")},
+        {
+            "weights": P("data"),
+            "of": P("data"),
+            "joined": lambda x: ring.all_reduce(x, "data"),
+            "grad": _unchecked,
+        },
         "hidden",
         "not computed, at 75% of the places",
     ),
@@ -275,6 +291,10 @@ ON_PURPOSE = {
 @pytest.mark.parametrize("name", ON_PURPOSE)
 def test_what_is_wrong_on_purpose_is_named(name):
     options, where, kind = ON_PURPOSE[name]
+    if options["grad"] is _unchecked:
+        checked, arguments = purpose_run(4, **options | {"grad": grads.averaged})()
+        with pytest.raises(ValueError, match=r"down, here of shape .2, 1., differs along 'data'"):
+            jax.eval_shape(checked, *arguments)
     found = first(purpose_run(1), purpose_run(4, **options))
     assert str(found.key) == where
     assert kind in found.diagnosis
@@ -292,6 +312,48 @@ def test_rounding_is_told_from_other_mistakes(dtype):
 def test_a_factor_is_no_rounding():
     right = np.random.default_rng(0).standard_normal((4, 8))
     assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
+
+
+@pytest.mark.parametrize("number", [0.0, -np.inf])
+def test_a_factor_that_leaves_one_number_as_it_is_is_no_rounding(number):
+    right = np.random.default_rng(0).standard_normal((4, 8))
+    right[1, 2] = number
+    assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
+    rounded = np.asarray(jnp.asarray(right, jnp.bfloat16), np.float64)
+    assert diagnose(right, rounded, {}, 1) == "rounded to bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "key"])
+def test_copies_of_whole_numbers_that_differ_are_reported(dtype):
+    """Replicas may have drifted apart in a step's number or a random key too."""
+    devices = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def run(differs):
+        kind = "uint32" if dtype == "key" else dtype
+        copies = np.zeros(4, kind), np.asarray([0, 0, differs, 0], kind)
+        placed = [jax.device_put(x, d) for x, d in zip(copies, jax.devices()[:2], strict=True)]
+        sharding = mesh.shardings(P(), devices)
+        numbers = jax.make_array_from_single_device_arrays((4,), sharding, placed)
+        if dtype == "key":
+            numbers = jax.random.wrap_key_data(numbers, impl="rbg")
+        return bisect.of_tree({"step": numbers})
+
+    assert bisect.compare(run(False), run(False)).first is None
+    found = bisect.compare(run(False), run(True)).first
+    assert str(found.key) == "result.step"
+    assert "different copies" in found.diagnosis
+
+
+def test_imaginary_parts_are_compared():
+    def run(factor):
+        def step(x):
+            return jnp.fft.ifft(bisect.tap(jnp.fft.fft(x) * factor, "spectrum", P())).real
+
+        return lambda: (step, (jnp.arange(8.0),))
+
+    assert bisect.compare(run(1), run(1)).first is None
+    found = bisect.compare(run(1), run(jnp.asarray([1, 1, 1, 1, 1, 1, 1, 1j]))).first
+    assert (str(found.key), found.index) == ("spectrum", (7, 0))
 
 
 @pytest.mark.sweep(3, "wholes")
@@ -366,6 +428,61 @@ def test_one_number_that_differs_is_described(wrong):
     found = first(lambda: run(1.0), lambda: run(wrong))
     assert (str(found.key), found.index) == ("loss", ())
     np.testing.assert_equal((found.right, found.wrong), (1.0, wrong))
+
+
+def test_equal_infinite_numbers_are_no_difference():
+    """Masked scores are -inf in both runs."""
+    right = {"scores": jnp.asarray([-jnp.inf, 1, 2]), "sums": jnp.asarray([1.0, 2, 3])}
+    assert bisect.compare(bisect.of_tree(right), bisect.of_tree(right)).first is None
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"scores": 2 * right["scores"]}))
+    assert (found.index, found.right, found.wrong, found.off) == ((2,), 2, 4, 1)
+    assert "summed 2 times" in found.diagnosis
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"sums": 2 * right["sums"]}))
+    assert str(found.key) == "result.sums"  # an infinite number beside it allows no more
+    lost = jnp.asarray([0.0, 1, 2])
+    assert first(bisect.of_tree(right), bisect.of_tree(right | {"scores": lost})).index == (0,)
+
+
+def test_the_block_has_every_number_that_is_not_a_number():
+    right = np.array([np.nan, 1, 1, 1, 1])
+    wrong = np.array([3, np.nan, 2, 1, 1])
+    assert diagnose(right, wrong, {}, 1) == "wrong in the block [0:3] alone"
+
+
+def test_blocks_of_a_mask_are_no_order():
+    right = np.array([-np.inf, 1, 1, 1])
+    assert diagnose(right, np.array([-np.inf, 2, 1, 1]), {"data": 2}, 1) == (
+        "wrong in the block [1:2] alone"
+    )
+    assert "in another order: [1, 0]" in diagnose(right, np.roll(right, 2), {"data": 2}, 1)
+
+
+@pytest.mark.parametrize("way", ["result", "tap"])
+def test_a_copy_with_a_nan_differs(way):
+    devices = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def run(number):
+        copies = np.ones(3), np.asarray([1, number, 1], float)
+        placed = [jax.device_put(x, d) for x, d in zip(copies, devices.devices.flat, strict=True)]
+        sharding = mesh.shardings(P(), devices)
+        x = jax.make_array_from_single_device_arrays((3,), sharding, placed)
+        if way == "result":
+            return bisect.of_tree({"x": x})
+        tapped = mesh.spmd(
+            lambda x: bisect.tap(x, "x", P()), mesh=devices, in_specs=P(), out_specs=P()
+        )
+        return bisect.record(lambda: (jax.jit(tapped), (x,)))
+
+    assert bisect.compare(run(1), run(1)).first is None
+    assert "different copies" in first(run(1), run(np.nan)).diagnosis
+
+
+def test_equal_copies_with_a_nan_are_equal_copies():
+    x = jax.device_put(jnp.asarray([1, jnp.nan]), mesh.shardings(P(), mesh.make(data=8)))
+    assert (
+        "copies"
+        not in first(bisect.of_tree({"x": jnp.ones(2)}), bisect.of_tree({"x": x})).diagnosis
+    )
 
 
 @pytest.mark.long
@@ -445,6 +562,36 @@ def test_mapped_places_are_refused_by_name():
         ValueError, match=r"vmap maps the argument `places` of the tap x\. Pass `places`"
     ):
         bisect.record(lambda: (jax.vmap(placed), (jnp.zeros((2, 3)), jnp.arange(6).reshape(2, 3))))
+
+
+def test_places_count_dims_from_the_last_too():
+    """Each device has every second column, so the whole value has the columns in their order."""
+    world, x = mesh.make(data=2, devices=jax.devices()[:2]), jnp.arange(12.0).reshape(3, 4)
+
+    def whole(dim):
+        def placed(x):
+            """Sends nothing: `x` has the columns 0, 2 on one device, and 1, 3 on the other."""
+            positions = jax.lax.axis_index("data") + 2 * jnp.arange(2, dtype=jnp.int32)
+            return bisect.tap(x, "x", P(None, "data"), places={dim: positions})
+
+        f = mesh.spmd(placed, mesh=world, in_specs=P(None, "data"), out_specs=P(None, "data"))
+        made = bisect.record(lambda: (jax.jit(f), (x[:, jnp.asarray([0, 2, 1, 3])],)))
+        return made.values[bisect.Key("x", -1, "forward")].whole
+
+    np.testing.assert_array_equal(whole(1), x)
+    np.testing.assert_array_equal(whole(-1), x)
+
+
+@pytest.mark.parametrize(("dim", "count"), [(2, 3), (-3, 3), (1, 2)])
+def test_places_that_do_not_fit_the_value_are_refused(dim, count):
+    placed = lambda x: bisect.tap(x, "x", places={dim: jnp.arange(count)})
+    said = (
+        rf"bisect.tap: each entry of `places` needs a dim of x, whose shape is \(2, 3\), and one "
+        rf"position for each element along this dim; got dim {dim} and positions of shape "
+        rf"\({count},\)\. Pass"
+    )
+    with pytest.raises(ValueError, match=said):
+        bisect.record(lambda: (placed, (jnp.zeros((2, 3)),)))
 
 
 def test_each_call_of_one_function_is_followed():

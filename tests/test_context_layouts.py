@@ -250,7 +250,7 @@ def test_keys_do_not_go_round_where_stages_do_other_jobs():
     layout = Layout.parse("context=2,stage=2,microbatches=2,schedule=zero_bubble")
     message = (
         r"a stage's forward pass runs ppermute over 'context' (.*)\. All devices must run this "
-        "collective at once"
+        "collective at the same time"
     )
     with pytest.raises(ValueError, match=message):
         lowered(llama.FAMILY, KINDS["llama"][1], layout)

@@ -266,6 +266,13 @@ def test_a_layout_that_cannot_be(arguments, message):
             "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 6 devices. Use "
             "data=6.",
         ),
+        # data=8 alone is nearer than batch=9, which would need data=8 and batch=16.
+        (
+            Layout(data=3),
+            {"devices": 8, "batch": 8},
+            "Layout: the batch's sequences (batch=8) must be a multiple of data=3 x "
+            "microbatches=1. Use data=8.",
+        ),
         (
             Layout(data=4),
             {"devices": 10},

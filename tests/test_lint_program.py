@@ -504,6 +504,16 @@ def looked_at_each_trip(x, w):
     return lax.scan(add, (jnp.zeros(6, x.dtype), jnp.zeros((), x.dtype)), x)[0]
 
 
+def stacked_by_another_carry(x, w):
+    """Two carries add up the same sums, and the loop stacks one of the carries."""
+
+    def add(carry, row):
+        total = lax.psum(row, "x")
+        return (carry[0] + total, carry[1] + total), carry[1]
+
+    return lax.scan(add, (jnp.zeros(6, x.dtype), jnp.ones(6, x.dtype)), x)
+
+
 def chosen_by_device(x, w):
     """A sum of what is the same on all devices, but for a predicate."""
     w = lax.pcast(w, "x", to="varying")
@@ -519,7 +529,14 @@ def repeated_by_device(x, w):
 
 
 @pytest.mark.parametrize(
-    "f", [used_each_trip, looked_at_each_trip, chosen_by_device, repeated_by_device]
+    "f",
+    [
+        used_each_trip,
+        looked_at_each_trip,
+        stacked_by_another_carry,
+        chosen_by_device,
+        repeated_by_device,
+    ],
 )
 def test_a_sum_that_is_needed_may_stay(f):
     assert lint.program(mapped(f, (P("x"), P()), P()), ROWS, WEIGHTS) == []
@@ -532,7 +549,7 @@ def test_a_region_declared_to_be_short():
     assert (found.kind, "declared" in found.harm) == (WIDE, True)
     short = [jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for leaf in (ROWS, WEIGHTS)]
     assert lint.program(f, *short, compute=jnp.bfloat16) == []
-    with pytest.raises(ValueError, match="needs a 16-bit type as `compute`; got"):
+    with pytest.raises(ValueError, match="needs a floating-point type of 16 bits or fewer as"):
         lint.program(f, ROWS, WEIGHTS, compute=jnp.float32)
 
 

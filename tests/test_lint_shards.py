@@ -98,6 +98,30 @@ def whole_lamb(net, x):
     return optax.apply_updates(net, updates)
 
 
+def decayed(net, x, norm_of):
+    """A step, and a decay of the length that `norm_of` gives."""
+
+    def after(w, g):
+        return w - 0.1 * g - 0.01 * w / norm_of(w)
+
+    return jax.tree.map(after, net, gradients_of(net, x))
+
+
+def decayed_by_the_shard(net, x):
+    return decayed(net, x, lambda w: jnp.sqrt(jnp.sum(w**2)))  # wrong
+
+
+def decayed_by_the_whole(net, x):
+    return decayed(net, x, lambda w: jnp.sqrt(lax.psum(jnp.sum(w**2), "tensor")))
+
+
+def decayed_by_the_shard_after_a_number(net, x):
+    def after(w, g):
+        return (w + 1e-8) - 0.1 * g / jnp.sqrt(jnp.sum(g**2))  # wrong
+
+    return jax.tree.map(after, net, gradients_of(net, x))
+
+
 def clipped_by_the_shard(net, x):
     gradients = gradients_of(net, x)
     squares = jax.tree.map(lambda g: jnp.sum(g**2), gradients)  # wrong
@@ -278,6 +302,8 @@ PAIRS = [
         of_net(whole_lamb),
         ("reduce_sum takes float32[16,16]", "along 'tensor'", "each of 2"),
     ),
+    Pair(MIXES, of_net(decayed_by_the_shard), of_net(decayed_by_the_whole), ("reduce_sum",)),
+    Pair(MIXES, of_net(decayed_by_the_shard_after_a_number), of_net(clipped_by_the_whole), ()),
     Pair(
         MIXES,
         of_net(clipped_by_the_shard),
@@ -458,6 +484,16 @@ def rounded_with_its_own_scale(x):
     return x - 0.5 * jnp.round(x / scale) * scale
 
 
+def rounded_down_with_its_own_scale(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return x - 0.5 * jnp.floor(x / scale) * scale
+
+
+def rounded_up_with_its_own_scale(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return x - 0.5 * jnp.ceil(x / scale) * scale
+
+
 def shard_of_a_sum(x):
     """A reduce-scatter by hand: a sum over the axis, of which each device takes its rows."""
     total = lax.psum(jnp.concatenate([x] * 8), ("data", "tensor"))
@@ -500,6 +536,8 @@ SILENT = {
     models_of_their_own: shape(8, 6),
     towards_the_mean_of_models: shape(8, 6),
     rounded_with_its_own_scale: ROW,
+    rounded_down_with_its_own_scale: ROW,
+    rounded_up_with_its_own_scale: ROW,
     shard_of_a_sum: ROW,
     handed_round: ROW,
 }

@@ -148,6 +148,18 @@ def groups_of_a_device(net, x):
     return row(h, net["down"])
 
 
+def softmax_of_the_shard_without_a_dim_of_size_1(net, x):
+    h = column(x[:, :1], net["up"]).reshape(len(x), -1)
+    h = h / jnp.sum(jnp.exp(h), -1, keepdims=True)  # wrong
+    return x + row(h, net["down"])[:, None]
+
+
+def softmax_of_the_whole_without_a_dim_of_size_1(net, x):
+    h = column(x[:, :1], net["up"]).reshape(len(x), -1)
+    h = h / lax.psum(jnp.sum(jnp.exp(h), -1, keepdims=True), "tensor")
+    return x + row(h, net["down"])[:, None]
+
+
 def norm_in_a_loop(net, x):
     def layer(x, _):
         h = column(x, net["up"])
@@ -255,6 +267,71 @@ def a_share_of_the_bias(net, x):
     return tensor.reduce_from(h @ net["down"] + net["bias"] / lax.axis_size("tensor"), "tensor")
 
 
+def bias_in_the_second_of_two_terms(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    with_bias = jnp.tanh(h) @ net["down"] + net["bias"]  # wrong
+    return tensor.reduce_from(h @ net["down"] + with_bias, "tensor")
+
+
+def a_share_of_the_bias_times_a_number(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    share = net["bias"] / lax.axis_size("tensor") * jnp.tanh(net["bias"])
+    return tensor.reduce_from(h @ net["down"] + share, "tensor")
+
+
+def a_number_through_a_share(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    large = jnp.tanh(net["bias"]) / (net["bias"] / lax.axis_size("tensor"))
+    return tensor.reduce_from(h @ net["down"] + large, "tensor")  # wrong
+
+
+def a_share_through_a_number(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    share = net["bias"] / lax.axis_size("tensor") / jnp.exp(net["bias"])
+    return tensor.reduce_from(h @ net["down"] + share, "tensor")
+
+
+def a_product_before_the_sum(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(
+        h @ net["down"] + x @ jnp.outer(net["bias"], net["bias"]),  # wrong
+        "tensor",
+    )
+
+
+def a_product_of_a_share(net, x):
+    share = tensor.copy_to(x, "tensor") / lax.axis_size("tensor")
+    return of_shares(net, x, share @ jnp.outer(net["bias"], net["bias"]))
+
+
+def a_product_by_a_share(net, x):
+    share = jnp.outer(net["bias"], net["bias"]) / lax.axis_size("tensor")
+    return of_shares(net, x, tensor.copy_to(x, "tensor") @ share)
+
+
+def rows_of_a_share(net, x):
+    share = jnp.outer(net["bias"], net["bias"]) / lax.axis_size("tensor")
+    return of_shares(net, x, share[jnp.zeros(x.shape[:2], jnp.int32)])
+
+
+def shares_side_by_side(net, x):
+    first, second = jnp.split(tensor.copy_to(x, "tensor"), 2, axis=-1)
+    n = lax.axis_size("tensor")
+    return of_shares(net, x, jnp.concatenate([first / n, second / n], axis=-1))
+
+
+def a_share_beside_a_whole(net, x):
+    first, second = jnp.split(tensor.copy_to(x, "tensor"), 2, axis=-1)
+    half = jnp.concatenate([first / lax.axis_size("tensor"), second], axis=-1)
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(h @ net["down"] + half, "tensor")  # wrong
+
+
+def of_shares(net, x, share):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(h @ net["down"] + share, "tensor")
+
+
 def residual_before_the_sum(net, x):
     x = tensor.copy_to(x, "tensor")
     return tensor.reduce_from(x - jnp.tanh(x @ net["up"]) @ net["down"], ring("tensor"))  # wrong
@@ -278,6 +355,12 @@ PAIRS = [
     Pair(REDUCED, softmax_of_the_shard, softmax_of_the_whole, ("reduce_sum",)),
     Pair(REDUCED, norm_by_a_product, norm_of_each_head, ("dot_general",)),
     Pair(REDUCED, groups_of_the_whole, groups_of_a_device, ("groups that are cut",)),
+    Pair(
+        REDUCED,
+        softmax_of_the_shard_without_a_dim_of_size_1,
+        softmax_of_the_whole_without_a_dim_of_size_1,
+        ("float32[2,4]",),
+    ),
     Pair(REDUCED, norm_in_a_loop, norm_of_the_stream_in_a_loop, ("reduce_sum",)),
     Pair(
         PARTS,
@@ -303,6 +386,17 @@ PAIRS = [
     ),
     Pair(ADDED, residual_before_the_sum, a_share_of_the_bias, ("counts it 4 times",)),
     Pair(ADDED, bias_before_the_sum, the_bias_of_the_first, ()),
+    Pair(
+        ADDED,
+        bias_in_the_second_of_two_terms,
+        a_share_of_the_bias_times_a_number,
+        ("this adds float32[2,3,8]", "counts it 4 times"),
+    ),
+    Pair(ADDED, a_number_through_a_share, a_share_through_a_number, ("this adds float32[2,3,8]",)),
+    Pair(ADDED, a_product_before_the_sum, a_product_of_a_share, ("counts it 4 times",)),
+    Pair(ADDED, a_product_before_the_sum, a_product_by_a_share, ()),
+    Pair(ADDED, a_product_before_the_sum, rows_of_a_share, ()),
+    Pair(ADDED, a_share_beside_a_whole, shares_side_by_side, ("this adds float32[2,3,8]",)),
 ]
 every_pair = pytest.mark.parametrize(
     "pair", PAIRS, ids=lambda pair: f"{pair.wrong.__name__}-{pair.right.__name__}"
@@ -406,6 +500,32 @@ OF_TOKENS = {
 def test_attention_and_positions_of_split_tokens(name):
     attend, positions, kinds = OF_TOKENS[name]
     assert {each.kind for each in of_tokens(attended(attend, positions))} == kinds
+
+
+def with_positions(tables, x, first=0):
+    """Tokens whose width is split too, with learned positions whose width is split."""
+    y = x + tables["positions"][first + jnp.arange(x.shape[1], dtype=jnp.int32)]
+    return lax.pmean(jnp.mean(y**2), "tensor")
+
+
+def with_positions_of_its_own(tables, x):
+    return with_positions(tables, x, lax.axis_index("context") * x.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "kinds"), [(with_positions, {COUNTED}), (with_positions_of_its_own, set())]
+)
+def test_positions_in_a_table_that_is_split_by_its_width(loss, kinds):
+    specs = {"positions": P(None, "tensor")}
+    mapped = mesh.spmd(
+        grads.averaged(jax.value_and_grad(loss), ring(("data", "context"))),
+        mesh=mesh.make(data=2, context=2, tensor=2),
+        in_specs=(specs, P("data", "context", "tensor")),
+        out_specs=(P(), specs),
+    )
+    with jax.numpy_rank_promotion("allow"):
+        found = lint.program(mapped, {"positions": shape(16, WIDTH)}, shape(4, 16, WIDTH))
+    assert {each.kind for each in found} == kinds
 
 
 def merged(net, x):

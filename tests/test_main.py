@@ -50,7 +50,7 @@ from parallax.commands.options import HARDWARE, layout_of, model
         (
             f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e "
             "--failures-per-device-year 0.2",
-            ("data=256", "collective-permute", "bound by", "a failure every 7.1", "loses least"),
+            ("data=256", "collective-permute", "bound by", "a failure every 7.1", "best: a save"),
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_prints(arguments, words, capsys):
             "plan --layout data=2 --devices -3",
             "--devices -3 must be a whole number from 1 to 2147483647. Use --layout data=2 ",
         ),
-        ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
+        ("plan --layers 0", "--layers must be 1 or more; got 0. The model's own value is 12."),
         (
             "plan --devices 0",
             "--devices must be 1 or more; got 0.",
@@ -108,7 +108,7 @@ def test_prints(arguments, words, capsys):
             "plan --devices 8 --precision bf16",
             "one of full, bfloat16, float16; got 'bf16'. Use --precision bfloat16.",
         ),
-        ("plan --model xl", "plan needs --devices, --layout, or a file and --mesh."),
+        ("plan --model xl", "plan needs --devices, or --layout, or FILE:FUNCTION with --mesh."),
         (
             "plan --mesh data=8",
             "file, as in `plan path/to/file.py:function --mesh data=8`",
@@ -117,6 +117,7 @@ def test_prints(arguments, words, capsys):
         (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),
         (f"plan {__file__}:nothing", "Use --mesh data=256."),
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
+        (f"plan {__file__}:nothing --mesh data=2,data=4", "each named once, and sizes of 1 or"),
         (
             "plan --model xl --devices 8 --hardware abacus",
             "--hardware must be one of v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x, "

@@ -61,7 +61,7 @@ def over(layout, f, in_specs, out_specs):
     sizes, axis_name = LAYOUTS[layout]
     world = mesh.make(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     fill = lambda spec: P(*[(axis_name or None) if entry == "X" else entry for entry in spec])
-    in_specs, out_specs = jax.tree.map(fill, (in_specs, out_specs), is_leaf=mesh.is_spec)
+    in_specs, out_specs = jax.tree.map(fill, (in_specs, out_specs))
     return jax.jit(mesh.spmd(f(axis_name), mesh=world, in_specs=in_specs, out_specs=out_specs))
 
 

@@ -322,6 +322,12 @@ def configured(**fields):
         ({"epsilon": -1.0}, r"needs epsilon of 0 or more; got -1\.0"),
         ({"epsilon": float("nan")}, r"needs epsilon of 0 or more; got nan"),
         ({"epsilon": "1e-5"}, r"needs epsilon of 0 or more; got '1e-5'"),
+        ({"epsilon": True}, r"needs epsilon of 0 or more; got True"),
+        ({"epsilon": np.True_}, r"needs epsilon of 0 or more; got np\.True_"),
+        ({"epsilon": jnp.array(True)}, r"needs epsilon of 0 or more; got Array\(True"),
+        ({"epsilon": bytearray(b"1.5")}, r"needs epsilon of 0 or more; got bytearray"),
+        ({"epsilon": np.complex64(0.5 + 2j)}, r"needs epsilon of 0 or more; got np\.complex64"),
+        ({"epsilon": np.array("1.5")}, r"needs epsilon of 0 or more; got array\('1\.5'"),
         ({"dropout": float("nan")}, r"needs dropout from 0"),
     ],
 )

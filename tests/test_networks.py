@@ -148,6 +148,13 @@ def test_a_chip_of_one_core_is_one_device():
         hardware.named("v5e:2x4").hops({"data": 16})
 
 
+def test_devices_that_do_not_fill_their_chips_are_refused():
+    """The record of a plan for 8 devices on 4 chips, for 3 devices."""
+    device = hardware.named("tpu7x:2x2x1").for_devices(8)
+    with pytest.raises(ValueError, match=r"for 2 devices on each chip .* 3 devices do not fill"):
+        networks.along("data", {"data": 3}, device, [("all_reduce", SIZE, 1)])
+
+
 def test_a_torus_by_its_own_table():
     square = Torus((8, 8), Link(0.0, 1e-9))
     own = networks.seconds(torus.table(8, 8), SIZE, square, Group(64))

@@ -245,7 +245,7 @@ def test_an_update_made_of_another_leaf_is_right_or_refused(of_a, of_b, delayed)
     if not of_a == of_b == ("x",) and not of_a == of_b == (None, "x"):
         with pytest.raises(
             ValueError,
-            match=r"is made of|combines|on shards, |program depends on|depend on the leaf's own",
+            match=r"combines|on shards, |program depends on|depend on the leaf's elements",
         ):
             train(state, 0.0)
         return
@@ -276,6 +276,37 @@ def test_a_leaf_whose_split_dim_is_unknown_does_not_part_other_leaves():
     state, _ = train(state, 0.0)
     plain = optax.apply_updates(model, optimizer.update(model, optimizer.init(model), model)[0])
     assert_close(state.model, plain, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (
+            lambda g: (g | {"whole": g["c"]}, ()),
+            r"c is split along \('x', 'y'\): an update combines whole with c, ",
+        ),
+        (
+            lambda g: (g | {"whole": g["whole"] * jnp.sum(g["c"])}, ()),
+            r"c is split along \('x', 'y'\): reduce_sum at test_optimizers_holes",
+        ),
+        (
+            lambda g: (g, g["b"] + g["c"]),
+            r"b is split along \('x', 'y'\): an array of the state combines b with c, ",
+        ),
+    ],
+)
+def test_a_refusal_names_the_leaves_that_a_result_is_computed_from(update, message):
+    """`a`, the first split leaf, is in none of these results."""
+    specs = {"a": P("x"), "b": P("x", "y"), "c": P("x", "y"), "whole": P()}
+    run_on_shards = elementwise.checked(lambda g, state, params: update(g), specs, at="here")
+    run = mesh.spmd(
+        lambda g: run_on_shards(g, (), g)[0],
+        mesh=mesh.make(x=2, y=2, devices=jax.devices()[:4]),
+        in_specs=(specs,),
+        out_specs=specs,
+    )
+    with pytest.raises(elementwise.UnfitOptimizer, match=message):
+        run({name: jnp.ones((4, 4)) for name in specs})
 
 
 def test_a_choice_that_is_no_array_is_checked_for_each_value():

@@ -545,7 +545,7 @@ def by_hand(all_reduce):
 
     with jax.numpy_dtype_promotion("standard"):  # optax's
         state, specs = step.init(make_model, momentum(), gpt2.rules(), world)
-        errors = jax.tree.map(lambda spec: P("data", *spec), specs.model, is_leaf=mesh.is_spec)
+        errors = jax.tree.map(lambda spec: P("data", *spec), specs.model)
         start = mesh.spmd(
             ErrorFeedback("data").initial, mesh=world, in_specs=(specs.model,), out_specs=errors
         )

@@ -73,6 +73,18 @@ def slope_run(data, dtype):
     return jax.tree.leaves(jax.device_get(jax.jit(run)(weights, rows)))
 
 
+def test_a_weakly_typed_rate_widens_no_parameter():
+    run = same_bits.spmd(
+        lambda weights, rate: weights - rate * weights,
+        cells={"data": 2},
+        mesh=mesh_of({"data": 2}, {"data": 2}),
+        in_specs=(P(), P()),
+        out_specs=P(),
+    )
+    weights = jnp.ones(4, jnp.bfloat16)
+    assert jax.eval_shape(jax.jit(run), weights, 0.1).dtype == jnp.bfloat16
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("data", [2, 4, 8])
@@ -393,9 +405,9 @@ def mapped(f, cells=CELLS, sizes=None):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: mapped(lambda x: x, {"data": 3}), "a power of two of cells.*got data=3"),
-        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "sizes divide.*'data': 4"),
-        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "axes of the cells"),
+        (lambda: mapped(lambda x: x, {"data": 3}), "a power of two along each axis; got data=3"),
+        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "must divide.*'data': 4"),
+        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "same axes as `cell"),
         (lambda: mapped(_prints)(jnp.ones(8)), "prints, calls Python or has another effect"),
         (lambda: mapped(_calls_python)(jnp.ones(8)), "cannot run `pure_callback`"),
         (lambda: mapped(_grouped)(jnp.ones(8)), "axis_index_groups"),

@@ -120,7 +120,7 @@ def test_as_many_as_the_budget_among_the_last_64_steps_are_too_many():
     assert spikes.count(101 + WINDOW, 9.0)  # the first is too long ago
     with pytest.raises(
         Spiked,
-        match=r"step 180: the loss is 9, above 2, 2 times its running median; .* at 3 "
+        match=r"step 180: the loss is 9, above the limit 2 \(2 times the running median .* at 3 "
         r".*\(the last ones: 120, 165, 180\)",
     ) as caught:
         spikes.count(180, 9.0)

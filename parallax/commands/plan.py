@@ -17,7 +17,8 @@ from parallax.commands.options import (
 
 
 def add_plan(commands: Any) -> None:
-    """Adds the command `plan` to argparse's `commands`, with its options."""
+    """Adds the command `plan` to argparse's `commands`. `add_command` adds the options that all
+    commands share: the model, the layout, and `--batch`, whose default is 512 here."""
     command = add_command(
         commands,
         "plan",
@@ -85,10 +86,11 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> str:
     """Returns a plan as text: the predicted memory, traffic and time of a step. With a file and
     `--mesh`, it is the plan of the step in that file. With `--layout`, it is the plan of this
-    layout. With several `--islands`, groups of devices that train separately and exchange their
-    weights every `--every` steps, the plan of a layout also has the bytes that they exchange. With
-    neither a file nor `--layout`, the best layouts are searched. A search and the plan of a file do
-    not use `--islands`.
+    layout. With neither a file nor `--layout`, the function searches for the best layouts.
+
+    Islands are groups of devices that train separately and exchange their weights every `--every`
+    steps. With several `--islands`, the plan of a layout also has the bytes that the islands
+    exchange. A search and the plan of a file do not use `--islands`.
 
     Raises:
         ValueError: there is no layout, no file and no number of devices; only one of a file and
@@ -120,7 +122,7 @@ def plan(options: argparse.Namespace) -> str:
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     """Returns a text in several parts:
 
-    * a table of the fastest layouts of `--devices`;
+    * a table of the fastest layouts for `--devices` devices;
     * the plan of one layout: the simplest of those that are nearly as fast as the fastest one;
     * if this plan has collectives of `jax.lax` along single mesh axes: for each such axis, the
       collective algorithm (such as a ring) that is predicted to be the fastest;
@@ -128,7 +130,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
     Raises:
         ValueError: `--devices` is missing; `--devices` or `--batch` is below 1; `--precision` is
-            unknown; or no layout has as many devices and fits into their memory.
+            unknown; or no layout of exactly `--devices` devices fits into their memory.
     """
     from parallax import validate
     from parallax.layout import Layout
@@ -136,7 +138,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
     if options.devices is None:
         raise ValueError(
-            "plan needs --devices, --layout, or a file and --mesh. "
+            "plan needs --devices, or --layout, or FILE:FUNCTION with --mesh. "
             "Use --devices 8 to search, or --layout data=2,tensor=4 for one plan."
         )
     for name in ("devices", "batch"):
@@ -186,7 +188,7 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
         raise ValueError(
             f"--mesh {options.mesh} applies only to a step in a file, and no file is named. Name "
             f"the file, as in `plan path/to/file.py:function --mesh {options.mesh}`, or use "
-            f"--layout {options.mesh} for a model of --model."
+            f"--layout {options.mesh} to plan the model that --model names."
         )
     if options.mesh is None:
         raise ValueError(f"plan {options.program} needs --mesh. Use --mesh data=256.")

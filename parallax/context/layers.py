@@ -35,8 +35,8 @@ def comms(
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
         shared: further axes that split the vocabulary, such as the stages of a pipeline.
-        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the tokens of each device
-            of `context` are also split over `axis` between the layers.
+        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the residual stream (the
+            array between two layers) is split by tokens over `axis` too.
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
             layers attend by `context.attention`.
@@ -57,12 +57,11 @@ def comms(
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 
-    # Between the layers, a sequence is split over the context axis and over the axes by which
-    # `inner` splits tokens: `local_tokens` selects a device's part, `token_shards` is the number of
-    # parts, and `over_tokens` are these axes. Inside the layers, after `inner` has gathered, a
-    # sequence is split over the context axis only: `context_tokens` selects this larger part, and
-    # `context_shards` is the number of these parts. By default the ring replaces the model's
-    # attention.
+    # Three fields are about the tokens between layers, which the context axis and `inner` split:
+    # `local_tokens` selects a device's part, `token_shards` is the number of parts, and
+    # `over_tokens` are the axes. Two fields are about the tokens inside a layer, which only the
+    # context axis splits: `context_tokens` selects the device's part, and `context_shards` is the
+    # number of parts. `wrap_attention` replaces the model's attention, by default by the ring.
     return inner_comms._replace(
         local_tokens=inner_tokens,
         token_shards=inner_comms.token_shards * context_axis.size(),

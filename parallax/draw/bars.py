@@ -1,5 +1,6 @@
-"""Tables and bar charts of a device's bytes: the bytes of each kind, for several plans, and the
-bytes that the device sends along each axis."""
+"""Tables and bar charts of a device's bytes: for several plans, the bytes of each kind (such as
+parameters or gradients), and for one plan or program, the bytes that the device sends along each
+axis."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +24,7 @@ def bytes_by_kind(
     that file.
 
     Args:
-        plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
+        plans: a dict from a plan's name to the plan's bytes by kind, such as `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
         counted: a phrase that says which bytes are counted, such as `"sent in a step"`. It is the
             heading of the table's first column, and a part of the label of the picture's axis.

@@ -45,11 +45,9 @@ def _is_attention(node: Any) -> bool:
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields a pair `(axes, devices)` for each argument of a `shard_map` that has this `shape` and
-    whose dim of outputs is split. `axes` are the axes that split this dim, and `devices` is the
-    number of devices along them.
-
-    `shape` is the shape of a projection's whole weight, [..., outputs, inputs].
+    """Yields a pair `(axes, devices)` for each argument of the `shard_map` that may be a split
+    weight of a projection: it has the shape `shape`, [..., outputs, inputs], and its dim of outputs
+    is split over `axes`. `devices` is the number of devices along these axes.
     """
     sizes = shard_map.params["mesh"].shape
     avals = jaxprs.types(shard_map.invars)

@@ -17,7 +17,7 @@ from parallax.lint import stacked_gates
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
 from parallax.rules import audit, match, paths
-from parallax.trees import dotted, entry_axes, is_spec
+from parallax.trees import dotted, entry_axes
 
 BY_ROWS = P("data")
 
@@ -54,13 +54,13 @@ def rules(
         tree: the parameters.
         rule: the rule, a function from a leaf's path and the leaf to the leaf's spec.
         mesh: the mesh.
-        batch: the specs of the batch. A weight that is split like the batch is refused: each device
-            would multiply its rows of the batch by another part of the weight. Only `rules.fsdp`
-            and `rules.experts` may split a weight like the batch.
+        batch: the specs of the batch. Only `rules.fsdp` and `rules.experts` may split a weight over
+            an axis of the batch. Under any other rule, each device would multiply its rows of the
+            batch only by its own part of the weight.
         large: the number of bytes from which a whole leaf counts as large.
         limit: the most bytes that a device may hold; None for no limit.
     """
-    batch_specs = jax.tree.leaves(batch, is_leaf=is_spec)
+    batch_specs = jax.tree.leaves(batch)
     batch_axes = tuple(dict.fromkeys(axis for spec in batch_specs for axis in _axes(spec)))
     # The specs by path, and all errors. A leaf whose rule raised an error has no spec.
     specs, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
@@ -90,7 +90,8 @@ def rules(
 
 
 def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
-    """Returns the bytes of `tree` on each device of `mesh`, with the specs of `rules.specs`."""
+    """Returns the number of bytes of `tree` on each device of `mesh`. `specs` are the specs that
+    `rules.specs` returns for `tree`."""
     spec_of = dict(paths(specs))
     return sum(_share(leaf, spec_of[path], mesh) for path, leaf in paths(tree) if path in spec_of)
 
@@ -99,7 +100,7 @@ def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
     """Returns the finding for a leaf that every device has as a whole. The finding's cure is a rule
-    that would split the leaf. Returns no finding if no axis can split it.
+    that would split the leaf. Returns no finding if no axis can split the leaf.
     """
 
     def rank(pair):
@@ -136,8 +137,9 @@ PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 def _fixed_heads(
     tree: PyTree, specs: dict[str, PartitionSpec], batch_axes: tuple[str, ...]
 ) -> list[Finding]:
-    """Returns a finding for each attention whose projections are split by heads, over axes that do
-    not split the batch."""
+    """Returns a finding for each `eqx.nn.MultiheadAttention` whose projections are split by heads,
+    over axes that do not split the batch. The number of heads is static, so a shard would compute
+    as many heads as the whole attention, each narrower."""
 
     def is_attention(node):
         """Returns whether a node of the tree is an attention with a static number of heads."""
@@ -192,8 +194,8 @@ def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
 def _too_many(
     leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None
 ) -> list[Finding]:
-    """Returns the finding for more than `limit` bytes on a device, with the three largest leaves.
-    Returns no finding if the leaves fit.
+    """Returns a finding if the leaves have more than `limit` bytes on a device; otherwise returns
+    no finding. The finding names the three leaves with the most bytes on a device.
     """
     bytes_of = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
     on_device, devices = sum(bytes_of.values()), math.prod(mesh.shape.values())
@@ -229,7 +231,7 @@ def _devices(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
 
 def _dims(leaf: Any, size: int) -> list[int]:
     """Returns the dims of a leaf that an axis of this size can split: the dims whose length is a
-    multiple of `size`, and not 0."""
+    multiple of `size`, and not 0. An axis of one device splits nothing."""
     return [
         dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0
     ]

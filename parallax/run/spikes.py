@@ -10,8 +10,9 @@ after some such steps the run goes back to an older checkpoint.
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
 2204.02311) went back to an older checkpoint, and skipped these batches. Here `past` counts the
-skipped batches, and the batch of a step is a function of the seed and of step + `past`. `note`
-stores `past` in each checkpoint, so a resumed run takes the same batches.
+skipped batches, and the batch of a step is a function of the seed and of step + `past`. Store the
+result of `spikes.note()` in each checkpoint: it contains `past`, so a resumed run takes the same
+batches.
 """
 
 import math
@@ -46,7 +47,7 @@ class Spikes:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
             that were no spikes.
         budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
-        note: the values that `note` returned and that the checkpoint stored; `None` for a new run.
+        note: the result of the method `note()`, from the checkpoint; `None` for a new run.
 
     Attributes:
         past: the number of batches that the run skipped: step i takes batch i + `past`.
@@ -81,8 +82,8 @@ class Spikes:
         self._at = [step for step in self._at if step > number - WINDOW] + [number]
         if len(self._at) >= self.budget:
             raise Spiked(
-                f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, "
-                f"{self.factor:g} times its running median; there were "
+                f"step {number}: the loss is {loss:.4g}, above the limit {self.limit:.4g} "
+                f"({self.factor:g} times the running median of the losses). There were "
                 f"spikes at {len(self._at)} of the last {WINDOW} steps "
                 f"(the last ones: {', '.join(map(str, self._at[-5:]))}).",
                 step=number,
@@ -101,9 +102,9 @@ class Spikes:
         `first`.
 
         The new `Spikes` has the losses and the spikes in the checkpoint's `note`. The run then
-        skips the batches of the steps after `first`, up to and including `step`. `past`, the number
-        of skipped batches, is not taken from the `note`: all batches that the run had skipped when
-        it went back stay skipped, also those that it skipped after the checkpoint.
+        skips the batches of the steps after `first`, up to and including `step`. The new `past`,
+        the number of skipped batches, is `self.past` plus the number of these batches. `past` is
+        not taken from the `note`, which does not count the batches skipped after the checkpoint.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first
