@@ -50,7 +50,7 @@ ALGORITHMS = {
 # and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
 # gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
 # tokens travel (`sequence.overlapping`); "unrolled": the layers without a loop (`unroll`), which
-# takes three times as long to compile. Last, the model, where it is not "four".
+# takes about twice as long to compile. Last, the model, where it is not "four".
 ROWS = """
     psum            64 data=8                                      lax  scores
     psum_block      64 data=8,remat=block                          lax  scores

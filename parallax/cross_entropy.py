@@ -15,7 +15,7 @@ section 3.2.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from parallax import precision, tensor
 from parallax.collectives import Axis, AxisLike
@@ -204,7 +204,7 @@ def _in_blocks(leaf: Array, blocks: int) -> Array:
     return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])
 
 
-def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
+def normalized(weights: Shaped[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
     """Returns `weights` divided by their mean over the global batch.
 
     If each token's loss is multiplied by its entry of the result, the plain mean over all tokens is
@@ -221,9 +221,12 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     If all weights are 0, the result is nan.
 
     Args:
-        weights: the weights of this device's tokens, at least 0; ignored tokens have 0.
+        weights: the weights of this device's tokens, at least 0; ignored tokens have 0. A mask of
+            bools or integers is taken as float32.
         axis: the axis or axes that split the batch.
     """
     axis = Axis.of(axis)
-    wide = weights.astype(precision.accumulation_dtype(weights.dtype))
+    # A mask of bools or whole numbers is counted in float32.
+    kind = weights.dtype if jnp.issubdtype(weights.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wide = weights.astype(precision.accumulation_dtype(kind))
     return wide * (weights.size * axis.size() / axis.all_reduce(jnp.sum(wide)))

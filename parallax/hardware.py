@@ -93,8 +93,11 @@ class Hardware:
     def for_devices(self, devices: int) -> "Hardware":
         """Returns the figures of one device of a mesh. If the mesh has two devices for each chip of
         the torus, each device has half of the chip's memory and rates. Otherwise a chip is one
-        device, and the record is returned unchanged."""
-        if self.cores > 1 or not self.torus or devices != 2 * math.prod(self.torus):
+        device, and the record is returned unchanged. A chip of a torus of two dims has one core, so
+        it is always one device."""
+        # `torus.FLAT` has the names of the chips whose torus has two dims.
+        has_one_core = self.cores > 1 or self.name in torus.FLAT
+        if has_one_core or not self.torus or devices != 2 * math.prod(self.torus):
             return self
         # If `cores` is 2, the record is of one device already. `domain` counts devices, two for
         # each chip. A device adds received bytes at half of the chip's bandwidth (gamma). The two
@@ -234,7 +237,8 @@ def named(name: str) -> Hardware:
 
     Raises:
         ValueError: the chip is not known, the sizes of the torus are not whole numbers of 1 or
-            more, or the name gives a torus for a GPU.
+            more, a chip of this kind has another number of dims, or the name gives a torus for a
+            GPU.
     """
     key, _, sizes = name.lower().partition(":")
     # Names such as "TPU v5p" are known too.
@@ -244,18 +248,24 @@ def named(name: str) -> Hardware:
             f"hardware.named needs one of {', '.join(KNOWN)}; got {name!r}. Use one of them, or "
             "a hardware.Hardware with your numbers."
         )
-    torus = tuple(int(size) for size in sizes.split("x") if size.isdecimal() and int(size))
-    # `torus` leaves out sizes that are not whole numbers; its text then differs from `sizes`.
-    if "x".join(map(str, torus)) != sizes:
+    box = tuple(int(size) for size in sizes.split("x") if size.isdecimal() and int(size))
+    # `box` leaves out sizes that are not whole numbers; its text then differs from `sizes`.
+    if "x".join(map(str, box)) != sizes:
         raise ValueError(
             "hardware.named needs whole numbers of 1 or more as the sizes of a torus; got "
             f"{name!r}. Write them like '{key}:2x4'."
         )
-    if not torus:
+    if not box:
         return KNOWN[key]
     if KNOWN[key].platform != "tpu":
         raise ValueError(
             f"hardware.named takes the sizes of a torus only for TPUs; got {name!r}. Use {key!r}."
         )
+    is_flat = KNOWN[key].name in torus.FLAT
+    if len(box) not in ((2,) if is_flat else (2, 3)):  # two sizes of three: the third is 1
+        raise ValueError(
+            f"hardware.named needs {2 if is_flat else 3} sizes for the torus of a {key}; got "
+            f"{name!r}. Write them like '{key}:{'2x4' if is_flat else '2x2x1'}'."
+        )
     # The fast links join only the chips of this slice.
-    return dataclasses.replace(KNOWN[key], torus=torus, domain=math.prod(torus))
+    return dataclasses.replace(KNOWN[key], torus=box, domain=math.prod(box))

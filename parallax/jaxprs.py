@@ -113,7 +113,9 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
     """
     bodies = inner(eqn)
     fits = (
-        len(bodies) == 1
+        # These two hold a function of two numbers, with as many arguments and results
+        eqn.primitive.name not in ("reduce", "reduce_window")
+        and len(bodies) == 1
         and len(bodies[0].invars) == len(eqn.invars)
         and len(bodies[0].outvars) == len(eqn.outvars)
     )

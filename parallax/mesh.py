@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -130,8 +131,9 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     ]
     cures = [f"set {' or '.join(fitting)}"] if fitting else []
     cures += [f"pass devices=jax.devices()[:{product}]"] if product < devices else []
+    noun = "devices" if product > 1 else "device"
     cures += [
-        f"make {product} virtual CPU devices with jax.config.update('jax_num_cpu_devices', "
+        f"make {product} virtual CPU {noun} with jax.config.update('jax_num_cpu_devices', "
         f"{product})"
     ]
     choices = ", or ".join(cures)
@@ -289,7 +291,8 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
 def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
     """Returns `tree` with every array on the devices of `mesh`, split as `specs` says.
 
-    `specs` is a tree prefix. Leaves that are no arrays stay as they are.
+    `specs` is a tree prefix. Leaves that are no arrays stay as they are. While `jax_enable_x64` is
+    off, NumPy arrays of 64-bit numbers become 32-bit, as in `jnp.asarray`.
 
     Raises:
         ValueError: a spec does not fit its array or the mesh, as in `spmd`.
@@ -319,7 +322,8 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
     another mesh: the two meshes may have different axes and different numbers of devices. All
     values stay the same, to the bit, and the given arrays remain valid. The part that a device has
     already is not counted among the moved bytes. A NumPy array is on no device, so all its bytes
-    count. In this example, a model that was trained under `layout` moves to the mesh `wide`, to
+    count. NumPy's 64-bit numbers become 32-bit while `jax_enable_x64` is off, if that changes no
+    value. In this example, a model that was trained under `layout` moves to the mesh `wide`, to
     generate text there. `joined` joins the layers of the pipeline stages:
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
@@ -327,13 +331,40 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
 
     Raises:
         ValueError: a spec does not fit its array or the mesh, as in `spmd`; or an array is deleted,
-            is traced by `jax.jit`, or lies on devices of other processes.
+            is traced by `jax.jit`, or lies on devices of other processes; or a NumPy array has a
+            value that a 32-bit type cannot represent, and `jax_enable_x64` is off.
     """
-    arrays, static = eqx.partition(tree, is_array)
+    arrays, static = eqx.partition(in_types_of_jax("mesh.move", tree), is_array)
     check_specs(arrays, specs, mesh)
     fitted = jax.tree.broadcast(shardings(specs, mesh), arrays)
     total = sum(jax.tree.leaves(jax.tree.map_with_path(_missing, arrays, fitted)))
     return Moved(eqx.combine(jax.device_put(arrays, fitted), static), total)
+
+
+def in_types_of_jax(name: str, tree: PyTree) -> PyTree:
+    """Returns `tree`, with its NumPy arrays in the types that JAX gives them: 32-bit types in place
+    of 64-bit ones while `jax_enable_x64` is off. Other leaves stay as they are.
+
+    Raises `ValueError`, which begins with `name`, if a value changes.
+    """
+
+    def leaf(path, leaf):
+        """Returns one leaf, in the type that JAX gives it."""
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if dtype == leaf.dtype:
+            return leaf
+        with np.errstate(all="ignore"):
+            narrow = np.asarray(leaf).astype(dtype)
+        if not np.array_equal(leaf, narrow, equal_nan=True):
+            raise ValueError(
+                f"{name} keeps all values; {dotted(path)} is {leaf.dtype}, and has a value that "
+                f"{dtype} cannot represent. Set jax_enable_x64, or cast this array yourself."
+            )
+        return narrow
+
+    return jax.tree.map_with_path(leaf, tree)
 
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:

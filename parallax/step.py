@@ -172,8 +172,10 @@ def make(
         finite &= ~_lost(new, old, norm, reduce_norm_over)
         taken = finite  # whether the model and the optimizer's state change
         if limit is not None:
-            # Cast, since under strict promotion JAX refuses to compare two dtypes.
-            taken &= loss <= jnp.asarray(limit).astype(loss.dtype)
+            # In float32 or wider, as `run.spikes` compares on the host. Both are cast, since under
+            # strict promotion JAX refuses to compare two dtypes.
+            wide = precision.accumulation_dtype(loss.dtype)
+            taken &= loss.astype(wide) <= jnp.asarray(limit).astype(wide)
         model, optimizer_state = precision.select(taken, new, old)
         count = state.step + 1
         # Only an overflow lowers the scale of the loss, not a loss above the limit.

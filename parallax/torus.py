@@ -47,7 +47,7 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
 
     A dim closes if a link joins its last chip to its first chip. On a torus of two dims, a dim
     closes if it has 16 chips. On a torus of three dims, all dims close if the size of each is a
-    multiple of 4 chips; else none closes.
+    multiple of 4 chips; else none closes. A third size that is not given is 1.
 
     Args:
         flat: whether the torus has two dims, as a v5e or v6e has.
@@ -55,7 +55,7 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """
     if flat:
         return tuple(size == 16 for size in sizes)
-    return (all(size % 4 == 0 for size in sizes),) * len(sizes)
+    return (len(sizes) > 2 and all(size % 4 == 0 for size in sizes),) * len(sizes)
 
 
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:

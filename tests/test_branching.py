@@ -126,6 +126,14 @@ def test_a_job_at_another_stages_place_or_at_none_is_refused(place, told):
         from_orders([[], [Job("forward", 0, place)]], np.array([[0, 1]]))
 
 
+@pytest.mark.parametrize("microbatch", [-1, 0.5])
+def test_microbatches_of_jobs_are_numbered_from_0(microbatch):
+    """-1 would be a tick without a job, and a fraction would be cut."""
+    jobs = [Job(lane, m, 0) for m in (microbatch, 0) for lane in ("forward", "backward", "weight")]
+    with pytest.raises(ValueError, match=f"microbatch {microbatch} .*number the first one 0"):
+        from_orders([jobs], np.array([[0]]))
+
+
 @given(data=st.data(), P_=st.integers(1, 5), M=st.integers(1, 4), v=st.integers(1, 3))
 @settings(max_examples=30)
 def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):

@@ -255,6 +255,20 @@ def test_shares_of_a_shard_along_the_same_dim_are_refused(wrapper, tensor, data)
         jax.eval_shape(run, weight, weight)
 
 
+@pytest.mark.parametrize("name", ["whole", "by_matrix"])
+def test_a_refusal_of_leaves_that_stay_split_names_the_wrapper(name):
+    specs = {"w": P("data", "tensor")}
+    wrapped = getattr(optimizers, name)(optax.lars(0.1), "data", specs)
+
+    def run(params):
+        return wrapped.update(params, wrapped.init(params), params)[0]
+
+    over = mesh.make(data=2, tensor=2, devices=jax.devices()[:4])
+    mapped = mesh.spmd(run, mesh=over, in_specs=(specs,), out_specs=specs)
+    with pytest.raises(ValueError, match=rf"^optimizers\.{name}: .* w is split along 'tensor'"):
+        jax.eval_shape(mapped, {"w": jnp.ones((8, 8))})
+
+
 def test_by_matrix_refuses_a_glob_of_layers_that_matches_no_leaf():
     message = (
         "optimizers.by_matrix: the glob 'block.**' in `layers` matches none of the 4 leaves of "

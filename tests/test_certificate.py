@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallax import grads, hardware, mesh
-from parallax.collectives import cost, ring
+from parallax.collectives import cost, doubling, ring
 from parallax.collectives.types import varying
 from parallax.compiled import certificate, hlo, links
 from parallax.compiled.certificate import Entry
@@ -36,7 +36,8 @@ def compiled(body, sizes=SIZES):
 def entries(body, sizes=SIZES):
     """What is read, but for the sum of the results at the end."""
     found = certificate.read(*compiled(body, sizes))
-    last = lambda entry: entry[:4] == ("all-reduce", tuple(sizes), 1, 4) and not entry.unbounded
+    axes = tuple(name for name in sizes if sizes[name] > 1)
+    last = lambda entry: entry[:4] == ("all-reduce", axes, 1, 4) and not entry.unbounded
     return [entry for entry in found if not last(entry)]
 
 
@@ -315,6 +316,19 @@ def test_says_where_a_prediction_is_wrong(name):
     predicted, expected = PREDICTED[name]
     found = entries(lambda x: (ring.all_reduce(x, "b"), lax.psum(x[:2], "a")))
     assert certificate.differences(found, predicted) == expected
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 8, "b": 1}])
+@pytest.mark.parametrize("algorithm", [doubling, ring])
+def test_a_collective_over_two_axes_may_move_data_along_one_of_them(algorithm, sizes):
+    found = entries(lambda x: algorithm.all_reduce(x, ("a", "b")), sizes)
+    predicted = cost.of(algorithm.all_reduce, 64, tuple(sizes.values()))
+    assert certificate.differences(found, {("a", "b"): predicted}) == []
+    twice = predicted._replace(sent=2 * predicted.sent)
+    assert certificate.differences(found, {("a", "b"): twice})
+    # Entries along an axis with a key of its own are compared with this key only.
+    if len(found) == 2:
+        assert len(certificate.differences(found, {("a", "b"): predicted, "b": 2 * 64})) == 2
 
 
 def test_predicted_entries_of_one_kind_and_axes_are_added_up():

@@ -34,6 +34,7 @@ from parallax.run import checkpoint, retention, stored
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 from parallax.run.retention import Retention
+from parallax.trees import DiskForm
 
 SETTINGS = {"width": 16, "seed": 0}
 
@@ -764,6 +765,18 @@ def test_a_setting_or_a_note_may_be_no_finite_number(tmp_path, number):
         checkpoints(tmp_path, {"clip": 1.0}).restore(small_state(2))
 
 
+def test_a_form_refuses_numpy_numbers_that_32_bits_cannot_hold(tmp_path):
+    same = DiskForm(lambda state: state, lambda state: state)
+    state = {"w": np.ones(3, np.float32), "seen": np.array([2**40 + 5])}
+    with jax.enable_x64(False), checkpoints(tmp_path, form=same) as store:
+        with pytest.raises(ValueError, match=r"^Checkpoints\.save with a `form` .*; seen is int64"):
+            store.save(1, state)
+        small = state | {"seen": np.array([7])}
+        store.save(2, small)
+        store.wait()
+        assert store.restore(small).state["seen"] == 7
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
@@ -795,6 +808,20 @@ LAYOUTS = {
 
 def form(layout):
     return decoder.stored(gpt2.FAMILY, layout)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_form_keeps_what_adafactor_has_in_place_of_moments(chunks):
+    """Arrays [1], which have no layers."""
+    layout = Layout(stage=2, microbatches=2, chunks=chunks)
+    sizes = {"layers": 4, "heads": 2, "width": 16, "context": 8, "vocabulary": 64}
+    model = form(layout).from_disk(gpt2.GPT2(gpt2.Config(**sizes), key=jax.random.key(0)))
+    state = optax.adafactor(1e-3, min_dim_size_to_factor=4).init(
+        jax.tree.map(lambda x: x if mesh.is_array(x) else None, model)
+    )
+    shapes = jax.tree.map(jnp.shape, state)
+    assert (1,) in {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert jax.tree.map(jnp.shape, form(layout).from_disk(form(layout).to_disk(state))) == shapes
 
 
 @functools.cache

@@ -781,6 +781,20 @@ def test_a_kernel_of_distances_is_refused(kernel, width):
             by_kernel(OF_DISTANCES[kernel], n, order, width)
 
 
+def test_a_kernel_of_distances_for_a_fixed_number_of_heads_is_refused():
+    """It cannot be traced on one head."""
+
+    def with_slopes(products):
+        tokens = products.shape[-1]
+        slopes = -jnp.asarray([0.5, 0.25])[:, None, None]  # of two heads
+        bias = slopes * distances(tokens)[None].astype(float)
+        products = products.reshape(products.shape[0], 2, tokens, tokens)
+        return jnp.where(all_earlier(tokens), products + bias[None], -jnp.inf)
+
+    with pytest.raises(ValueError, match=r"depend on distances .*context\.gathered"):
+        by_kernel(kernel_by(with_slopes), 2, context.zigzag, 2)
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kernel", CAUSAL)
 def test_a_causal_kernel_of_tables_is_let_through(kernel):

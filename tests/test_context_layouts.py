@@ -2,6 +2,7 @@
 and what else a layout says."""
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -233,6 +234,25 @@ REFUSED = {
         {},
     ),
 }
+
+
+@pytest.mark.parametrize("attend", ["attention", "ulysses", "gathered"])
+def test_attention_in_another_order_than_the_layers_is_refused(attend):
+    """The layers of a decoder have zigzag tokens: contiguous ones would be another model."""
+    in_order = {
+        "attention": lambda _, axis: functools.partial(
+            context.attention, axis=axis, order=context.contiguous
+        ),
+        "ulysses": functools.partial(context.ulysses, order=context.contiguous),
+        "gathered": functools.partial(context.gathered, order=context.contiguous),
+    }[attend]
+    compute = {"attention": context.blockwise, "context_attention": in_order}
+    with pytest.raises(
+        ValueError,
+        match=rf"context\.{attend}: the layers split .* order than the attention's order= "
+        r"\(contiguous\)\. Pass the order of context\.comms",
+    ):
+        lowered(gpt2.FAMILY, KINDS["gpt2"][1], Layout(data=2, context=2), **compute)
 
 
 def test_gathered_weights_are_no_attention():

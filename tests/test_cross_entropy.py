@@ -404,3 +404,9 @@ def test_a_batch_without_weight_has_no_mean():
     np.testing.assert_array_equal(
         cross_entropy.normalized(jnp.asarray([1, 0, 2], jnp.bfloat16), ()), np.float32([1, 0, 2])
     )
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32])
+def test_a_mask_of_bools_or_integers_is_normalized_in_float32(dtype):
+    found = cross_entropy.normalized(jnp.asarray([1, 0, 1, 0], dtype), ())
+    np.testing.assert_array_equal(found, np.float32([2, 0, 2, 0]), strict=True)

@@ -79,6 +79,14 @@ def test_leaving_ends_the_thread():
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.timeout(60)
+def test_a_batch_after_the_block_is_refused():
+    with prefetch.Prefetched(lambda step: step, 0, 1000) as batches:
+        assert next(batches) == 0
+    with pytest.raises(ValueError, match="no batches after its `with` block"):
+        list(batches)
+
+
 def test_ahead_is_checked():
     with pytest.raises(ValueError, match="ahead >= 1; got 0"):
         prefetch.Prefetched(lambda step: step, 0, 1, ahead=0)

@@ -424,6 +424,14 @@ def test_refusals():
             islands.local(train, NESTEROV, every=every, axis="island", stream=stream)
 
 
+@pytest.mark.parametrize("present", [[True], [True] * 3, [1, 0], [0.5, 0.5]])
+def test_present_that_is_not_one_bool_for_each_island_is_refused(present):
+    case, _ = CASES["fragments, delay, mixing"]
+    state, run = program(case._replace(sizes=(2, 1, 1)))
+    with pytest.raises(ValueError, match=r"one bool for each of the 2 islands, .*bool\[2\]"):
+        run(state, batch(0, 0), present)
+
+
 def test_fragments_that_have_each_element_once_are_accepted():
     shapes = jax.eval_shape(lambda: eqx.filter(net(), TRAINED))
     for bounds in ([(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 4)]):

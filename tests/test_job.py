@@ -266,6 +266,21 @@ def test_sigterm_is_noticed_and_left_behind():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_run_of_several_processes_that_goes_back_gives_the_service_no_number_twice(monkeypatch):
+    """JAX's service stops the job at one number, which it must not have to reach again."""
+    given = []
+
+    def reached(at):
+        given.append(at)
+        return False
+
+    monkeypatch.setattr(processes.multihost_utils, "reached_preemption_sync_point", reached)
+    stop = processes.StopRequest(several=True)
+    for step in [57, 58, 59, 51, 52]:
+        stop(step)
+    assert given == [57, 58, 59, 60, 61]
+
+
 # The watchdog
 
 

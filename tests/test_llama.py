@@ -74,6 +74,12 @@ def naive(q, k, v, first):
     return y
 
 
+def test_segments_that_do_not_number_all_keys_are_refused():
+    k = jnp.ones((2, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"^attention needs segments .* as many keys as queries"):
+        grouped(k[:, :1], k, k, first=2, segments=jnp.ones((2, 1), int))
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("heads", "groups", "first"), [(6, 2, 0), (4, 4, 3), (4, 1, 2)])
 def test_grouped_attention_is_that_of_each_head(heads, groups, first):

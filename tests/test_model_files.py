@@ -217,6 +217,19 @@ def test_a_model_without_a_tokenizer_says_what_to_copy_and_takes_no_other_away(t
     assert (tmp_path / "vocab.json").exists()
 
 
+def test_a_tokenizer_that_stayed_is_removed_when_another_comes(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("first")
+    (folder / "merges.txt").write_text("first")
+    gpt2.save(gpt2.load(folder, vocabulary_multiple=4), tmp_path)
+    gpt2.save(random_model(), tmp_path)
+    assert (tmp_path / "merges.txt").exists()
+    (folder / "merges.txt").unlink()
+    (folder / "tokenizer.json").write_text("second")
+    gpt2.save(gpt2.load(folder, vocabulary_multiple=4), tmp_path)
+    assert not (tmp_path / "merges.txt").exists()
+    assert (tmp_path / "tokenizer.json").read_text() == "second"
+
+
 def test_a_tokenizer_that_is_gone_is_told(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     model = gpt2.load(folder)

@@ -3,7 +3,9 @@ not."""
 
 import functools
 import re
+import typing
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -307,6 +309,35 @@ def test_a_refusal_names_the_leaves_that_a_result_is_computed_from(update, messa
     )
     with pytest.raises(elementwise.UnfitOptimizer, match=message):
         run({name: jnp.ones((4, 4)) for name in specs})
+
+
+class Named(eqx.Module):
+    """Parameters at `w` and at `nu.w`: Adam's state has `nu.w` and `nu.nu.w` for them."""
+
+    w: jax.Array
+    nu: typing.Any = None
+
+
+def test_moments_of_parameters_named_as_a_moment_belong_to_the_right_ones():
+    model = Named(jnp.ones(8), Named(jnp.ones((4, 2))))
+    specs = jax.tree.map(lambda _: P("data"), model)
+    update = elementwise.checked(
+        optax.adam(0.1).update, {"w": P("data"), "nu.w": P("data")}, at="test"
+    )
+
+    def run(model):
+        updates, _ = update(model, optax.adam(0.1).init(model), model)
+        return updates
+
+    found = jax.jit(
+        mesh.spmd(
+            run,
+            mesh=mesh.make(data=2, devices=jax.devices()[:2]),
+            in_specs=(specs,),
+            out_specs=specs,
+        )
+    )(model)
+    assert_close(found, optax.adam(0.1).update(model, optax.adam(0.1).init(model))[0], EXACT)
 
 
 def test_a_choice_that_is_no_array_is_checked_for_each_value():

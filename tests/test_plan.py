@@ -692,6 +692,8 @@ def test_what_cannot_be_found_is_told():
         ),
     ):
         layouts.search(gpt2.GPT3, 2, hardware.V100, batch=8)
+    with pytest.raises(ValueError, match="has 32 GB, and one device, the layout with"):
+        layouts.search(gpt2.GPT3, 1, hardware.V100, batch=8)
 
 
 @pytest.mark.programs

@@ -237,7 +237,15 @@ REFUSED = {
         lambda: tables.pairs.table(6)
     ),
     "machines(4) needs a multiple of 4 devices; got 6.": lambda: tables.machines(4).table(6),
+    "machines needs an algorithm with one table between machines; two_rings has 2, which": (
+        lambda: tables.machines(2, tables.two_rings).table(6)
+    ),
 }
+
+
+def test_a_step_without_offsets_is_left_out():
+    """As a file of the table leaves it out."""
+    assert Route((2,), [{1: [1], -1: []}]) == Route((2,), [{1: [1]}])
 
 
 @pytest.mark.parametrize("message", REFUSED)

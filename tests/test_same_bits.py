@@ -365,6 +365,9 @@ COLLECTIVES = {
         lambda x: 2 * x,
         x,
     ),
+    "a window's maximum by a function": lambda x: lax.reduce_window(
+        x, -jnp.inf, lambda a, b: jnp.minimum(jnp.maximum(a, b), 6), (2, 2), (2, 2), "VALID"
+    ),
     "a loop without end": lambda x: lax.while_loop(
         lambda c: c[0, 0] < 99, lambda c: c + jnp.abs(c) + 1, x
     ),
@@ -391,6 +394,24 @@ def test_by_cells_as_by_devices(name, sizes):
 def _varying(x):
     """The same value, declared to differ along both axes."""
     return types.varying(x, tuple(CELLS))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=jnp.dtype)
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}], ids=str)
+def test_the_largest_and_smallest_floats_of_8_bits_are_kept(dtype, sizes):
+    """Floats such as float8_e4m3fn have no infinities, and a half-filled sum is exact."""
+    limits = jnp.finfo(dtype)
+    row = jnp.stack([limits.max, limits.smallest_subnormal])
+    x = jnp.stack([row, jnp.zeros_like(row)]).astype(dtype)
+    cells = {"data": 2}
+    total = same_bits.spmd(
+        lambda x: lax.psum(x, "data"),
+        cells=cells,
+        mesh=mesh_of(sizes, cells),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    assert jax.jit(total)(x).tolist() == [row.tolist()]
 
 
 # Refusals

@@ -456,6 +456,40 @@ ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
     assert seconds.Costs(program, hardware.H100, 1).traffic(fusion) == row + index + row
 
 
+def test_two_fused_updates_of_one_array_write_both_updates():
+    updated = """%fused (big: f32[64,8], row: f32[1,8], i: s32[]) -> f32[64,8] {
+  %big = f32[64,8]{1,0} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %once = f32[64,8]{1,0} dynamic-update-slice(%big, %row, %zero, %zero)
+  ROOT %twice = f32[64,8]{1,0} dynamic-update-slice(%once, %row, %i, %zero)
+}
+ENTRY %main (x: f32[64,8], r: f32[1,8], n: s32[]) -> f32[64,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %r = f32[1,8]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %y = f32[64,8]{1,0} fusion(%x, %r, %n), kind=kLoop, calls=%fused
+}"""
+    program = hlo.module(updated)
+    row, index = 4 * 8, 4
+    written, read = 2 * row, row + index
+    costs = seconds.Costs(program, hardware.H100, 1)
+    assert costs.traffic(program["main"][-1]) == written + read
+
+
+def test_messages_that_overlap_are_on_threads_of_their_own(tmp_path):
+    spans = [(0, 10), (3, 13), (10, 12), (13, 15)]
+    events = [timeline.Event("data", f"start.{k}", *span, "") for k, span in enumerate(spans)]
+    found = timeline.of(text(KINDS[0]), machine(KINDS[0]), AXES)
+    draw.replay_trace(found._replace(events=events), tmp_path / "replay.json")
+    written = json.loads((tmp_path / "replay.json").read_text())["traceEvents"]
+    names = {each["tid"]: each["args"]["name"] for each in written if each["ph"] == "M"}
+    assert names == {0: "compute", 1: "data", 2: "data"}
+    threads = {each["name"]: each["tid"] for each in written if each["ph"] == "X"}
+    assert threads == {"start.0": 1, "start.1": 2, "start.2": 1, "start.3": 1}
+
+
 def test_refusals(capsys):
     with pytest.raises(
         ValueError,

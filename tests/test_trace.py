@@ -392,6 +392,16 @@ def test_a_ragged_all_to_all_takes_the_time_of_an_all_to_all_that_fills_its_resu
     assert found.seconds.messages == traced_on_four(all_to_all, rows).seconds.messages
 
 
+@pytest.mark.parametrize("reduce", [lax.reduce, lax.reduce_window])
+def test_a_reduction_by_a_users_function_is_no_call_of_it(reduce):
+    windows = ((2, 2), (2, 2), "VALID") if reduce is lax.reduce_window else ((0,),)
+    capped = lambda a, b: jnp.minimum(jnp.maximum(a, b), 6)
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    found = traced_on_four(lambda x: reduce(x, np.float32(-np.inf), capped, *windows), x)
+    numbers = 32 if reduce is lax.reduce_window else 8
+    assert (found.read, found.written) == (4 * 16 * 8, 4 * numbers)
+
+
 def test_a_loop_without_iterations_counts_nothing():
     def products(x):
         looped, _ = lax.scan(lambda y, _: (y @ y, None), x, None, length=0)

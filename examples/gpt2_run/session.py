@@ -77,9 +77,11 @@ class Session:
         self.clock = metrics.Clock(note.get("clock"))
         self.sink = sinks(plan, first)
         if self.spikes is not None:
+            past = self.spikes.past  # what the run skipped, it still skips
             self.spikes = Spikes(
                 self.spikes.factor, self.spikes.budget, note.get("spikes")
             )
+            self.spikes.past = max(past, self.spikes.past)
         live = sys.stdout.isatty() and plan.job.processes == 1
         self.progress = report.Progress(
             s.steps, first, report.printer(plan.job), live=live

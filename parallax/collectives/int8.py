@@ -535,7 +535,22 @@ def _with(x, error, axis_name):
             f"{(1, *x.shape)}, as ErrorFeedback.initial makes it; got {error.shape}. Carry it in "
             f"and out of mesh.spmd with the spec P({axis_name!r}, *spec of the leaf)."
         )
-    return varying(x.astype(error.dtype), axis_name) + error[0]
+    return _without_derivative(varying(x.astype(error.dtype), axis_name) + error[0])
+
+
+@jax.custom_jvp
+def _without_derivative(x):
+    """Returns `x`. Raises `ValueError` if it is differentiated."""
+    return x
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals, tangents):
+    # Rounding has the derivative 0: the terms of all other devices would be missing.
+    raise ValueError(
+        "ErrorFeedback has no derivative. Use it on gradients, after they are computed; inside a "
+        "function that is differentiated, use the functions of collectives.quantized."
+    )
 
 
 def _blocks(x, block_size):

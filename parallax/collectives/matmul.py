@@ -224,8 +224,9 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), like=x)
     d_weight = _as_they_arrive(x, axis_name, add, zeros).astype(weight.dtype)
     # The weight [D, *F_X] has one dim of inputs, D: it becomes [*F_X, D].
-    d_x = _matmul_reduce_scatter(cotangent, _transposed(weight, 1), axis_name, axis)
-    return d_x, d_weight
+    d_x: Any = _matmul_reduce_scatter(cotangent, _transposed(weight, 1), axis_name, axis)
+    # The cotangent has the wider of the dtypes of `x` and the weight.
+    return d_x.astype(x.dtype), d_weight
 
 
 _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
@@ -242,9 +243,9 @@ def _matmul_reduce_scatter(x, weight, axis_name, dim):
     def product(j):
         """Returns this device's term of device j's block: the block's rows of `x`, times
         `weight`."""
-        # All dims of the weight [*F, D] but the last are summed over. The term has the dtype of
-        # `x`, as the partial sums have: these are sent, and in float32 they would take twice the
-        # bytes of 16-bit numbers.
+        # All dims of the weight [*F, D] but the last are summed over. If both have 16 bits,
+        # so has the term, as the partial sums have: these are sent, and in float32 they would take
+        # twice the bytes.
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
     return _towards_their_owner(product, axis_name)
@@ -269,7 +270,8 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
         cotangent."""
         d_x, d_weight = gradients
         # The block's rows of `d_x`, and the block's term of the sum `d_weight`.
-        d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
+        rows = jnp.tensordot(block, transposed, axes=1)
+        d_x = _put(d_x, rows.astype(x.dtype), j, dim)
         return d_x, d_weight + _outer(_block(x, j, dim, cotangent.shape[dim]), block, batch)
 
     zeros = (

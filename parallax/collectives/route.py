@@ -78,7 +78,8 @@ class Route:
         rounds = []
         for sends in self.rounds:
             points = {_point(step): tuple(map(_point, sends[step])) for step in sends}
-            rounds.append(points)
+            # A step without offsets sends nothing.
+            rounds.append({step: offsets for step, offsets in points.items() if offsets})
         # The class is frozen, since the table that was checked must be the table that runs. So a
         # plain assignment would be refused.
         object.__setattr__(self, "shape", tuple(self.shape))

@@ -130,7 +130,7 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     With n devices in machines of `g`, each device sends n/g - 1 blocks to other machines. In a ring
     over all devices, (n - 1)/g blocks per device, on average, would leave the machine. If there are
     many machines, `between=halving` needs fewer rounds. The functions of the algorithm raise
-    `ValueError` unless g divides n.
+    `ValueError` unless g divides n, and if `between` has several tables, as `two_rings` has.
     """
 
     def table(n: int) -> Route:
@@ -141,10 +141,21 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
                 "that divides the number of devices."
             )
         # The order (1, 0): first the ring inside a machine, then between machines.
-        return product([between.table(n // g), ring.table(g)], (1, 0))
+        return product([_one_table(between, n // g), ring.table(g)], (1, 0))
 
     name = f"machines({g})" if between is ring else f"machines({g}, {between.name})"
     return algorithm(table, name=name)
+
+
+def _one_table(of: Algorithm, n: int) -> Route:
+    """Returns the table of an algorithm for n devices. Raises `ValueError` if it has several."""
+    table = of.table(n)
+    if isinstance(table, Route):
+        return table
+    raise ValueError(
+        f"machines needs an algorithm with one table between machines; {of.name} has {len(table)}, "
+        "which run side by side. Use between=halving, or leave it out."
+    )
 
 
 @algorithm_of_axes

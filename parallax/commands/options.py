@@ -174,8 +174,8 @@ def chip_of(options: argparse.Namespace) -> Any:
         return hardware.named(options.hardware)
     except ValueError as error:
         raise ValueError(
-            f"--hardware must be one of {HARDWARE}, or a slice of TPUs such as v5e:2x4; "
-            f"got {options.hardware!r}."
+            f"--hardware must be one of {HARDWARE}, or a slice of TPUs such as v5e:2x4 or "
+            f"v5p:2x2x1; got {options.hardware!r}."
         ) from error
 
 

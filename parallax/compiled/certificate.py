@@ -15,6 +15,7 @@ that a collective returns.
 """
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -191,6 +192,7 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
     entries_along: dict[tuple, list[Entry]] = {}
     for entry in entries:
         entries_along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
+    keys = {tuple(sorted(axes(axis))) for axis in predicted}
     sentences = []
     for axis, value in predicted.items():
         names = axes(axis)
@@ -198,7 +200,15 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
         if isinstance(value, Cost):
             numbers = (value.sent, value.messages, value.chain)
         counted = entries_along.pop(tuple(sorted(names)), [])
-        sentences += _compared(f"along {_axes_text(names)}", numbers, counted)
+        told = _compared(f"along {_axes_text(names)}", numbers, counted)
+        # An algorithm over several axes may move data along only a part of them.
+        parts = [key for key in entries_along if key not in keys and {*key} < {*names}]
+        joined = itertools.chain(counted, *(entries_along[key] for key in parts))
+        if told and not _compared("", numbers, list(joined)):
+            told = []
+            for key in parts:
+                del entries_along[key]
+        sentences += told
     for counted in entries_along.values():
         sentences += _compared(f"along {_axes_text(counted[0].axes)}", None, counted)
     return sentences
@@ -212,8 +222,8 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
         what: the words with which each sentence begins, such as "all-reduce along data".
         predicted: the tuple (bytes, count, hops) of predicted numbers, or None if nothing was
             predicted. An element of the tuple that is None is not compared.
-        entries: the program's entries to compare, all along the same axes. If there are none, only
-            the bytes are compared, since XLA leaves out collectives of empty arrays.
+        entries: the program's entries to compare. If there are none, only the bytes are compared,
+            since XLA leaves out collectives of empty arrays.
     """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
@@ -227,10 +237,10 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
-        # Entries of one kind differ only in `conditional` and `unbounded`. Each has the hops of the
-        # longest chain of this kind, so these hops count once.
+        # Entries of one kind and axes differ only in `conditional` and `unbounded`. Each has the
+        # hops of the longest chain of this kind, so these hops count once.
         if field == "hops":
-            actual = sum({entry.kind: entry.hops for entry in entries}.values())
+            actual = sum({entry[:2]: entry.hops for entry in entries}.values())
         # The predicted hops are an upper bound: they assume that arrays go one after another.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue

@@ -171,11 +171,14 @@ class Costs:
         # results.
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
-        for inner in self._fused(line):
-            if inner.opcode == "dynamic-update-slice":
-                # The operands are (array, update, ...).
-                size -= nbytes(inner.result) - self._size(inner.operands[1])
-        # Two updates of one array subtract its bytes twice, so `size` may be below 0.
+        updates = [inner for inner in self._fused(line) if inner.opcode == "dynamic-update-slice"]
+        updated = {inner.name for inner in updates}
+        for inner in updates:
+            # The operands are (array, update, ...).
+            size += self._size(inner.operands[1])
+            if inner.operands[0] not in updated:  # a second update of one array is in place too
+                size -= nbytes(inner.result)
+        # An update inside the fusion need not be its result, so `size` may be below 0.
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:

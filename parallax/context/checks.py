@@ -11,6 +11,7 @@ Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K hea
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from parallax import jaxprs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, axes_of_type, varying_axes
+from parallax.context.orders import ChunkOrder, chunk_table, places
 from parallax.trees import is_array
 
 # The names of the primitives that send begin with one of these words.
@@ -30,6 +32,26 @@ _SENDS = (
     *("ppermute", "pbroadcast", "all_to_all", "ragged_all_to_all", "all_gather"),
     *("reduce_scatter", "psum", "pmax", "pmin"),
 )
+
+# While layers of `context.comms` attend: the axis over which they split their tokens, and the order
+# of the tokens.
+LAYERS: ContextVar[tuple[Axis, ChunkOrder] | None] = ContextVar("LAYERS", default=None)
+
+
+def check_order(name: str, tokens: int, axis: Axis, order: ChunkOrder) -> None:
+    """Raises `ValueError` if the layers that call an attention have the tokens of `axis` in another
+    order than the attention, so that it would mask other tokens than it should. `tokens` is the
+    number of tokens of a device, and `name` the attention's name."""
+    if (layers := LAYERS.get()) is None or axes(layers[0].names) != axes(axis.names):
+        return
+    n = axis.size()
+    own, other = (places(tokens * n, chunk_table(each, n)) for each in (order, layers[1]))
+    if not np.array_equal(own, other):
+        raise ValueError(
+            f"{name}: the layers split their tokens over {axis.names!r} in another order than the "
+            f"attention's order= ({getattr(order, '__name__', order)}). Pass the order of "
+            "context.comms, which is context.zigzag by default, and always in models.decoder."
+        )
 
 
 def must_communicate(layers: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
@@ -177,19 +199,22 @@ MOST_TOKENS = 4096
 
 
 def check_kernel(
-    forward: Callable[..., Any], q: Any, chunks: int, devices: int, *, causal: bool
+    forward: Callable[..., Any], q: Any, k: Any, chunks: int, devices: int, *, causal: bool
 ) -> None:
     """Raises `ValueError` if a kernel's scores depend on distances between tokens.
 
     With a sliding window or ALiBi, scores depend on these distances. `attention` does not tell a
     kernel the places of its chunks in the sequence, so such scores would be wrong. The kernel is
-    traced on one head. The *tables* in its program, arrays [tokens, tokens] that do not depend on
-    q, k and v, are evaluated. A table that is not constant on each side of its diagonal is taken to
-    depend on distances. Tables made in a loop or inside a Pallas kernel are not found.
+    traced on one head, or on all heads if it fails on one. The *tables* in its program, arrays
+    [tokens, tokens] that do not depend on q, k and v, are evaluated. A table that is not constant
+    on each side of its diagonal is taken to depend on distances. Tables made in a loop or inside a
+    Pallas kernel are not found, nor is a window of more than `MOST_TOKENS` tokens and more than a
+    chunk.
 
     Args:
         forward: the kernel's forward function: `(q, k, v, *, causal, segments) -> (out, lse)`.
         q: the queries of a device, [B, T, H, K].
+        k: the keys of a device, [B, T, G, K].
         chunks: the number of chunks into which the tokens of a device are cut.
         devices: the number of devices along the context axis.
         causal: whether the attention is causal.
@@ -200,15 +225,22 @@ def check_kernel(
     tokens = chunk * max(1, min(chunks * devices, MOST_TOKENS // chunk))
     # Dims of tokens are recognised by their size, so it must differ from the head width.
     tokens *= 2 if tokens == width else 1
-    one_head = jax.ShapeDtypeStruct((1, tokens, 1, width), q.dtype)
 
     def scores(q, k, v):
         return forward(q, k, v, causal=causal, segments=None)
 
-    try:
-        program = jax.make_jaxpr(scores)(one_head, one_head, one_head)
-    except (TypeError, ValueError):
-        # The kernel may allow fixed sizes only. If it has an error, the real trace raises it.
+    def traced(*heads):
+        """Returns the kernel's program for these numbers of heads of q, k and v; None if it allows
+        fixed sizes only. If the kernel has an error, the real trace raises it."""
+        shapes = [jax.ShapeDtypeStruct((1, tokens, h, width), q.dtype) for h in heads]
+        try:
+            return jax.make_jaxpr(scores)(*shapes)
+        except (TypeError, ValueError):
+            return None
+
+    groups = k.shape[2]
+    program = traced(1, 1, 1) or traced(q.shape[2], groups, groups)
+    if program is None:
         return
     # One token has no distance to another, and a dim of size 1 need not be a dim of tokens.
     for table in _constant_tables(program, tokens, [None] * 3) if tokens > 1 else ():

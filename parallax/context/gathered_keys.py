@@ -16,7 +16,13 @@ from jaxtyping import Array
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, linear, varying, varying_axes
-from parallax.context.checks import check_as_many_keys, check_heads, check_places, check_segments
+from parallax.context.checks import (
+    check_as_many_keys,
+    check_heads,
+    check_order,
+    check_places,
+    check_segments,
+)
 from parallax.context.orders import ChunkOrder, chunk_table, places, positions, zigzag
 
 
@@ -44,8 +50,8 @@ def gathered(
 
     The returned function raises `ValueError` if `attend` makes its mask or bias without the
     positions: from its own count 0, 1, 2, ... of the queries and of the keys, or from a constant
-    table [..., T_X, T]. It also raises `ValueError` if the shapes or types of its arguments do not
-    fit each other.
+    table [..., T_X, T]. It also raises `ValueError` if the layers of `context.comms` have the
+    tokens in another order, or if the shapes or types of its arguments do not fit each other.
     """
     axis = Axis.of(axis)
 
@@ -57,6 +63,7 @@ def gathered(
         check_heads("context.gathered", q, k, v)
         check_as_many_keys("context.gathered", q, k, axis)
         n, tokens = axis.size(), q.shape[1]
+        check_order("context.gathered", tokens, axis, order)
         # The indices that bring the tokens of devices 0, 1, ... into the order of the sequence.
         in_order, _ = sequence_order(tokens, n, order)
         q, k, v = vary_alike(q, k, v, axis)

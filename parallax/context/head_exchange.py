@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from parallax.collectives import Axis, AxisLike
-from parallax.context.checks import check_as_many_keys, check_heads
+from parallax.context.checks import check_as_many_keys, check_heads, check_order
 from parallax.context.gathered_keys import sequence_order, vary_alike, whole_segments
 from parallax.context.orders import ChunkOrder, zigzag
 
@@ -40,7 +40,8 @@ def ulysses(
             `zigzag`.
 
     The returned function raises `ValueError` if the number of query heads is not a multiple of the
-    number of devices, or if the shapes or types of its arguments do not fit each other.
+    number of devices, if the layers of `context.comms` have the tokens in another order, or if the
+    shapes or types of its arguments do not fit each other.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """
@@ -53,6 +54,7 @@ def ulysses(
         """
         check_heads("context.ulysses", q, k, v)
         check_as_many_keys("context.ulysses", q, k, axis)
+        check_order("context.ulysses", q.shape[1], axis, order)
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
             raise ValueError(

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Shaped
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, varying, varying_axes
-from parallax.context.checks import check_attention, check_kernel
+from parallax.context.checks import check_attention, check_kernel, check_order
 from parallax.context.kernels import TILED, Kernel, merge_softmax
 from parallax.context.orders import BlockPairs, ChunkOrder, block_pairs, zigzag
 
@@ -85,16 +85,20 @@ def attention(
     Raises:
         ValueError: the shapes, dtypes or varying axes of `q`, `k` and `v` do not fit each other;
             the tokens do not divide into the chunks of `order`; the segments are not one integer
-            for each token; or the scores of `kernel` depend on distances between tokens.
+            for each token; the layers of `context.comms` have the tokens in another order; or the
+            scores of `kernel` depend on distances between tokens. The check sees distances up to
+            4,096 tokens, or a chunk's tokens if these are more: no wider window is found.
     """
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
     check_attention(q, k, v, segments, axis, table.chunks)
+    if causal:  # without a mask, the order does not matter
+        check_order("context.attention", q.shape[1], axis, order)
     # `check_kernel` refuses scores that depend on distances between tokens, since a kernel is not
     # told which chunks it gets. If one chunk is the whole sequence, the distances are right. The
     # scores of TILED do not depend on distances.
     if kernel is not TILED and axis.size() * table.chunks > 1:
-        check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
+        check_kernel(kernel.forward, q, k, table.chunks, axis.size(), causal=causal)
     arrays = (q, k, v) if segments is None else (q, k, v, segments)
     # The gradients vary along the axes of all arguments, so each argument must vary along them too.
     union = (*axes(axis.names), *sum(map(varying_axes, arrays), ()))

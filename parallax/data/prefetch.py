@@ -71,7 +71,7 @@ class Prefetched(Generic[Batch]):
     If `make` raises an error at a step, the `next` that asks for the batch of this step raises the
     same error. If `make` raises `StopIteration`, `next` raises `ValueError` instead. At most
     `ahead` + 1 batches are in memory. At the end of the `with` block the thread ends, after the
-    batch that it is making.
+    batch that it is making; `next` then raises `ValueError`.
 
     Args:
         make: a function that returns the batch of a step.
@@ -146,6 +146,10 @@ class Prefetched(Generic[Batch]):
 
     def __next__(self) -> Batch:
         """Returns the next batch. Raises the error of `make`, or `StopIteration` after the last."""
+        if self._left.is_set():
+            raise ValueError(
+                "Prefetched makes no batches after its `with` block. Take them inside the block."
+            )
         next_batch, error = self._made.get()
         if error is not None:
             self._made.put((None, error))  # the next call raises it again

@@ -35,8 +35,8 @@ class Shards:
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. A
     file is opened only when its tokens are read. Indexing raises `IndexError` for an index below 0
-    or after the last token. It can also raise the errors of `token_file.File`, which reads the
-    tokens.
+    or after the last token, and for indices that are no whole numbers. It can also raise the errors
+    of `token_file.File`, which reads the tokens.
 
     Attributes:
         parts: the tokens of each file, in order.
@@ -59,6 +59,12 @@ class Shards:
         """Returns the tokens at the indices `places` of the whole text. They are read file by
         file."""
         starts = self.starts
+        places = np.asarray(places)
+        if places.dtype.kind not in "iu":
+            raise IndexError(
+                f"the text: needed an array of whole numbers as places, got {places.dtype}. For a "
+                "mask, pass np.flatnonzero(mask)."
+            )
         if places.size and not 0 <= places.min() <= places.max() < starts[-1]:
             raise IndexError(
                 f"the text has the tokens 0 to {starts[-1] - 1}; "

@@ -48,10 +48,16 @@ def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
 
 def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Writes a trace for Perfetto, with a thread for computing, and a thread for each set of axes
-    along which the program sends messages."""
+    along which the program sends messages. Messages that overlap are on several threads of the same
+    name, since Perfetto leaves out such events of one thread."""
+    threads = [
+        (row, spans)
+        for row, all_spans in _rows(timeline.events).items()
+        for spans in _apart(all_spans)
+    ]
     # An event of the kind (`ph`) M names a thread; X is a span of time, in microseconds.
     events: list[dict] = []
-    for k, (row, spans) in enumerate(_rows(timeline.events).items()):
+    for k, (row, spans) in enumerate(threads):
         thread = {"pid": 0, "tid": k}
         events.append({"ph": "M", "name": "thread_name", "args": {"name": row}} | thread)
         for event in spans:
@@ -70,6 +76,19 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
     for event in events:
         rows.setdefault(event.row, []).append(event)
     return rows
+
+
+def _apart(events: Sequence[Event]) -> list[list[Event]]:
+    """Returns the events in as few lists as possible, so that no two events of a list overlap. The
+    result has at least one list."""
+    apart: list[list[Event]] = [[]]
+    for event in sorted(events, key=lambda event: event.start):
+        free = [line for line in apart if not line or line[-1].stop <= event.start]
+        if not free:
+            free = [[]]
+            apart += free
+        free[0].append(event)
+    return apart
 
 
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:

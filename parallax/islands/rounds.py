@@ -84,7 +84,9 @@ def local(
 
     Args:
         train: the step of one island, such as `step.make` returns. The collectives of this step may
-            go only over axes inside an island.
+            go only over axes inside an island. A round changes the weights, and not the state of
+            the step's optimizer: an optimizer that computes the weights from a copy in its state,
+            such as `optax.contrib.schedule_free`, would undo the round.
         outer: the outer optimizer; if weights are split, it must act element by element.
         every: the number of steps between two rounds, H.
         axis: the axis of the islands: a name, or an axis with an algorithm for its collectives,
@@ -98,8 +100,8 @@ def local(
         ValueError: `every` is below 1, the stream's delay is not below `every`, or its mixing is
             not from 0 to 1. When the step runs: `train` sends along the islands' axis, or uses a
             device's index on it; an array of the batch is the same on several islands; the state is
-            not a state of islands; the fragments do not cover the model; or the outer optimizer
-            mixes the elements of a leaf that is split.
+            not a state of islands; `present` is not one bool for each island; the fragments do not
+            cover the model; or the outer optimizer mixes the elements of a leaf that is split.
     """
     if every < 1:
         raise ValueError(
@@ -130,6 +132,8 @@ def local(
         """
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
+        if present is not None:
+            present = _checked_present(jnp.asarray(present), axis_size(names))
         for k, part in enumerate(parts):
             # Each round of fragment k comes H k / F steps after a round of fragment 0 (F
             # fragments), so that the traffic is spread over the H steps.
@@ -229,7 +233,7 @@ class _Round(eqx.Module):
         """
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
-        present = everyone if self.present is None else jnp.asarray(self.present)
+        present = everyone if self.present is None else self.present
         # `present` is [islands] and the same on all devices. `varying` changes only its type, so
         # that each device may read the entry of its own island.
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
@@ -321,6 +325,18 @@ class _Round(eqx.Module):
             state.sent,
         )
         return eqx.tree_at(lambda inner: inner.model, inner, model), new
+
+
+def _checked_present(present: Array, islands: int) -> Bool[Array, " islands"]:
+    """Returns `present`. Raises `ValueError` unless it has one bool for each island."""
+    # An index outside the array would read its last entry, so a shorter one gives no error.
+    if present.shape != (islands,) or present.dtype != bool:
+        raise ValueError(
+            f"islands.local needs `present` with one bool for each of the {islands} islands, the "
+            f"same on all devices; got {present.dtype}{list(present.shape)}. Pass an array "
+            f"bool[{islands}] with the spec P(), or None if all islands take part."
+        )
+    return present
 
 
 def _mixed(new: Array, old: Array, mixing: float) -> Array:

@@ -333,7 +333,8 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     `shapes` are the shapes of a state for the new number of islands. All islands continue with the
     outer weights, the only weights that are the same for all islands. If there were n islands
     before, island i takes the state of the inner optimizer, and the leaves that are not trained,
-    from island i mod n. The rounding errors of int8 exchanges, and the results of exchanges that no
+    from island i mod n; so this optimizer must not compute the weights from a copy of them in its
+    state. The rounding errors of int8 exchanges, and the results of exchanges that no
     island has used yet, become zero.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)

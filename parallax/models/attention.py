@@ -41,8 +41,9 @@ def grouped(
             None: this is not checked.
 
     Raises:
-        ValueError: H is not a multiple of G. With `sharers`, also if G is not max(H // sharers, 1),
-            or if H is neither a multiple nor a divisor of `sharers`.
+        ValueError: H is not a multiple of G; or there are segments, and they are not one integer
+            for each query, or there are more or fewer keys than queries. With `sharers`, also if G
+            is not max(H // sharers, 1), or if H is neither a multiple nor a divisor of `sharers`.
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """
@@ -66,6 +67,14 @@ def grouped(
             "heads of queries the number of heads of keys and values must be "
             f"{max(H // sharers, 1)}; got {G}. On a device that has only some of the heads, pass "
             "the heads of keys and values to which the device's heads of queries attend."
+        )
+    if segments is not None and (
+        segments.shape != (B, T) or S != T or not jnp.issubdtype(segments.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"attention needs segments that are whole numbers of the shape {[B, T]}, one for each "
+            f"token, and as many keys as queries; got {segments.dtype}{list(segments.shape)}, {T} "
+            f"queries and {S} keys. Pass the segments of all sequences, without a cache of keys."
         )
     # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)

@@ -483,7 +483,12 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
 
 def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
     """Returns `tree` with its arrays changed by `change`, and its other leaves as they are."""
-    return jax.tree.map(lambda leaf: change(leaf) if meshes.is_array(leaf) else leaf, tree)
+
+    def changed(leaf):
+        # Adafactor has arrays [1] in place of moments that it does not use.
+        return change(leaf) if meshes.is_array(leaf) and leaf.shape != (1,) else leaf
+
+    return jax.tree.map(changed, tree)
 
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -473,7 +473,9 @@ def _shapes(tree: PyTree) -> list[Any]:
 def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
     """Returns, for each array of an optimizer's state, the index in `paths` of the parameter to
     which it belongs, or None if it belongs to no parameter."""
-    return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+    of_state = [path for path, _ in jax.tree.leaves_with_path(state)]
+    everything = {*of_state}
+    return [trees.parameter_index(path, paths, everything) for path in of_state]
 
 
 def _spelt(names: Collection[str]) -> str:

@@ -201,7 +201,7 @@ def _on_owners(
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
     # The mark says that the updates are correct on shards: `owners.update` itself checks the
     # optimizer on the leaves that it sees. `at` begins the error if no parameters are passed.
-    checked_update = right_on_shards(owners.update, at="optimizers")
+    checked_update = right_on_shards(owners.update, at=owners.name)
     return optax.GradientTransformationExtraArgs(owners.init, checked_update)
 
 
@@ -223,6 +223,11 @@ class _Owners(NamedTuple):
     specs: dict[str, PartitionSpec]
     leads: Leads
     by_layer: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the wrapper, which begins an error."""
+        return "optimizers.by_matrix" if self.by_layer else "optimizers.whole"
 
     def way(self, path: Any, leaf: Array) -> _Way:
         """Returns how the leaf at `path` is divided when it moves to the devices that update it,
@@ -300,7 +305,7 @@ class _Owners(NamedTuple):
             run = checked(
                 _mapped(update_layer, lead),
                 self.specs,
-                at="optimizers",
+                at=self.name,
                 gathered=axes_of(self.axis),
             )
             result, new = run(_only(owned_gradients, paths), old, members)

@@ -120,7 +120,8 @@ def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
     """Returns how many ticks last as long as the forward job (F), how many as long as the job for
     the input's gradient (I), and how many as long as the job for the weights' gradients (W).
 
-    Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
+    The layout must not be in lockstep (`in_lockstep`). So each stage has a job of its own in a
+    tick, and all stages wait for the most expensive job.
     `costs` has the costs of F, I and W, such as their seconds.
     """
     return table_of(layout).timed_ticks(*costs)

@@ -134,7 +134,8 @@ def search(
         needed = planned_of(nearest).memory.peak
         raise ValueError(
             f"search: no layout of {devices} devices fits: each device has "
-            f"{quantity(hardware.memory, 'B')}, and {nearest}, the layout with the smallest "
+            f"{quantity(hardware.memory, 'B')}, and {str(nearest) or 'one device'}, the layout "
+            "with the smallest "
             f"estimated memory, needs {quantity(needed, 'B')} on each device. Use more devices, "
             "or a smaller batch."
         )

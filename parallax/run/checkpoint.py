@@ -31,7 +31,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from parallax import argument_checks
+from parallax import argument_checks, mesh
 from parallax._typing import PyTree
 from parallax.data import manifest
 from parallax.run import lock, retention, stored
@@ -223,10 +223,11 @@ class Checkpoints:
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
         Raises:
-            ValueError: an array or a plain number is not finite, or all arrays are empty; or `step`
-                is no whole number from 0 on, or `note` has a value that is no JSON value; or the
-                folder holds a finished checkpoint of this step or of a later one (checkpoints that
-                `restore` refused do not count).
+            ValueError: an array or a plain number is not finite, or all arrays are empty; or there
+                is a `form`, `jax_enable_x64` is off, and a NumPy array has a value that a 32-bit
+                type cannot represent; or `step` is no whole number from 0 on, or `note` has a value
+                that is no JSON value; or the folder holds a finished checkpoint of this step or of
+                a later one (checkpoints that `restore` refused do not count).
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """
@@ -239,7 +240,11 @@ class Checkpoints:
         self.wait()
         # The stored form is the same for all layouts: for example, a pipeline's chunks are joined.
         # `stored.stored` returns its arrays and its plain numbers, as two dicts by path.
-        in_stored_form = state if self._to_disk is None else self._to_disk(state)
+        in_stored_form = (
+            state
+            if self._to_disk is None
+            else self._to_disk(mesh.in_types_of_jax("Checkpoints.save with a `form`", state))
+        )
         arrays, numbers = stored.stored(in_stored_form)
         # `_lost` starts the search for nan and inf, which runs on the devices while Orbax begins to
         # write. The returned function waits for the search. `_writer.write` below calls this

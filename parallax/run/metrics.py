@@ -103,6 +103,9 @@ class Clock:
         note: the result of the method `note()`, from the checkpoint; `None` for a new run.
         productive: the names of the activities whose time counts as productive.
 
+    Raises:
+        ValueError: `productive` is one text, not a tuple of names.
+
     Attributes:
         seconds: a dict from the name of each activity to its seconds so far, including the seconds
             before the run was resumed.
@@ -114,6 +117,11 @@ class Clock:
         """Starts the clock of a new run now, or continues from the times in the `note` of a
         checkpoint. Of all activities, `goodput` counts those that `productive` names.
         """
+        if isinstance(productive, str):
+            raise ValueError(
+                f"Clock needs a tuple of names as `productive`; got {productive!r}. Pass "
+                f"({productive!r},)."
+            )
         self.began: float = time.time() if note is None else note["began"]
         self.seconds: dict[str, float] = {} if note is None else dict(note["seconds"])
         self.productive = productive
@@ -187,7 +195,8 @@ def jsonl(
     the storage fails, the operating system has the line when the call returns.
 
     If the storage fails for a while, lines wait in memory, and are written together with the next
-    line that can be written. An error that will not go away by itself is raised at once.
+    line that can be written. An error that will not go away by itself is raised at once. Lines that
+    wait when the run ends, or when another sink takes the place of this one, are lost.
 
     Args:
         path: the file.

@@ -318,6 +318,7 @@ class StopRequest:
     def __init__(self, several: bool):
         self.by = signal.SIGTERM.name
         self._several = several
+        self._reached = 0  # the last number that `__call__` gave to JAX's service
         self._came = threading.Event()
 
     def __call__(self, step: int) -> bool:
@@ -325,8 +326,12 @@ class StopRequest:
         preemption service gives all of them the same answer. In a job of one process, the answer is
         whether this process has heard a signal.
         """
+        # The service stops the job at one number, the one after the latest that a process has
+        # reached. A run that goes back to an earlier step would have to reach that step again, so
+        # the number that the service gets always rises.
+        self._reached = max(self._reached + 1, step)
         return (
-            multihost_utils.reached_preemption_sync_point(step)
+            multihost_utils.reached_preemption_sync_point(self._reached)
             if self._several
             else self._came.is_set()
         )

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from parallax import argument_checks
+
 WINDOW = 64  # steps over which the median is taken, and spikes are counted
 LEAST = 16  # the fewest losses for which there is a limit
 
@@ -49,11 +51,22 @@ class Spikes:
         budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
         note: the result of the method `note()`, from the checkpoint; `None` for a new run.
 
+    Raises:
+        ValueError: `factor` is not finite or not above 1, or `budget` is no whole number from 1 on.
+
     Attributes:
         past: the number of batches that the run skipped: step i takes batch i + `past`.
     """
 
     def __init__(self, factor: float, budget: int, note: Mapping[str, Any] | None = None):
+        (budget,) = argument_checks.whole_numbers("Spikes", budget=budget)
+        if not 1 < factor < math.inf:
+            raise ValueError(
+                f"Spikes needs a finite factor above 1; got {factor}. Pass, for example, 2.0: a "
+                "loss above twice the median is then a spike."
+            )
+        if budget < 1:
+            raise ValueError(f"Spikes needs a budget of 1 spike or more; got {budget}.")
         note = note or {"losses": [], "at": [], "past": 0}
         self.factor, self.budget, self.past = factor, budget, int(note["past"])
         # The last losses that were no spikes, and the steps of the last spikes.
@@ -105,6 +118,8 @@ class Spikes:
         skips the batches of the steps after `first`, up to and including `step`. The new `past`,
         the number of skipped batches, is `self.past` plus the number of these batches. `past` is
         not taken from the `note`, which does not count the batches skipped after the checkpoint.
+        The new `past` is only in memory until the run's next save. A run that is killed before that
+        save goes on from the same checkpoint without it, and takes these batches again.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from parallax.collectives import types
+from parallax.collectives.execute import pin_bits
 from parallax.trees import entry_axes
 
 
@@ -145,9 +146,13 @@ class Cells(NamedTuple):
                 x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))
         if jnp.issubdtype(dtype, jnp.floating):
             # `reduce_precision` rounds in any case. The cast to `dtype` below may not: if the
-            # program widens the result again, a compiler may remove both casts.
+            # program widens the result again, a compiler may remove both casts. It would make nan
+            # of the largest floats of 8 bits, and 0 of the smallest: their bits are kept instead.
             info = jnp.finfo(dtype)
-            x = lax.reduce_precision(x, info.nexp, info.nmant)
+            if info.bits < 16:
+                x = pin_bits(x.astype(dtype))
+            else:
+                x = lax.reduce_precision(x, info.nexp, info.nmant)
         return Stack(x.astype(dtype), tuple(axes))
 
     def indices(self, names: Sequence[str]) -> Int[Array, " cells"]:

@@ -134,13 +134,20 @@ def from_orders(
     tick in which its inputs exist and the stage is free.
 
     Raises:
-        ValueError: a stage has a job of a chunk that is on another stage; or a job waits for a job
-            that never runs, or for a job that the order of a stage puts too late.
+        ValueError: a microbatch is not a whole number of 0 or more; a stage has a job of a chunk
+            that is on another stage; or a job waits for a job that never runs, or for a job that
+            the order of a stage puts too late.
     """
     homes = homes_of(places)
     # A wrong place would otherwise be reported as a deadlock.
     for stage, order in enumerate(orders):
         for job in order:
+            # The tables have -1 for no job.
+            if not isinstance(job.microbatch, int | np.integer) or job.microbatch < 0:
+                raise ValueError(
+                    f"stage {stage} has {job}. Microbatches are whole numbers of 0 or more: number "
+                    "the first one 0."
+                )
             home = homes.get(job.place)
             if home is None:
                 raise ValueError(

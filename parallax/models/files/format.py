@@ -144,17 +144,19 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     if origin.generation is not None:
         texts[GENERATION] = json.loads(origin.generation)
     tokenizer = origin.tokenizer_files()
+    # Files that an earlier save wrote. If this save does not write them, they would not fit the new
+    # model and are removed, but a tokenizer stays if the model comes without one.
+    earlier = tensors.wrote(folder / WEIGHTS)
+    gone = earlier & {GENERATION, *(TOKENIZER if tokenizer else ())}
+    stay = {name for name in earlier & {*TOKENIZER} - gone if (folder / name).is_file()}
     # The metadata lists these files, so a later save can remove those that it does not write again.
-    written_too = sorted({*texts, *(file.name for file in tokenizer)} - {CONFIG})
+    written_too = sorted({*texts, *(file.name for file in tokenizer), *stay} - {CONFIG})
     metadata = {
         # transformers refuses a file without a format that it knows.
         "format": "pt",
         MEANT: format_.fields.fingerprint(numbers),
         WROTE: json.dumps(written_too),
     }
-    # Files that an earlier save wrote, and that would not fit the new model: they are removed if
-    # this save does not write them. A tokenizer stays if the model comes without one.
-    gone = tensors.wrote(folder / WEIGHTS) & {GENERATION, *(TOKENIZER if tokenizer else ())}
     safetensors = tensors.library()
     try:
         with replacing(folder, last=CONFIG, gone=gone) as new:
