@@ -20,6 +20,7 @@ from parallax import cross_entropy, data, rules, tensor
 from parallax.data import shards
 from parallax.layout import Layout
 from parallax.models.sampling import filtered
+from parallax.run import metrics, spikes
 FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}
 TOKENS = np.arange(20)
 def batch(tokens=TOKENS, **given):
@@ -104,6 +105,20 @@ CASES = {
     "[TOKENS], vocabulary=256.5)": r"shards\.write needs a whole number as vocabulary; got 256\.5",
     "shards.read('a', "
     "vocabulary=256, processes=2.0)": r"shards\.read needs a whole number as processes; got 2\.0",
+    **{
+        f"shards.Shards((TOKENS,), 256)[{places}]": (
+            rf"needed an array of whole numbers as places, got {kind}\. For a mask, pass"
+        )
+        for places, kind in (
+            ("np.array([0.9, 1.9])", "float64"),
+            ("np.array([True, False, True])", "bool"),
+            ("2:9", "object"),
+        )
+    },
+    "metrics.Clock(productive='steps')": (
+        r"Clock needs a tuple of names as `productive`; got 'steps'\. Pass \('steps',\)\."
+    ),
+    "spikes.Spikes(2.0, 2.5)": r"Spikes needs a whole number as budget; got 2\.5",
     "Layout(data='2')": r"Layout needs data to be a whole number; got '2'\. Use data=2\.",
     "Layout(data=2.0)": r"Layout needs data to be a whole number; got 2\.0\. Use data=2\.",
     "Layout(data=None)": r"Layout needs data to be a whole number; got None\. Use data=1\.",
@@ -164,7 +179,8 @@ def refusals(tmp_path_factory):
 @pytest.mark.programs
 @pytest.mark.parametrize("case", CASES)
 def test_a_sentence_says_what_was_needed(refusals, case):
-    assert re.search(f"^ValueError: .*{CASES[case]}", refusals[case], re.DOTALL), refusals[case]
+    said = refusals[case]
+    assert re.search(f"^(Value|Index)Error: .*{CASES[case]}", said, re.DOTALL), said
 
 
 @pytest.mark.programs
