@@ -28,6 +28,7 @@ the layer that `recording.at` set.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -35,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
@@ -50,6 +52,7 @@ BATCH = "batch"
 WHOLE = P()
 # The ways of a tap. The transpose of LINEAR, the tap of a tangent, is BACKWARD.
 FORWARD, LINEAR, BACKWARD, AFTER = "forward", "linear", "backward", "after"
+_RECORDINGS = itertools.count()  # a new number for each `recording`
 
 
 class Mark(NamedTuple):
@@ -63,6 +66,8 @@ class Mark(NamedTuple):
         sizes: the mesh's axes, with their sizes.
         placed: the dims that are not split into equal blocks in the order of the devices. For each
             of them, a report has the positions of the device's elements in the whole array.
+        in_microbatch: whether the tap is in a loop over microbatches. Outside of one, the value has
+            the rows of all microbatches of the device.
         differentiated: whether the tap was differentiated. The first derivative adds a tap on the
             value's tangent; derivatives of higher order add no taps.
     """
@@ -73,6 +78,7 @@ class Mark(NamedTuple):
     varying: frozenset[str]
     sizes: tuple[tuple[str, int], ...]
     placed: tuple[int, ...]
+    in_microbatch: bool
     differentiated: bool = False
 
 
@@ -123,12 +129,16 @@ def recording() -> Iterator[Recorder]:
     """Yields a recorder, and makes taps report to it, in programs that are traced inside the `with`
     block.
 
-    A program that `jax.jit` traced before is not traced again, and reports nothing.
+    A function that ran before is traced again in the block. A jaxpr that was made before reports
+    nothing.
     """
     recorder = Recorder()
     token = RECORDER.set(recorder)
     try:
-        yield recorder
+        # JAX keeps the traces of a function, such as the body of a loop. Its cache also compares
+        # this metadata, so no trace is used both in a recording and outside of it.
+        with set_xla_metadata(tapped_run=str(next(_RECORDINGS))):
+            yield recorder
     finally:
         RECORDER.reset(token)
 
@@ -242,7 +252,9 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     entries = (*spec.partitions, *[None] * (x.ndim - len(spec.partitions)))
     dims = tuple(map(_axes, entries))
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
-    mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
+    tags = AT.get()
+    in_microbatch = "microbatch" in tags
+    mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)), in_microbatch)
     # The order of tracing is the order in which the model computes. A path that was traced before,
     # as in a second trace of a loop's body, keeps its first index and mark. The second mark must
     # have the same split, but its `varying`, `sizes` and `placed` may differ, such as under another
@@ -255,7 +267,6 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
             f"(unreduced over {sorted(first.terms)}); the dims of the other are split over "
             f"{mark.dims} (unreduced over {sorted(mark.terms)}). Rename one."
         )
-    tags = AT.get()
     # Without tags, a value belongs to microbatch 0 and to no layer.
     numbers = [
         jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32)

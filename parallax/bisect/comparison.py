@@ -7,7 +7,7 @@ are not equal, `Value.differs` has the largest difference along each mesh axis a
 differ. A variable `copies` has the axes along which the copies differ by more than is allowed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,23 +96,34 @@ class Comparison(NamedTuple):
         worst: the largest difference among the values before `first`, which are all within the
             bound, and the name of the value that has this difference.
         alone: the names of values that are in only one run.
+        first_of_several: the names under which a device reported several values. Only the first
+            value of each name is compared.
     """
 
     first: Difference | None
     compared: int
     worst: tuple[float, str]
     alone: tuple[str, ...]
+    first_of_several: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Returns the first value that differs, as text. If no value differs by more than the bound
-        allows, the text has the largest difference that was found."""
-        if self.first is not None:
-            return str(self.first)
+        allows, the text has the largest difference that was found. The last line has the names
+        under which a device reported several values, if there are any."""
         off, name = self.worst
-        return (
+        text = (
             f"All {self.compared} values are equal within the bound; the largest difference is "
             f"{off:.2g}, in {name}."
         )
+        if self.first is not None:
+            text = str(self.first)
+        if self.first_of_several:
+            text += (
+                "\nOnly the first of several values was compared of: "
+                f"{', '.join(self.first_of_several)}. Give each value a name of its own, or call "
+                "the tap inside bisect.at(layer=...)."
+            )
+        return text
 
 
 # A recorded run, or a function that `record` takes as its argument `run`.
@@ -120,7 +131,12 @@ Run = Record | Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def compare(
-    run_a: Run, run_b: Run, *, bound: float | Mapping[Key, float] = BOUND, **options: Any
+    run_a: Run,
+    run_b: Run,
+    *,
+    bound: float | np.floating | Mapping[Key, float] = BOUND,
+    rows: str | Sequence[str] = ("data",),
+    means: str | Sequence[str] = (),
 ) -> Comparison:
     """Returns the `Comparison` of two runs, with the first value in which `run_b` differs from
     `run_a`.
@@ -134,12 +150,13 @@ def compare(
         bound: the largest difference that is allowed, divided by the largest magnitude in the value
             of `run_a`. It is one number, or a dict with a number for each value, as `rounding`
             returns it.
-        options: the options of `record`.
+        rows: the axes that split the rows of the batch, as in `record`.
+        means: other axes over which the loss is a mean, as in `record`.
 
     Raises:
         ValueError: no name of a value is in both runs, so there is nothing to compare.
     """
-    a, b = (_recorded(run, options) for run in (run_a, run_b))
+    a, b = (_recorded(run, rows, means) for run in (run_a, run_b))
     keys = [key for key in a.values if key in b.values]  # in the first run's program order
     if not keys:
         raise ValueError(
@@ -147,24 +164,34 @@ def compare(
         )
     alone = [str(key) for key in a.values if key not in b.values]
     alone += [str(key) for key in b.values if key not in a.values]
+    several = tuple(
+        str(key) for key in keys if a.values[key].has_others or b.values[key].has_others
+    )
     differences = _differences(a, b)
     worst, equal = (0.0, str(keys[0])), []
     for key in keys:
         # A value for which `bound` has no number may differ by anything.
-        allowed = bound if isinstance(bound, float | int) else bound.get(key, np.inf)
+        allowed = float(bound.get(key, np.inf) if isinstance(bound, Mapping) else bound)
         difference = differences[key]
         # The axes along which the copies in `run_b` differ from each other by more than is allowed.
         # `off` is the difference of the copies. A nan counts too, but `nan > allowed` is false.
         copies = [axis for axis, off in b.values[key].differs.items() if not off <= allowed]
         if copies or not difference <= allowed:
             first = _described(a, b, key, (difference, allowed), copies, equal)
-            return Comparison(first, compared=len(keys), worst=worst, alone=tuple(alone))
+            return Comparison(first, len(keys), worst, tuple(alone), several)
         worst = max(worst, (difference, str(key)))
         equal.append(key)
-    return Comparison(None, compared=len(keys), worst=worst, alone=tuple(alone))
+    return Comparison(None, len(keys), worst, tuple(alone), several)
 
 
-def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) -> dict[Key, float]:
+def rounding(
+    exact: Run,
+    rounded: Run,
+    *,
+    times: float = 4.0,
+    rows: str | Sequence[str] = ("data",),
+    means: str | Sequence[str] = (),
+) -> dict[Key, float]:
     """Returns a bound for each value of a run in low precision, such as bfloat16. The bound is
     `times` * max(the value's rounding error, the median error of all values). The median is taken
     over the errors other than 0, since many values may be exact.
@@ -177,9 +204,10 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
         rounded: the same run in low precision, on one device.
         times: the factor by which the errors are multiplied, since another layout sums in another
             order, which rounds differently.
-        options: the options of `record`.
+        rows: the axes that split the rows of the batch, as in `record`.
+        means: other axes over which the loss is a mean, as in `record`.
     """
-    off = _differences(_recorded(exact, options), _recorded(rounded, options))
+    off = _differences(_recorded(exact, rows, means), _recorded(rounded, rows, means))
     positive = [difference for difference in off.values() if difference > 0]
     # A value without an error in this run may have an error when it is summed in another order, so
     # each value is allowed at least the median error.
@@ -187,20 +215,25 @@ def rounding(exact: Run, rounded: Run, *, times: float = 4.0, **options: Any) ->
     return {key: times * max(difference, least) for key, difference in off.items()}
 
 
-def _recorded(run: Run, options: Mapping[str, Any]) -> Record:
+def _recorded(run: Run, rows: str | Sequence[str], means: str | Sequence[str]) -> Record:
     """Returns the record of a run, or `run` itself if it is a `Record`."""
-    return run if isinstance(run, Record) else record(run, **options)
+    return run if isinstance(run, Record) else record(run, rows=rows, means=means)
 
 
 def _kind(key: Key) -> tuple[str, str]:
     """Returns the kind of a value: the `way` of the value's key, and the beginning of the key's
     path. For an argument or a result of the run, the beginning is the first three parts of the
-    path, such as "result.0.model"; for a value that a tap reported, it is the first part.
+    path, such as "result.0.model", and for a state of the optimizer two more, such as
+    "result.0.optimizer.0.nu". For a value that a tap reported, it is the first part.
     """
     # The path of an argument or a result begins with its way, its number and its first field, as
     # in "result.0.model.blocks". The path of a tap begins with a part of the model.
+    parts = key.path.split(".")
     depth = 3 if key.way in (ARGUMENT, RESULT) else 1
-    return key.way, ".".join(key.path.split(".")[:depth])
+    # Adam's second moments are squares, and far smaller than its first moments.
+    if parts[2:3] == ["optimizer"] and parts[3:4] and parts[3].isdecimal():
+        depth = 5
+    return key.way, ".".join(parts[:depth])
 
 
 def _differences(a: Record, b: Record) -> dict[Key, float]:
@@ -208,13 +241,15 @@ def _differences(a: Record, b: Record) -> dict[Key, float]:
     two runs, divided by a magnitude.
 
     This magnitude is the larger of two numbers: the largest finite |element| of the value in `a`,
-    and `SMALL` times the largest finite |element| among all values in `a` of the same kind, as
+    and `SMALL` times the largest finite |element| among all floats in `a` of the same kind, as
     `_kind` returns it. The result is infinite if the shapes differ, or if any integers or
     booleans differ.
     """
     largest: dict[tuple[str, str], float] = {}
-    for key, value in a.values.items():
-        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_finite(value.whole))
+    # Whole numbers, such as a random key or the number of a step, say nothing about rounding.
+    floats = {key: x.whole for key, x in a.values.items() if x.whole.dtype.kind not in "iub"}
+    for key, whole in floats.items():
+        largest[_kind(key)] = max(largest.get(_kind(key), 0.0), largest_finite(whole))
     differences = {}
     for key in a.values:
         if key in b.values:

@@ -78,12 +78,16 @@ class Value(NamedTuple):
             differ: the largest difference from the first copy, divided by the first copy's largest
             magnitude.
         rows: two numbers, the dim of the batch's rows and the number of rows of a microbatch on a
-            device; None if no dim has the rows of the batch.
+            device; None if no dim has the rows of the batch, or if the value has the rows of
+            several microbatches.
+        has_others: whether a device also reported other values under the same key. `whole` has the
+            first of them.
     """
 
     whole: np.ndarray
     differs: dict[str, float] = {}  # noqa: RUF012  (never changed in place)
     rows: tuple[int, int] | None = None
+    has_others: bool = False
 
 
 @dataclasses.dataclass
@@ -110,15 +114,20 @@ class Record:
         head = {
             "sizes": self.sizes,
             "microbatches": self.microbatches,
-            "values": [[*key, value.differs, value.rows] for key, value in items],
+            "values": [[*key, *value[1:]] for key, value in items],
         }
         arrays = {str(i): value.whole for i, (_, value) in enumerate(items)}
         arrays["head"] = np.array(json.dumps(head))
-        np.savez_compressed(path, **arrays)  # pyright: ignore[reportArgumentType]
+        with open(path, "wb") as file:  # to a path without ".npz", NumPy would add it
+            np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
 
 
 def of_tree(tree: Any) -> Record:
-    """Returns a record of the arrays in a tree, for example in a restored state."""
+    """Returns a record of the arrays in a tree, for example in a restored state.
+
+    Raises:
+        ValueError: two arrays have the same dotted path.
+    """
     return Record(_of_arrays(eqx.filter(tree, eqx.is_array), RESULT), {}, 1)
 
 
@@ -153,40 +162,43 @@ def load(path: str | Path) -> Record:
 def _loaded(entry: list[Any], whole: np.ndarray) -> tuple[Key, Value]:
     """Returns the key of one saved value, and the value. `whole` is the value's array. `entry` has
     the fields `path`, `layer` and `way` (the phase of the run) of the `Key`, and the fields
-    `differs` and `rows` of the `Value`. `differs` is a dict with a number for each axis along which
-    the devices' copies of the value differ: the largest relative difference of the copies. Raises
-    an error for other data; `load` then raises a `ValueError` with the file's name."""
+    `differs`, `rows` and `has_others` of the `Value`; older files lack the last. `differs` is a
+    dict with a number for each axis along which the devices' copies of the value differ: the
+    largest relative difference of the copies. Raises an error for other data; `load` then raises a
+    `ValueError` with the file's name."""
     # `rows` has the dim of the batch's rows, and the number of rows of a microbatch on a device.
-    path, layer, way, differs, rows = entry
-    # "biuf" are the kinds of NumPy's dtypes bool, integer, unsigned integer and floating-point.
-    if way not in PHASES or whole.dtype.kind not in "biuf":
+    path, layer, way, differs, rows, *others = entry
+    # "biufc" are the kinds of NumPy's dtypes bool, integer, unsigned integer, floating-point and
+    # complex.
+    if way not in PHASES or whole.dtype.kind not in "biufc":
         raise ValueError(
             f"the value {path!r} needs a numeric array, and a phase that is one of {PHASES}; got "
             f"an array of {whole.dtype}, and the phase {way!r}"
         )
     differs = {axis: float(off) for axis, off in differs.items()}
     return Key(str(path), int(layer), way), Value(
-        whole, differs, None if rows is None else (int(rows[0]), int(rows[1]))
+        whole, differs, None if rows is None else (int(rows[0]), int(rows[1])), any(others)
     )
 
 
 def record(
     run: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
     *,
-    rows: Sequence[str] = ("data",),
-    means: Sequence[str] = (),
+    rows: str | Sequence[str] = ("data",),
+    means: str | Sequence[str] = (),
 ) -> Record:
     """Returns a `Record` of a run: its arguments, the values reported by its taps, and its results.
 
     Args:
         run: returns a function and its arguments, such as `lambda: (train_step.train,
             (train_step.init(), windows))`. `record` switches the taps on and then calls `run`.
-            `run` must make a new function: a function that is already traced has no taps.
-        rows: the axes that split the rows of the batch.
+            The function may have run before: it is traced again.
+        rows: the axes that split the rows of the batch, or the name of one axis.
         means: other axes over which the loss is a mean, such as an axis that splits the tokens.
 
     Raises:
-        ValueError: the program has no tap.
+        ValueError: the program has no tap, or two arrays of its arguments or of its results have
+            the same dotted path.
     """
     with taps.recording() as recorder:
         f, arguments = run()
@@ -206,13 +218,19 @@ def record(
     if not recorder.reports:
         raise ValueError(
             "bisect.record needs a program with taps; this program reported nothing. Put "
-            "bisect.tap into the model, and let `run` make a new function: a function that is "
-            "already traced reports nothing."
+            "bisect.tap into the model. A jaxpr that was made before the recording has no taps, so "
+            "pass the function itself."
         )
-    tapped, sizes, microbatches = _put_together(recorder, tuple(rows), tuple(means))
+    tapped, sizes, microbatches = _put_together(recorder, _axes(rows), _axes(means))
+    recorder.reports.clear()  # JAX keeps the traces, and they keep the recorder
     values = argument_values | tapped | _of_arrays(result_arrays, RESULT)
     # `opened` returns the jaxpr without the values of its constants.
     return Record(values, sizes, microbatches, opened(traced.jaxpr))
+
+
+def _axes(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns a name of an axis, or a sequence of names, as a tuple of names."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _put_together(
@@ -237,7 +255,9 @@ def _put_together(
         reports = reports_of[key]
         # The loss has terms over BATCH. Its cotangent is given and not computed: it is left out.
         if key.way != BACKWARD or BATCH not in reports[0].mark.terms:
-            values[key] = _whole(reports, _form(reports, microbatches, rows, (*rows, *means)))
+            # An axis that is in both counts once.
+            form = _form(reports, microbatches, rows, tuple(dict.fromkeys((*rows, *means))))
+            values[key] = _whole(reports, form)
     sizes = {name: size for report in recorder.reports for name, size in report.mark.sizes}
     return values, sizes, microbatches
 
@@ -245,12 +265,13 @@ def _put_together(
 def _of_arrays(tree: Any, way: str) -> dict[Key, Value]:
     """Returns the arrays of `tree` as values by key. `tree` has the arguments or the results of a
     program, and `way` is ARGUMENT or RESULT. The path in a key is the way and the array's path,
-    such as "result.0.model.embedding". The values belong to no layer (-1).
+    such as "result.0.model.embedding". The values belong to no layer (-1). Raises `ValueError` if
+    two arrays have the same path.
     """
-    return {
-        Key(f"{way}.{trees.dotted(path)}", -1, way): _of_array(leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    leaves = [(trees.dotted(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    if same := trees.twice([path for path, _ in leaves]):
+        raise ValueError(f"bisect: two arrays have the same path, {way}.{same[0]}: {trees.RENAME}.")
+    return {Key(f"{way}.{path}", -1, way): _of_array(leaf) for path, leaf in leaves}
 
 
 def _order(paths: dict[str, int], keys: Iterable[Key]) -> Callable[[Key], tuple[int, ...]]:
@@ -296,7 +317,8 @@ class _Form(NamedTuple):
         summed: the axes along which devices have terms of a sum.
         joined: whether the value is a sum over microbatches too.
         scale: a factor on the sum, which turns the sum into a mean if the loss is a mean.
-        microbatches: the number of microbatches.
+        microbatches: the number of microbatches; 1 for a value outside of their loop.
+        rows: the value's field `rows`.
     """
 
     names: list[str]
@@ -308,6 +330,7 @@ class _Form(NamedTuple):
     joined: bool
     scale: float
     microbatches: int
+    rows: tuple[int, int] | None
 
 
 def _form(
@@ -318,7 +341,7 @@ def _form(
 
     Args:
         reports: the reports of the value.
-        microbatches: the number of microbatches.
+        microbatches: the number of microbatches of the run.
         rows: the axes that split the batch's rows.
         means: all axes over whose devices the loss is a mean, `rows` among them.
     """
@@ -332,6 +355,10 @@ def _form(
         axes = [axis for name in dim for axis in (rows if name == BATCH else (name,))]
         dims.append(tuple(axis for axis in axes if axis in sizes))
     row_dim = next((i for i, dim in enumerate(mark.dims) if BATCH in dim), None)
+    own_microbatches = microbatches if mark.in_microbatch else 1
+    value_rows = None
+    if row_dim is not None and own_microbatches == microbatches:
+        value_rows = row_dim, reports[0].value.shape[row_dim]
     # Devices have different blocks along the axes of the spec, and along axes on which they report
     # different positions.
     block_axes = {axis for dim in dims for axis in dim} | _along_places(reports, names)
@@ -347,9 +374,20 @@ def _form(
     joined = row_dim is None and (backward or is_mean)
     # The loss is the mean over this number of equal parts of the batch. Devices report the loss of
     # one part, and its cotangents, so sums of these reports are divided by the number.
-    parts = math.prod(sizes[name] for name in mean_axes) * microbatches
+    parts = math.prod(sizes[name] for name in mean_axes) * own_microbatches
     scale = 1 / parts if backward or is_mean else 1.0
-    return _Form(names, sizes, dims, row_dim, block_axes, summed, joined, scale, microbatches)
+    return _Form(
+        names,
+        sizes,
+        dims,
+        row_dim,
+        block_axes,
+        summed,
+        joined,
+        scale,
+        own_microbatches,
+        value_rows,
+    )
 
 
 def _whole(reports: list[Report], form: _Form) -> Value:
@@ -384,17 +422,14 @@ def _whole(reports: list[Report], form: _Form) -> Value:
         # `_places` gives the block's indices in the whole value, for each dim.
         whole[np.ix_(*_places(form, report))] = first * form.scale
         for owner, (value, _) in others:
-            off = _apart(first, value)
+            off = relative(first, value)
             # The copies differ along each axis on which the two owners have different indices. The
             # last number of an owner is its microbatch.
             for name, a, b in zip([*copy_axes, "microbatches"], first_owner, owner, strict=True):
                 if a != b and off != 0:
                     # Unlike `max`, `np.maximum` returns nan if either number is nan.
                     differs[name] = float(np.maximum(differs.get(name, 0.0), off))
-    rows = None
-    if form.row_dim is not None:  # the dim, and the number of rows of a microbatch on a device
-        rows = form.row_dim, reports[0].value.shape[form.row_dim]
-    return Value(whole, differs, rows)
+    return Value(whole, differs, form.rows, _has_others(reports))
 
 
 def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> float:
@@ -403,17 +438,12 @@ def relative(right: np.ndarray, wrong: np.ndarray, least: float = 1e-300) -> flo
     return float(np.max(gaps(right, wrong), initial=0)) / max(largest_finite(right), least)
 
 
-def _apart(first: np.ndarray, copy: np.ndarray) -> float:
-    """Returns the difference of two copies, `relative` to the first one. The result is 0 if both
-    have the same numbers, with nan in the same places, and nan if only one has nan in a place."""
-    return 0.0 if np.array_equal(first, copy, equal_nan=True) else relative(first, copy)
-
-
 def gaps(right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
     """Returns |wrong - right| for each element. The result is 0 for equal infinite numbers, such as
-    those of a mask, and nan where a number is nan."""
+    those of a mask, and for nan in both; it is nan where only one number is nan."""
+    is_same = (right == wrong) | (np.isnan(right) & np.isnan(wrong))
     with np.errstate(invalid="ignore"):  # inf - inf
-        return np.where(right == wrong, 0.0, np.abs(wrong - right))
+        return np.where(is_same, 0.0, np.abs(wrong - right))
 
 
 def largest_finite(x: np.ndarray) -> float:
@@ -438,6 +468,27 @@ def _once(reports: list[Report]) -> Iterable[Report]:
         elif report.way == BACKWARD:
             kept[key] = report._replace(value=kept[key].value + report.value)
     return kept.values()
+
+
+def _has_others(reports: list[Report]) -> bool:
+    """Returns whether a device reported different values for the same microbatch, as a tap in a
+    loop without `bisect.at` does. A cotangent never has others, since its reports are added up.
+
+    Rematerialisation may round in another way, so values are different if they differ by more than
+    the square root of the type's `eps`.
+    """
+    first: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
+    for report in reports:
+        value = report.value
+        kept = first.setdefault((report.device, report.microbatch), value)
+        if report.way == BACKWARD or kept is value:
+            continue
+        is_inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+        allowed = float(jnp.finfo(value.dtype).eps) ** 0.5 if is_inexact else 0.0
+        # A negated condition, since it is also true for nan.
+        if kept.shape != value.shape or not relative(_as_float(kept), _as_float(value)) <= allowed:
+            return True
+    return False
 
 
 def _as_float(x: np.ndarray) -> np.ndarray:
@@ -520,7 +571,7 @@ def _of_array(leaf: Any) -> Value:
         block = np.asarray(shard.data)
         first = blocks.setdefault(str(shard.index), block)
         if not is_exact:
-            off = float(np.maximum(off, _apart(_as_float(first), _as_float(block))))
+            off = float(np.maximum(off, relative(_as_float(first), _as_float(block))))
         elif not np.array_equal(first, block):
             off = np.inf
     return Value(whole, {"devices": off} if off != 0 else {})
