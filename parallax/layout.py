@@ -33,6 +33,8 @@ from parallax.validate import (
 
 __all__ = ["AXES", "Layout", "Precision", "Remat", "ScheduleName"]
 
+KNOWN_SIZES = {*validate.SIZES, *validate.OPTIONAL_SIZES}
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -239,10 +241,13 @@ class Layout:
 
     @classmethod
     def admits(cls, **fields: Any) -> bool:
-        """Returns whether these fields, with all others at their defaults, make a valid layout."""
+        """Returns whether these fields, with all others at their defaults, make a valid layout.
+        Unknown names make none."""
+        if not fields.keys() <= DEFAULTS.keys():
+            return False
         return validate.fits(DEFAULTS | _as_python(fields), {})
 
-    def check(self, sizes: Mapping[str, int]) -> None:
+    def check(self, sizes: Mapping[str, int | np.integer]) -> None:
         """Raises `ValueError` if a model, a global batch (in sequences) or a machine does not fit
         this layout.
 
@@ -256,8 +261,7 @@ class Layout:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
                 the nearest sizes that fit in every respect.
         """
-        needed, optional = {*validate.SIZES}, {*validate.OPTIONAL_SIZES}
-        if not needed <= sizes.keys() <= needed | optional:
+        if not {*validate.SIZES} <= sizes.keys() <= KNOWN_SIZES:
             raise ValueError(
                 f"Layout.check needs the sizes {', '.join(validate.SIZES)}, and may have "
                 f"{', '.join(validate.OPTIONAL_SIZES)}; got {', '.join(sizes) or 'none'}. Use "
@@ -283,7 +287,10 @@ class Layout:
 
     @classmethod
     def parse(
-        cls, text: str, sizes: Mapping[str, int] | None = None, wording: Wording = validate.TEXT
+        cls,
+        text: str,
+        sizes: Mapping[str, int | np.integer] | None = None,
+        wording: Wording = validate.TEXT,
     ) -> "Layout":
         """Returns the layout that a command line writes as `data=2,tensor=4,sequence=True`.
 
@@ -296,8 +303,13 @@ class Layout:
 
         Raises:
             ValueError: a part is not `name=value`, a name or a value is not known, or a name is
-                given twice; or the fields do not make a valid layout.
+                given twice; or the fields do not make a valid layout, or do not fit the sizes.
         """
+        if unknown := [name for name in sizes or () if name not in KNOWN_SIZES]:
+            raise ValueError(
+                f"Layout.parse takes the sizes {', '.join(sorted(KNOWN_SIZES))}; got "
+                f"{unknown[0]!r}. Use {validate.most_like(unknown[0], sorted(KNOWN_SIZES))!r}."
+            )
         # All parts are read before the first fault is raised, so that the proposal has all fields.
         # `misread` has a sentence for each faulty part. `_known_name` adds one for an unknown name,
         # and returns the name of closest spelling. `_value_of_bare` gives a part without a value
@@ -315,18 +327,18 @@ class Layout:
                     f"Layout.parse: {name} is given twice, as {fields[name]} and {value}."
                 )
             fields[name] = _typed(name, value) if equals else _value_of_bare(name)
-        return cls._read(fields, dict(sizes or {}), wording, misread)
+        return cls._read(fields, _as_python(sizes or {}), wording, misread)
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
         """Returns the layout that `to_json` wrote; fields that are missing have their defaults.
 
         Raises:
-            ValueError: the text is not JSON of one object; a name or a value is not known; or the
-                fields do not make a valid layout.
+            ValueError: the text is not JSON of one object; a name or a value is not known, or a
+                name is given twice; or the fields do not make a valid layout.
         """
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=_each_name_once)
         # Deeply nested JSON ends in a RecursionError.
         except (ValueError, RecursionError) as error:
             example = Layout().to_json()
@@ -378,6 +390,17 @@ def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
         name: value.item() if isinstance(value, np.integer | np.bool_) else value
         for name, value in values.items()
     }
+
+
+def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the members of a JSON object as a dict. Raises `ValueError` if one name has two
+    values: `json` would take the last."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name} is given twice, as {values[name]} and {value}")
+        values[name] = value
+    return values
 
 
 def _typed(name: str, text: str) -> Any:

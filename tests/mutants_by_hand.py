@@ -499,15 +499,15 @@ LAYERS = (
     ),
     Mutant(
         "_fixed_heads",
-        "heads.difference(batch_axes)",
-        "heads",
-        "test_lint_rules.py -k fixed_number_of_heads",
+        'hasattr(weight, "ndim")',
+        "True",
+        "test_lint_rules.py -k frozen_modules",
     ),
     Mutant(
         "rules",
-        "[axis for axis in axes if axis not in batch_axes]",
-        "[*axes]",
-        "test_lint_rules.py -k stacked_gates",
+        "axis not in batch_axes and ",
+        "",
+        "test_lint_rules.py -k 'fixed_number_of_heads or stacked_gates'",
     ),
     Mutant(
         "_Program.check", "is_used and trees", "False and trees", f"{WRAPPED} -k one_use_of_two"
@@ -1364,8 +1364,8 @@ RUN = (
     ),
     Mutant(
         "save",
-        "tensors.wrote(folder / WEIGHTS) & ",
-        "",
+        "earlier & {GENERATION",
+        "{GENERATION",
         "test_model_files.py::test_a_save_removes_only_what_a_save_wrote",
     ),
     Mutant(
@@ -2626,6 +2626,24 @@ BISECT = (
         "with set_xla_metadata(tapped_at=str(next(_ENTERED))):",
         "with contextlib.nullcontext():",
         "test_bisect.py::test_a_function_that_was_traced_before_is_at_its_own_layer",
+    ),
+    Mutant(
+        "recording",
+        "with set_xla_metadata(tapped_run=str(next(_RECORDINGS))):",
+        "with contextlib.nullcontext():",
+        "test_bisect.py::test_traces_are_not_shared_with_a_recording",
+    ),
+    Mutant(
+        "_form",
+        "microbatches if mark.in_microbatch else 1",
+        "microbatches",
+        "test_bisect.py::test_rows_outside_of_the_loop_over_microbatches_are_whole",
+    ),
+    Mutant(
+        "_has_others",
+        "report.way == BACKWARD or kept is value",
+        "True",
+        "test_bisect.py::test_values_of_one_name_are_reported",
     ),
     Mutant(
         "_order", "-x for x in place", "x for x in place", "test_bisect.py::test_a_fault_is_named"

@@ -562,12 +562,25 @@ def test_text_that_is_wrong(text, message):
             '{"dta": 2, "zero": 1}',
             'Layout has the fields replica, data, .*; got \'dta\'. Use {"data": 2, "zero": 1}.',
         ),
+        ('{"data": 2, "data": 4}', "Layout.from_json: data is given twice, as 2 and 4. Use the"),
         ("[" * 100_000, "Layout.from_json: .* Use the text of to_json, such as {"),
     ],
 )
 def test_json_that_is_wrong(text, message):
     with pytest.raises(ValueError, match=message):
         Layout.from_json(text)
+
+
+def test_names_that_are_no_fields_or_sizes():
+    assert not Layout.admits(pipeline=4)
+    with pytest.raises(ValueError, match=r"takes the sizes .*; got 'device'\. Use 'devices'"):
+        Layout.parse("data=2", {"device": 8})
+
+
+def test_text_may_come_with_numpys_sizes():
+    assert Layout.parse("data=2", {"devices": np.int64(2)}) == Layout(data=2)
+    with pytest.raises(ValueError, match="and there are 3 devices"):
+        Layout.parse("data=2", {"devices": np.int64(3)})
 
 
 @settings(max_examples=150)

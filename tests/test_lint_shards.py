@@ -154,6 +154,20 @@ def skipped_by_all(net, x):
     )
 
 
+def counted_beside_the_norm(net, x):
+    """A count of zeros, which rounds nothing."""
+    gradients = gradients_of(net, x)
+    zeros = jax.tree.map(lambda g: jnp.sum(g == 0).astype(g.dtype), gradients)
+    lengths = jax.tree.map(jnp.linalg.norm, gradients)  # wrong
+    return jax.tree.map(
+        lambda w, g, n, zeros: w - 0.1 * g / n + 0 * lax.psum(zeros, "tensor"),
+        net,
+        gradients,
+        lengths,
+        zeros,
+    )
+
+
 def mixing_in_a_loop_of_steps(net, x):
     def step(net, _):
         gradients = gradients_of(net, x)
@@ -316,6 +330,7 @@ PAIRS = [
         of_net(skipped_by_all),
         ("this reduce_and takes bool[16,16]",),
     ),
+    Pair(MIXES, of_net(counted_beside_the_norm), of_net(skipped_by_all), ()),
     Pair(
         MIXES,
         of_net(mixing_in_a_loop_of_steps),
@@ -633,6 +648,29 @@ LAYERS_ELSEWHERE = [
     four_layers_a_trip,
     models_in_a_row,
 ]
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_a_single_layer_on_each_device_is_found_too(layers):
+    program = of_layers(layers_of_one_replica)._replace(shapes=(shape(layers, 16, 16), ROWS))
+    assert [found.kind for found in program.lint()] == [LAYERS]
+
+
+@pytest.mark.parametrize("rows", [16, 8])
+def test_tokens_of_the_shape_of_a_table_are_a_batch(rows):
+    """The table has as many rows and columns as the tokens of the second case."""
+
+    def after(layers, table, tokens):
+        def loss(layers, table):
+            table = lax.all_gather(table, "data", tiled=True)
+            return jnp.mean(lax.scan(block, table[tokens], layers)[0] ** 2)
+
+        gradients = jax.grad(loss, (0, 1))(layers, table)
+        return layers - 0.1 * gradients[0], table - 0.1 * gradients[1]
+
+    shapes = shape(8, 8, 8), shape(8, 8), shape(rows, 8, dtype=jnp.int32)
+    program = Program(after, (P("data"),) * 3, (P("data"),) * 2, shapes)
+    assert [found.kind for found in program.lint()] == [LAYERS]
 
 
 def test_rows_beside_rows():

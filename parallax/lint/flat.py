@@ -117,6 +117,10 @@ class Flat:
         """Returns the shape of a value."""
         return self.types[value].shape
 
+    def reads(self, value: int) -> bool:
+        """Returns whether an operation uses a value, or the value is a result."""
+        return bool(self.used.get(value)) or value in self.results
+
     def _new_ids(self, types: Sequence[Any]) -> tuple[int, ...]:
         """Adds a value for each type in `types`, and returns the ids of these values."""
         self.types += types
@@ -171,6 +175,12 @@ class Flat:
         # None if it is no collective, or a collective of this library that is opened like a call.
         sent = values.sent(eqn, ours)
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
+        if name == "custom_linear_solve":
+            # Of its functions only `solve` runs; the others are for its gradient. The operands are
+            # the constants of each function, and then those that all take.
+            lengths, inner = eqn.params["const_lengths"], jaxprs.opened(eqn.params["jaxprs"].solve)
+            first = lengths.matvec + lengths.vecmat
+            inputs = (*inputs[first : first + lengths.solve], *inputs[sum(lengths) :])
         if inner is None:
             return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)
         is_hidden = scope.is_hidden or ours is not None or source_lines.is_jax_function(inner)

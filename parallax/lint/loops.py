@@ -9,7 +9,7 @@ and carries of which the value is a linear function: `carry + psum(x)` has two p
 the beginning of the iteration and the sum. `differs` are the axes along which the value differs
 between devices. `trip` is the depth of the innermost loop that changes the value, or 0 if no loop
 does. A part is *spoiled* if the loop's body uses the part for anything but an addition that makes a
-new carry. A sum that is spoiled stays in the loop.
+new carry, or if the condition of a `while` reads it. A sum that is spoiled stays in the loop.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,8 @@ class Loop:
         trips: the number of iterations; None if it is not known.
         sums: the sums over devices in the loop's body.
         spoiled: the sums over devices, and the carries at the beginning of an iteration, that the
-            body uses for anything but an addition that makes a new carry.
+            body uses for anything but an addition that makes a new carry; and the carries that the
+            condition of a `while` reads.
     """
 
     depth: int

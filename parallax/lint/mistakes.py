@@ -16,7 +16,7 @@ from parallax.jaxprs import types
 from parallax.lint.finding import Finding
 from parallax.lint.values import Sent, Value, is_narrow, is_wide, nbytes
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def under_a_predicate(
@@ -305,12 +305,11 @@ def wide_product(
     why = "all products were declared to be in 16 bits"
     if short:
         why = f"an operand came from {' and '.join(sorted(short))}"
-    multiply_adds = types(eqn.outvars)[0].size * _summed_terms(eqn)
     return Finding(
         "wide-product",
         where,
         f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
-        f"{wide[0].dtype.name}, and {why}: {multiply_adds:,} "
+        f"{wide[0].dtype.name}, and {why}: {_multiply_adds(eqn):,} "
         "multiply-adds at the slower rate of that type, and operands of "
         f"{_bytes(sum(nbytes(aval) for aval in wide))} in all, which would be less in 16 bits.",
         "Cast both operands to the 16-bit type, and ask for wide sums with "
@@ -318,15 +317,25 @@ def wide_product(
     )
 
 
-def _summed_terms(eqn: JaxprEqn) -> int:
-    """Returns how many multiply-adds make one element of a matmul's or convolution's result."""
-    operand, kernel = types(eqn.invars)
+def _multiply_adds(eqn: JaxprEqn) -> int:
+    """Returns the number of multiply-adds of a matmul, a convolution or a product in groups."""
+    operand, kernel, *_ = types(eqn.invars)
+    result = types(eqn.outvars)[0]
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return math.prod(operand.shape[dim] for dim in contracted)
+        return result.size * math.prod(operand.shape[dim] for dim in contracted)
+    if eqn.primitive.name == "ragged_dot_general":
+        # Each number of the operand meets one group's row of the kernel.
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+        return operand.size * math.prod(
+            size for dim, size in enumerate(kernel.shape) if dim not in others
+        )
     # A convolution's kernel has one filter for each output feature; `rhs_spec` begins with the
     # kernel's dim of output features.
-    return kernel.size // kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    filters = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return result.size * (kernel.size // filters)
 
 
 def named(axes: frozenset[str]) -> str:

@@ -60,8 +60,8 @@ def program(
     * `layers-not-gathered`: a `scan` over layers that are split over the axis that also splits the
       batch. The carry of the `scan` depends on the batch, and no collective over that axis gathers
       the layers. A split argument counts as layers if an output (its gradient or its update) has
-      the same shape and spec. Any other split argument counts as a batch. Programs that also send
-      along that axis, as pipelines do, are accepted.
+      the same shape and spec. Any other split argument counts as a batch, except random keys.
+      Programs that also send along that axis, as pipelines do, are accepted.
     * `reduced-over-a-split-dim`: a norm, a softmax or a mean over a dim that a weight's spec splits
       (hidden units, heads), if its result is combined, without a collective first, with an array
       that still has the split dim. A group norm is found only if its groups have one unit each on a
@@ -85,7 +85,8 @@ def program(
       their tokens in another order, such as `context.zigzag`. The mistake is found only if the
       arguments are arrays with values, and each target is the next input token.
     * `fixed-number-of-heads`: the projections of an `eqx.nn.MultiheadAttention` are split by their
-      outputs, but each device cuts its outputs into as many heads as the whole model has.
+      outputs, but each device cuts its outputs into as many heads as the whole model has. It is not
+      looked for if a collective gathers a matrix of the weights' shape, as ZeRO-3 does.
     * The trace fails at any of three mistakes in a pipeline. The mistake is then the only finding.
       `parameter-by-closure`: a function uses a parameter by closure, not from its argument.
       `blocks-outside-the-stage`: the function before or after the stages reads the stages' blocks.
@@ -97,6 +98,9 @@ def program(
     `in_specs` split over the axis, or on `lax.axis_index` of the axis. The result of a sum, a
     maximum or a gather counts as equal on all devices along the axes of this collective, even if
     the type of the result says that it varies. Axes of one device do not count.
+    The mistakes with split dims are not found along an axis that also splits the first dim of an
+    argument without a gradient or update among the outputs: a frozen weight looks like a batch. So
+    check the step that trains all weights.
     `update-mixes-a-shard` and `shards-summed` accept a split dim if each device's shard has size 1
     along this dim: each index of the dim may be a separate model, as in an ensemble.
     `update-mixes-a-shard` also accepts an update whose computation rounds to whole numbers or to 8

@@ -31,7 +31,7 @@ from parallax.lint.flat import CHOSEN, COND, LOOPS, Flat, Node, Scope
 from parallax.lint.loops import Loop
 from parallax.lint.shards import ShardMap
 from parallax.lint.split_dims import dims_after
-from parallax.lint.values import NO_AXES, Dims, Value, either, in_tuple, joined
+from parallax.lint.values import NO_AXES, Dim, Dims, Value, either, in_tuple, joined
 
 
 class Reading:
@@ -68,6 +68,8 @@ class Reading:
         self._flats: dict[tuple[int, int], Flat] = {}
         # The equation of a collective of this library -> its jaxpr.
         self._ours: dict[int, Jaxpr] = {}
+        # A mutable array -> the facts about its elements, so far.
+        self._refs: dict[int, Value] = {}
         # A program and the facts about its arguments -> the facts about its results.
         self._settled: dict[tuple, list[Value]] = {}
 
@@ -143,7 +145,8 @@ class Reading:
         # While silent, nothing is noted, so a program with the same facts is not read again. The
         # key leaves out `summed`, whose source lines only go into the messages of findings.
         key = (id(program), *(value._replace(summed=()) for value in arguments))
-        if self.silent and key in self._settled:
+        # (A program with mutable arrays is, since it changes the facts about them.)
+        if self.silent and key in self._settled and not self._refs:
             return self._settled[key]
         known = [Value()] * len(program.types)  # the facts about each value, by its id
         for value in program.literals:
@@ -209,6 +212,8 @@ class Reading:
         if node.name in mistakes.PRODUCTS and not self.silent:
             # A matmul in 32 bits or more is a mistake if an operand is, or was, in 16 bits.
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
+        if node.name == "new_ref" or (inputs and inputs[0].ref in self._refs):
+            return self._of_ref(node, inputs)
         if node.name == "axis_index":
             # Along an axis of one device nothing differs.
             axes = in_tuple(node.eqn.params["axis_name"])
@@ -232,6 +237,30 @@ class Reading:
         if node.name == "replicated":  # declares that its operand is equal along these axes
             result = result._replace(differs=result.differs - set(node.eqn.params["axes"]))
         return [result] * len(node.outputs)
+
+    def _of_ref(self, node: Node, inputs: list[Value]) -> list[Value]:
+        """Returns the facts about the results of an operation that makes a mutable array
+        (`new_ref`), or whose first operand is one. `_refs` has the facts about its elements, which
+        a write changes."""
+        if self.loops:
+            self.loops[-1].spoil(inputs)  # the `parts` of elements are not kept
+        if node.name == "new_ref":
+            self._refs[id(node)] = joined(inputs)
+            return [Value(ref=id(node))]
+        array, *others = inputs
+        assert array.ref is not None
+        elements = self._refs[array.ref]
+        if node.name in ("swap", "addupdate"):
+            aval, written = jaxprs.types(node.eqn.invars)[:2]
+            # Other elements keep their numbers, and a branch may not run.
+            is_whole = node.name == "swap" and written.shape == aval.shape
+            is_certain = is_whole and not any(name == "cond" for name, _ in self.predicates)
+            after = joined(others if is_certain else [elements, *others])
+            # Only some devices may write, and each iteration of a loop may write other numbers.
+            differs = after.differs.union(*(along for _, along in self.predicates))
+            trip = max(after.trip, len(self.loops))
+            self._refs[array.ref] = after._replace(differs=differs, trip=trip, summed=())
+        return [joined([elements, *inputs])] * len(node.outputs)
 
     def _read_inner_jaxprs(self, node: Node, inputs: list[Value]) -> None:
         """Notes the mistakes in the jaxprs inside an operation: for example, in the body of a
@@ -264,11 +293,22 @@ class Reading:
         self.map = outside
         for finding in shard_map.findings.values():
             self.note(finding)
+        if self.loops:  # the `parts` of the results are not kept
+            self.loops[-1].spoil(returned)
         # Outside, the arrays are whole, and nothing differs between devices. Only facts that are
-        # about neither devices nor dims are kept.
+        # about neither devices nor dims are kept. Inside another `shard_map`, a device still has
+        # its own array along the axes that this other one handles.
+        handled = frozenset(params["newly_manual_axes"] if outside else shard_map.sizes)
         return [
-            Value(trip=value.trip, constant=value.constant, narrow=value.narrow)
-            for value in returned
+            Value(
+                differs=value.differs - handled,
+                trip=value.trip,
+                constant=value.constant,
+                narrow=value.narrow,
+                dims=(Dim(),) * aval.ndim if outside and not value.constant else None,
+                chosen=value.chosen - handled,
+            )
+            for value, aval in zip(returned, jaxprs.types(node.eqn.outvars), strict=True)
         ]
 
     def _loop(self, node: Node, inputs: list[Value]) -> list[Value]:
@@ -300,6 +340,7 @@ class Reading:
         if trips == 1:  # a call: no value changes from one iteration to the next
             shards_of = [arguments[i].shard for i in carries]
             returned = self.read(program, arguments, _dims_of(shards_of, program))
+            self._note_layers(node, inputs)
             return [*returned[: len(carries)], *(v.stacked() for v in returned[len(carries) :])]
         # Each iteration has other carries and other slices.
         for i in (*carries, *flat.sliced(eqn)):
@@ -307,7 +348,7 @@ class Reading:
         # `_settle` also replaces the facts about the carries in `arguments` by those that hold in
         # each iteration.
         returned = self._settle(program, arguments, carries, Loop(depth, trips))
-        predicate = Value(constant=True)
+        predicate, loop = Value(constant=True), Loop(depth, trips)
         if node.name == "while":
             condition = self.flat(jaxprs.opened(eqn.params["cond_jaxpr"]), node)
             first = eqn.params["body_nconsts"]
@@ -322,13 +363,21 @@ class Reading:
             self.silent = was_silent
             with self._under([("while", predicate.differs)]):
                 self.propagate(condition, operands)
+            # The condition needs the carries that it reads in each iteration.
+            of_carries = enumerate(condition.arguments[skipped:])
+            loop.spoiled |= {("carry", i) for i, value in of_carries if condition.reads(value)}
         if not self.silent:
             # The second reading notes mistakes, with the facts that hold in every iteration.
             with self._under([("while", predicate.differs)] if node.name == "while" else []):
-                returned = self._read_body(program, arguments, carries, Loop(depth, trips))
-            if self.map:
-                self.map.note_layers(node, inputs)
+                returned = self._read_body(program, arguments, carries, loop)
+            self._note_layers(node, inputs)
         return _after_loop(returned, [arguments[i] for i in carries], predicate, depth - 1)
+
+    def _note_layers(self, loop: Node, inputs: list[Value]) -> None:
+        """Notes a scan over layers of which each device runs only some; see
+        `ShardMap.note_layers`."""
+        if self.map and not self.silent:
+            self.map.note_layers(loop, inputs)
 
     def _settle(
         self, program: Flat, arguments: list[Value], carries: list[int], loop: Loop
@@ -346,8 +395,12 @@ class Reading:
         # The loop ends, since `either` changes each fact in one direction only: `differs`, for
         # example, only grows.
         while True:
+            before = dict(self._refs)
             returned = self.propagate(program, arguments)
-            changed = False
+            # The elements of a mutable array are like a carry.
+            for ref, elements in before.items():
+                self._refs[ref] = joined([elements, self._refs[ref]], summed=())
+            changed = before != self._refs
             for j, i in enumerate(carries):
                 # A carry is its initial value, or the result of an earlier iteration.
                 steady = either(arguments[i], returned[j])._replace(trip=loop.depth)

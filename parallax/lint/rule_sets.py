@@ -4,7 +4,7 @@ A spec (`PartitionSpec`) has one entry for each dim of a leaf: the mesh axes tha
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -73,14 +73,14 @@ def rules(
         # A leaf whose spec names no axis of several devices is whole on each device.
         if nbytes(leaf) >= large and _devices(_axes(specs[path]), mesh) == 1:
             findings += _whole(path, leaf, mesh, batch_axes)
-    findings += _fixed_heads(tree, specs, batch_axes)
 
     def row_axes_beside_the_batch(path, weight):
-        """Returns the axes that split the rows of a recurrent cell's weight, except those that
-        split the batch."""
+        """Returns the axes of several devices that split the rows of a weight, [..., rows,
+        columns], except those that split the batch."""
         axes = stacked_gates.row_axes(specs.get(path, P()), weight.ndim)
-        return [axis for axis in axes if axis not in batch_axes]
+        return [axis for axis in axes if axis not in batch_axes and mesh.shape[axis] > 1]
 
+    findings += _fixed_heads(tree, row_axes_beside_the_batch)
     findings += stacked_gates.split_cells(tree, row_axes_beside_the_batch)
     used = {*batch_axes, *(axis for spec in specs.values() for axis in _axes(spec))}
     if not refusals:  # a refused spec may use an axis, so with refusals no axis is called idle
@@ -134,12 +134,11 @@ def _whole(
 PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 
 
-def _fixed_heads(
-    tree: PyTree, specs: dict[str, PartitionSpec], batch_axes: tuple[str, ...]
-) -> list[Finding]:
-    """Returns a finding for each `eqx.nn.MultiheadAttention` whose projections are split by heads,
-    over axes that do not split the batch. The number of heads is static, so a shard would compute
-    as many heads as the whole attention, each narrower."""
+def _fixed_heads(tree: PyTree, axes_of: Callable[[str, Any], Iterable[str]]) -> list[Finding]:
+    """Returns a finding for each `eqx.nn.MultiheadAttention` whose projections are split by heads.
+    The number of heads is static, so a shard would compute as many heads as the whole attention,
+    each narrower. `axes_of` is a function from a weight's path and the weight to the axes that
+    split its rows, the projection's outputs: the heads one after another."""
 
     def is_attention(node):
         """Returns whether a node of the tree is an attention with a static number of heads."""
@@ -150,11 +149,12 @@ def _fixed_heads(
         if not is_attention(node):
             continue
         prefix = dotted(path)  # "" if the tree itself is the attention
-        weights = [f"{prefix}.{name}.weight".removeprefix(".") for name in PROJECTIONS]
-        # The axes that split the heads: the first dim of a projection's weight has the projection's
-        # outputs, which are the heads one after another.
-        heads = {axis for path in weights for axis in _first_dim_axes(specs.get(path, P()))}
-        if split := sorted(heads.difference(batch_axes)):
+        heads = set()  # the axes that split the heads
+        for name in PROJECTIONS:
+            weight = getattr(getattr(node, name), "weight", None)
+            if hasattr(weight, "ndim"):  # a frozen attention may have None in its place
+                heads.update(axes_of(f"{prefix}.{name}.weight".removeprefix("."), weight))
+        if split := sorted(heads):
             harm = (
                 f"the outputs of its projections are split over {split}, and it has "
                 f"{node.num_heads} "
@@ -167,12 +167,6 @@ def _fixed_heads(
             )
             findings.append(Finding("fixed-number-of-heads", prefix or "the model", harm, cure))
     return findings
-
-
-def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes that split the first dim of a projection's weight, the dim of the outputs.
-    An empty spec names no axes."""
-    return entry_axes(spec[0]) if len(spec) else ()
 
 
 def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:

@@ -30,7 +30,16 @@ from parallax.lint import flat, mistakes, updates, values
 from parallax.lint.finding import Finding
 from parallax.lint.flat import LOOPS, Flat, Node
 from parallax.lint.places import axes_of_blocks, forward, joined_axes
-from parallax.lint.values import NO_AXES, Dim, Dims, Shard, Value, in_tuple, sent_inside
+from parallax.lint.values import (
+    NO_AXES,
+    Dim,
+    Dims,
+    Shard,
+    Value,
+    holds_keys,
+    in_tuple,
+    sent_inside,
+)
 from parallax.trees import entry_axes
 
 Note = Callable[..., None]  # (mistake, node, *details), as `ShardMap.note`
@@ -49,7 +58,7 @@ class ShardMap:
             of operations. (This is not the body of the `shard_map`.)
         sizes: the sizes of the mesh axes that have several devices.
         trained: the indices of the arguments that are trained. An argument counts as trained if a
-            result has the same shape and spec.
+            result has the same shape and spec, and both or neither are floating-point numbers.
         exchanged: the axes of permutes and all-to-alls in the body of the `shard_map`, such as the
             permutes of a pipeline.
         findings: the mistakes, one for each kind and each source line.
@@ -101,19 +110,22 @@ class ShardMap:
         """
         argument_dims = self._dims(params["in_specs"], jaxpr.invars)
         results = self._dims(params["out_specs"], jaxpr.outvars)
-        returned = [(aval.shape, dims) for aval, dims in _typed(jaxpr.outvars, results)]
-        # An argument is trained if it or its gradient is returned, with the same shape and spec.
+        returned = [_look(aval, dims) for aval, dims in _typed(jaxpr.outvars, results)]
+        # An argument is trained if it or its gradient is returned, which look alike (`_look`).
         # The other arguments that are split are rows of a batch.
         is_trained = [
-            (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, argument_dims)
+            _look(aval, dims) in returned for aval, dims in _typed(jaxpr.invars, argument_dims)
         ]
         self.trained = frozenset(i for i, trained in enumerate(is_trained) if trained)
         sent = [sent for sent in sent_inside(jaxpr, ours) if sent.kind in ("permute", "exchange")]
         self.exchanged = NO_AXES.union(*(collective.axes for collective in sent))
-        # For each argument of a batch, the axes that split its first dim, the rows.
+        # For each argument of a batch, the axes that split its first dim, the rows. Random keys are
+        # no batch: every device may have a key of its own.
         fed = [
-            frozenset(() if trained or not dims else dims[0])
-            for dims, trained in zip(argument_dims, is_trained, strict=True)
+            frozenset(() if trained or not dims or holds_keys(aval) else dims[0])
+            for trained, (aval, dims) in zip(
+                is_trained, _typed(jaxpr.invars, argument_dims), strict=True
+            )
         ]
         of_batch = NO_AXES.union(*fed)
         arguments = []
@@ -365,6 +377,13 @@ class ShardMap:
 def _typed(atoms: Sequence[Any], dims: Sequence[Dims]) -> Iterable[tuple[Any, Dims]]:
     """Returns, for each variable, its type and the axes that split its dims."""
     return zip(jaxprs.types(atoms), dims, strict=True)
+
+
+def _look(aval: Any, dims: Dims) -> tuple[Any, ...]:
+    """Returns what an argument has in common with its gradient: the shape, the split of the dims,
+    and whether it has floating-point numbers. (A gradient may be in another floating-point type.)
+    """
+    return aval.shape, dims, jaxprs.is_float(aval)
 
 
 def _uses(program: Flat, argument: int) -> tuple[set[int], set[str]]:

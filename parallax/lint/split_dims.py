@@ -29,15 +29,20 @@ along an axis, this axis is in `shared`.
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from parallax import jaxprs
 from parallax.lint import mistakes
 from parallax.lint.flat import CHOSEN, Flat, Node
 from parallax.lint.values import NO_AXES, Dim, Part, Sent, Term, Value, either
+
+# The folder of JAX's activation functions
+_ACTIVATIONS = os.path.join(os.path.dirname(str(jax.__file__)), "_src", "nn") + os.sep
 
 # Operations whose result is a linear function of their operand, with a factor of 1 or -1
 _LINEAR = frozenset(
@@ -47,6 +52,8 @@ _LINEAR = frozenset(
     }
 )
 _ELEMENTWISE = jaxprs.ELEMENTWISE | _LINEAR
+# Operations whose result is divided by a number if all operands are
+_KEEP_A_SHARE = _LINEAR | {"add", "sub", "add_any", "select_n", "max", "min", "abs"}
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem"})
 
@@ -337,7 +344,7 @@ class _Operation:
         """Returns the axes for which the result of an elementwise operation was divided by the
         number of devices along the axis. The operation itself may divide (`_divided_by`). The
         result also keeps axes of the operands: a product keeps the axes of each factor, a quotient
-        keeps the axes of its numerator, and any other operation keeps the axes that all operands
+        keeps the axes of its numerator, and a linear operation keeps the axes that all operands
         have. `given` are the operands that are not numbers written into the program.
         """
         of_operands = [value.shared for value in given]
@@ -345,6 +352,8 @@ class _Operation:
             return NO_AXES.union(*of_operands) | self._divided_by()
         if self.node.name == "div":
             return inputs[0].shared | self._divided_by()
+        if self.node.name not in _KEEP_A_SHARE:
+            return NO_AXES  # exp(x / n) is no share of exp(x)
         return frozenset.intersection(*of_operands)
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
@@ -421,8 +430,11 @@ class _Operation:
         """Returns the axes whose size, or 1 over the size, is a literal operand of this product or
         quotient; no axes for any other operation. A program with such an operation scales a value
         by the number of devices on purpose, mostly so that a later sum over the devices counts the
-        value once."""
-        if self.node.name not in ("mul", "div"):
+        value once. The literals of activation functions, such as the 0.5 of `jax.nn.gelu`, do not
+        count."""
+        if self.node.name not in ("mul", "div") or any(
+            frame.file_name.startswith(_ACTIVATIONS) for frame in jaxprs.frames(self.node.eqn)
+        ):
             return NO_AXES
         numbers = [self._literal(value) for value in self.node.inputs]
         factors = [number for number in numbers if number is not None]
@@ -498,7 +510,8 @@ class _Operation:
         """Returns the facts about a collective's results. If the collective is a sum, notes a
         value, such as a bias, that is the same on all devices and was added to each device's term
         of this sum."""
-        axes = frozenset(sent.axes)
+        # Axes of one device split nothing.
+        axes = frozenset(axis for axis in sent.axes if axis in self.sizes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
                 # `added` is the operation that added a value which is the same on all devices.
@@ -512,7 +525,9 @@ class _Operation:
             return [_new_dims(shape) for shape in self.shapes]
         # `self.avals` are the types of the operands, and `self.shapes` the shapes of the results.
         avals = zip(inputs, self.avals, self.shapes, strict=True)
-        return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
+        return [
+            _sent_value(sent.kind, axes, value, aval.shape, shape) for value, aval, shape in avals
+        ]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *details: Any) -> None:
         """Adds a mistake at `node` to `self.mistakes`. The last item of `details` is the set of the
@@ -544,17 +559,23 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 }
 
 
-def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
+def _sent_value(
+    kind: str,
+    axes: frozenset[str],
+    value: Value,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+) -> Value:
     """Returns the `Value` of a collective's result, with its `dims` and `terms`, from the `Value`
     of the operand, `value`. A term is a device's part of a reduction over devices. The collective
     completes reductions along its own axes, so the result has no terms along them.
 
-    `before` is the shape of the operand, and `after` is the shape of the result.
+    `kind` is the kind of the collective, and `axes` are those of its axes that have several
+    devices. `before` is the shape of the operand, and `after` is the shape of the result.
     """
     # Nothing is known after a collective that adds or drops a dim.
     if value.dims is None or len(value.dims) != len(after):
         return _new_dims(after)
-    axes = frozenset(sent.axes)
     dims = []
     for dim, size, new_size in zip(value.dims, before, after, strict=True):
         # After a sum, a maximum or a gather, the result is the same along the axes, so they split
@@ -562,7 +583,7 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
         split = dim.split - axes
         # An all-to-all cuts one dim into blocks, so this dim is split after it. It joins the blocks
         # of another dim, which is then whole.
-        if sent.kind == "exchange" and size > new_size:
+        if kind == "exchange" and size > new_size:
             split |= axes
         # Rows stay rows, and random numbers stay random. `within`, `counted` and `parts` are about
         # elements of one device, and are dropped.

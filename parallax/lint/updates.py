@@ -378,10 +378,14 @@ def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
 
 
 def _rounds(program: Flat, node: Node) -> bool:
-    """Returns whether an operation rounds to whole numbers, or casts to integers or to
-    floating-point numbers of fewer than 16 bits."""
+    """Returns whether an operation rounds to whole numbers, or casts to numbers of fewer than 16
+    bits, or from floating-point numbers to integers."""
     if node.name != "convert_element_type":
         return node.name in ("round", "floor", "ceil")
-    dtype = program.types[node.outputs[0]].dtype
-    small = jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.itemsize_bits(dtype) < 16
-    return bool(small or jnp.issubdtype(dtype, jnp.integer))
+    aval = program.types[node.outputs[0]]
+    is_integer = jnp.issubdtype(aval.dtype, jnp.integer)
+    if is_integer or jnp.issubdtype(aval.dtype, jnp.floating):
+        # A count of bools casts them to 32 bits, which rounds nothing.
+        is_small = jax.dtypes.itemsize_bits(aval.dtype) < 16
+        return is_small or (is_integer and jaxprs.is_float(program.types[node.inputs[0]]))
+    return False

@@ -37,12 +37,12 @@ VIEWS = frozenset(
 _MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 _KINDS = {
-    **dict.fromkeys(("psum", "psum_invariant"), "sum"),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), "sum"),
     **dict.fromkeys(("pmax", "pmin"), "maximum"),
     **dict.fromkeys(GATHERS, "gather"),
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "exchange"),
     **dict.fromkeys(("ppermute", "pbroadcast"), "permute"),
-    "reduce_scatter": "scatter",
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "scatter"),
 }
 # The primitive of a collective of this library (see collectives/types.py). The function `ours`
 # returns its jaxpr, which is made of `ppermute`s.
@@ -143,6 +143,7 @@ class Value(NamedTuple):
         fed: the axes that split the rows of a batch on which the value depends. An axis is left out
             if a collective over this axis stands between the batch and the value.
         chosen: the axes along which the value depends on the device's index (`axis_index`).
+        ref: for a mutable array, the `id` of the operation that made it; else None.
     """
 
     differs: frozenset[str] = NO_AXES
@@ -157,6 +158,7 @@ class Value(NamedTuple):
     shard: Shard | None = None
     fed: frozenset[str] = NO_AXES
     chosen: frozenset[str] = NO_AXES
+    ref: int | None = None
 
     @property
     def has_rows(self) -> bool:
@@ -178,6 +180,7 @@ class Value(NamedTuple):
             narrow=self.narrow,
             summed=self.summed,
             parts=self.parts,
+            ref=self.ref,
         )
 
     def sliced(self) -> "Value":
@@ -363,8 +366,16 @@ def is_wide(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32
 
 
+def holds_keys(aval: Any) -> bool:
+    """Returns whether an array of this type holds random keys, as `jax.random.key` makes them."""
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of an array of this type."""
+    """Returns the bytes of an array of this type; for random keys, of the numbers they hold."""
+    if holds_keys(aval):
+        keys = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        aval = jax.eval_shape(jax.random.key_data, keys)
     return math.prod(aval.shape) * jax.dtypes.itemsize_bits(aval.dtype) // 8
 
 

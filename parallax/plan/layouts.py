@@ -133,9 +133,8 @@ def search(
         nearest = min(candidates, key=bytes_of.__getitem__)
         needed = planned_of(nearest).memory.peak
         raise ValueError(
-            f"search: no layout of {devices} devices fits: each device has "
-            f"{quantity(hardware.memory, 'B')}, and {str(nearest) or 'one device'}, the layout "
-            "with the smallest "
+            f"search: no layout of {devices} device{'s' * (devices > 1)} fits: each device has "
+            f"{quantity(hardware.memory, 'B')}, and {nearest}, the layout with the smallest "
             f"estimated memory, needs {quantity(needed, 'B')} on each device. Use more devices, "
             "or a smaller batch."
         )
