@@ -39,8 +39,8 @@ def loss(net, batch):
 
 
 def trained(grad, specs, net, batch):
-    """The loss that is reported after some gradient descent over 8 devices, and the
-    net."""
+    """Returns the last reported loss of gradient descent over 8 devices, and the
+    trained net."""
 
     def step(net, batch):
         value, gradients = grad(net, batch)

@@ -1,17 +1,18 @@
 """Activation checkpointing: the backward pass recomputes some results instead of keeping them.
 
 Each function takes a block of layers and returns a block that computes the same results, as in
-`gpt2.loss(..., remat=remat.products)`. For a block of B x T tokens, width D and H heads:
+`gpt2.loss(..., remat=remat.products)`. The bytes below are for a block that is one transformer
+layer, with width D and H heads, on B x T tokens:
 
     none       keeps all: 34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
     gathers    keeps all but the results gathered over devices; the gathers run twice
     products   keeps the products with weights; attention, norms and activation run twice
     block      keeps the block's input; everything runs twice, a third more arithmetic
 
-`prevent_cse` is the option of `jax.checkpoint` that puts a barrier around the kept results; see
-`in_a_loop`.
+`prevent_cse` is an option of `jax.checkpoint`: it keeps XLA from reusing results of the forward
+pass where the backward pass should recompute them. `in_a_loop` turns the option off.
 
-To recompute only the attention, wrap the attention function: `attend=jax.checkpoint(attend)`. For
+To recompute only the attention, wrap the attention function: `attend=remat.attention(attend)`. For
 an activation or a norm, whose results are cheap to compute again, use `of_arguments`.
 
 Sources: Chen et al., Training deep nets with sublinear memory cost (arXiv 1604.06174); Korthikanti
@@ -21,6 +22,7 @@ for attention alone.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -79,6 +81,31 @@ def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable
 def block(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """Returns `block` with a backward pass that recomputes everything: only its input is kept."""
     return jax.checkpoint(block, prevent_cse=prevent_cse)
+
+
+@dataclass(frozen=True)
+class RecomputedAttention:
+    """The attention function that `attention` returns. If `attend` has this type,
+    `in_place_of(attend, other)` returns `other` with a backward pass that recomputes `other` too.
+    """
+
+    attend: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the result of the attention function."""
+        return self.attend(*arguments, **options)
+
+
+def attention(attend: Callable[..., Any]) -> RecomputedAttention:
+    """Returns the attention function `attend` with a backward pass that recomputes everything: only
+    queries, keys and values are kept."""
+    return RecomputedAttention(jax.checkpoint(attend))
+
+
+def in_place_of(attend: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the attention function `other`, to be used in place of `attend`. If `attend` comes
+    from `attention`, the backward pass recomputes `other` too."""
+    return attention(other) if isinstance(attend, RecomputedAttention) else other
 
 
 def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ def test_refusals_and_a_device_that_never_fails():
 def test_a_rate_at_which_no_run_gets_on_is_refused(rate, devices):
     with pytest.raises(
         ValueError,
-        match=r"plan\.faults: a failure comes every .* so no run makes progress\. Check the rate",
+        match=r"faults\.plan: a failure comes every .* so no run makes progress\. Check the rate",
     ):
         faults.plan(faults.mean_time(rate, devices), save=20.0, restart=600.0)
     with pytest.raises(ValueError, match=r"so no run makes progress"):

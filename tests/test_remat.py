@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import mesh, remat
+from parallax.models import gpt2
 
 
 def steps(x, weights):
@@ -67,3 +68,27 @@ def test_only_the_arguments_are_kept(arguments, around):
 
     assert kept(remat.of_arguments(steps)) == 1
     assert kept(functools.partial(steps)) > 3
+
+
+def test_attention_with_dropout_is_recomputed_with_the_same_masks():
+    """GPT-2 takes its own attention in place of `attend`."""
+    T = 24
+    config = gpt2.Config(
+        layers=2, heads=2, width=16, context=T, vocabulary=32, attention_dropout=0.5
+    )
+    model = gpt2.GPT2(config, key=jax.random.key(0))
+    windows = jnp.arange(4 * (T + 1), dtype=jnp.int32).reshape(4, T + 1) % 32
+    batch = windows, jax.random.split(jax.random.key(1), 4)
+
+    def found(attend):
+        """Returns the loss, the gradients, and the number of kept arrays with T x T scores."""
+        loss = functools.partial(gpt2.loss, attend=attend)
+        kept = jax.tree.leaves(jax.eval_shape(lambda m: jax.vjp(loss, m, batch)[1], model))
+        of_scores = sum(leaf.shape[-2:] == (T, T) for leaf in kept)
+        return jax.jit(jax.value_and_grad(loss))(model, batch), of_scores
+
+    ours, of_ours = found(remat.attention(gpt2.attention))
+    plain, of_plain = found(gpt2.attention)
+    assert of_ours == 0 < of_plain
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)

@@ -14,7 +14,7 @@ import make_compiled_fixtures as made
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallax import draw, hardware, mesh, plan
+from parallax import draw, grads, hardware, mesh, plan
 from parallax.__main__ import main
 from parallax.collectives import ring
 from parallax.compiled import (
@@ -137,6 +137,8 @@ def test_links_of_a_torus_and_of_a_switch():
     cube = links.torus(hardware.TPU_V4, [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
     assert cube.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
     assert cube.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
+    long = links.torus(hardware.TPU_V4, [(k % 8, k // 8 % 4, k // 32) for k in range(128)])
+    assert [len(long.path(0, k)) for k in range(8)] == [0, 1, 2, 3, 4, 3, 2, 1]
     assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {
         "data": 1.25,
         "tensor": 1.0,
@@ -436,10 +438,63 @@ def test_operations_and_bytes_of_a_gpu_program():
     assert costs.traffic(dot) == 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
+def test_a_fused_slice_reads_the_slice_and_its_whole_index():
+    sliced = """%fused (big: f32[64,8], i: s32[]) -> f32[1,8] {
+  %big = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%big, %i, %zero), dynamic_slice_sizes={1,8}
+}
+ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %y = f32[1,8]{1,0} fusion(%x, %n), kind=kLoop, calls=%fused
+}"""
+    program = hlo.module(sliced)
+    fusion = program["main"][-1]
+    row, index = 4 * 8, 4
+    assert seconds.Costs(program, hardware.H100, 1).traffic(fusion) == row + index + row
+
+
+def test_two_fused_updates_of_one_array_write_both_updates():
+    updated = """%fused (big: f32[64,8], row: f32[1,8], i: s32[]) -> f32[64,8] {
+  %big = f32[64,8]{1,0} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %once = f32[64,8]{1,0} dynamic-update-slice(%big, %row, %zero, %zero)
+  ROOT %twice = f32[64,8]{1,0} dynamic-update-slice(%once, %row, %i, %zero)
+}
+ENTRY %main (x: f32[64,8], r: f32[1,8], n: s32[]) -> f32[64,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %r = f32[1,8]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %y = f32[64,8]{1,0} fusion(%x, %r, %n), kind=kLoop, calls=%fused
+}"""
+    program = hlo.module(updated)
+    row, index = 4 * 8, 4
+    written, read = 2 * row, row + index
+    costs = seconds.Costs(program, hardware.H100, 1)
+    assert costs.traffic(program["main"][-1]) == written + read
+
+
+def test_messages_that_overlap_are_on_threads_of_their_own(tmp_path):
+    spans = [(0, 10), (3, 13), (10, 12), (13, 15)]
+    events = [timeline.Event("data", f"start.{k}", *span, "") for k, span in enumerate(spans)]
+    found = timeline.of(text(KINDS[0]), machine(KINDS[0]), AXES)
+    draw.replay_trace(found._replace(events=events), tmp_path / "replay.json")
+    written = json.loads((tmp_path / "replay.json").read_text())["traceEvents"]
+    names = {each["tid"]: each["args"]["name"] for each in written if each["ph"] == "M"}
+    assert names == {0: "compute", 1: "data", 2: "data"}
+    threads = {each["name"]: each["tid"] for each in written if each["ph"] == "X"}
+    assert threads == {"start.0": 1, "start.1": 2, "start.2": 1, "start.3": 1}
+
+
 def test_refusals(capsys):
     with pytest.raises(
         ValueError,
-        match=r"needs a machine of one of a100, .*v4, v5e.*; got 'v9:2x2'\. Examples: v5e:2x4",
+        match=r"needs a machine with one of the chips a100, .*v4, v5e.*; got 'v9:2x2'\. "
+        r"Examples: v5e:2x4",
     ):
         targets.target("v9:2x2")
     with pytest.raises(
@@ -457,6 +512,13 @@ def test_refusals(capsys):
         timeline.of(program, links.switch(hardware.H100, 1), {"data": 1})
     with pytest.raises(ValueError, match="needs axes that multiply to the machine's 8 devices"):
         timeline.of(text("tpu"), machine("tpu"), {"data": 4})
+    for devices in (4, 16):
+        other = links.torus(hardware.TPU_V5E, [(k // 4, k % 4) for k in range(devices)])
+        words = f"compiled for 8 devices, and the machine has {devices}"
+        with pytest.raises(ValueError, match=words):
+            timeline.of(text("tpu"), other, {"data": devices})
+        with pytest.raises(ValueError, match=words):
+            links.by_kind(text("tpu"), other)
     if not importlib.util.find_spec("libtpu"):
         with pytest.raises(
             ImportError, match=r'installed, libtpu\. .* run: pip install -e "\.\[tpu\]"'
@@ -466,6 +528,17 @@ def test_refusals(capsys):
             main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=8"]) == 2
         )
         assert 'pip install -e ".[tpu]"' in capsys.readouterr().err
+
+
+def test_quiet_discards_a_line_that_has_not_ended(monkeypatch, capfd):
+    with open(2, "w", closefd=False) as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        with targets.quiet():
+            stderr.write("the first half of a line")
+        stderr.write("told")
+        stderr.flush()
+        assert capfd.readouterr().err == "told"
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
@@ -578,6 +651,36 @@ class TestCompiled:
     @pytest.mark.parametrize("what", ["all_gather", "all_reduce"])
     def test_computed_once(self, what):
         check_once(hlo.module(made.guarded(targets.target("v5e:2x4"), what).text), what)
+
+    @pytest.mark.parametrize("how", ["averaged", "summed", "reduced in the backward pass"])
+    def test_sums_of_bfloat16_gradients_stay_wide(self, how):
+        """A compiler may add in bfloat16, if a program uses only sums that are rounded to it."""
+        there = targets.target("v5e:2x4")
+        world = mesh.make(devices=there.devices, data=8)
+        block = lambda weight, x: jnp.tanh(x @ weight)
+        if how == "reduced in the backward pass":
+            block = grads.reduced_in_backward(block, "data")
+
+        def loss(weights, x):
+            x = jax.lax.scan(lambda x, weight: (block(weight, x), None), x, weights)[0]
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        reduce = grads.summed if how == "summed" else grads.averaged
+        reduced = (lambda weights: weights) if "pass" in how else None
+        grad = reduce(jax.value_and_grad(loss), "data", reduced=reduced)
+        step = mesh.spmd(
+            lambda weights, x: grad(weights, x)[1],
+            mesh=world,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+        )
+        shapes = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=mesh.shardings(spec, world))
+            for shape, spec in (((4, 128, 128), P()), ((1024, 128), P("data")))
+        )
+        program = targets.compile(jax.jit(step), *shapes, target=there)
+        sums = re.findall(r"(\w+)\[(?:4,)?128,128\]\S* all-reduce(?:-start)?\(", program.text)
+        assert sums == ["f32"]
 
     def test_refusals(self, capfd):
         with pytest.raises(ValueError, match=r"the compiler has no 'v5e:3x5'"):

@@ -12,6 +12,7 @@ from collections import Counter
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from benchmark_modules import load
@@ -205,6 +206,16 @@ def test_parts_of_an_array_that_are_joined_are_all_read():
     assert read(lambda x: jnp.concatenate([x, x])) == SIZE
 
 
+def test_an_operation_that_reads_a_value_twice_is_one_reader():
+    """Its operand needs no memory, while a value that two operations read is written."""
+
+    def written(f):
+        return on_one(lambda x: f(x, jnp.exp(x)), SHAPE).written
+
+    assert written(lambda x, y: y * y) == written(lambda x, y: y * x) == SIZE
+    assert written(lambda x, y: (y * x, y + x)) == 3 * SIZE
+
+
 def test_a_loop_of_unknown_length_counts_only_in_the_branch_that_counts():
     """The branch with more products."""
 
@@ -286,6 +297,32 @@ def test_what_is_not_needed_or_done_twice_counts_once():
     assert on_one(lambda x: x @ x + x @ x, SHAPE).operations == {"float32": 2 * 256**3}
 
 
+@pytest.mark.parametrize("specs", [(P(), P("data")), (P("data"), P())])
+def test_an_array_that_is_passed_whole_and_split_counts_whole(specs):
+    world = mesh.abstract(data=4)
+    double = mesh.spmd(lambda x, y: (2 * x, 3 * y), mesh=world, in_specs=specs, out_specs=specs)
+    found = plan.trace(jax.jit(lambda x: double(x, x)), (SHAPE,), world)
+    whole = 4 * 256**2
+    assert found.arguments == whole
+    assert found.read == found.written == whole + whole // 4
+
+
+def test_large_arrays_that_differ_in_one_number_are_two():
+    """With this option JAX writes arrays into the program as literals."""
+    zeros = np.zeros((256, 256), np.float32)
+    other = zeros.copy()
+    other[100, 100] = 1
+    first, second = jnp.asarray(zeros), jnp.asarray(other)
+    expected = on_one(lambda x: (x @ first, x @ second), SHAPE)
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        found = on_one(lambda x: (x @ first, x @ second), SHAPE)
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    assert found.operations == expected.operations == {"float32": 2 * 2 * 256**3}
+    assert found.read == expected.read
+
+
 def test_a_sum_that_nothing_reads_is_not_sent():
     """Neither by itself nor in a loop, though JAX writes down the axis that it names as an
     effect."""
@@ -318,13 +355,69 @@ def test_a_sum_that_nothing_reads_is_not_sent():
             mesh.spmd(lambda x: x, mesh=mesh.abstract(data=2), in_specs=P(), out_specs=P()),
             "'data': 2",
         ),
+        (  # the order of the axes decides which devices are near each other
+            mesh.spmd(
+                lambda x: x, mesh=mesh.abstract(tensor=1, data=8), in_specs=P(), out_specs=P()
+            ),
+            "given the mesh {'data': 8, 'tensor': 1}",
+        ),
     ],
 )
 def test_refusals(f, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        plan.trace(f, (SHAPE,), mesh.abstract(data=8))
+        plan.trace(f, (SHAPE,), mesh.abstract(data=8, tensor=1))
     with pytest.raises(ValueError, match=r"mesh\.abstract needs axes"):
         mesh.abstract(data=0)
+
+
+def traced_on_four(f, *shapes, jit=lambda f: f):
+    """The trace of `f` on four devices, each with a whole copy of the arguments."""
+    world = mesh.abstract(data=4)
+    mapped = mesh.spmd(f, mesh=world, in_specs=P(), out_specs=P("data"))
+    return plan.trace(jit(mapped), shapes, world, hardware=hardware.H100)
+
+
+def test_a_ragged_all_to_all_takes_the_time_of_an_all_to_all_that_fills_its_result():
+    def exchanged(a, n):
+        a, n = (lax.pcast(each, "data", to="varying") for each in (a, n))
+        return lax.ragged_all_to_all(a, a, n, n, n, n, axis_name="data")
+
+    def all_to_all(a):
+        return lax.all_to_all(lax.pcast(a, "data", to="varying"), "data", 0, 0)
+
+    rows = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
+    found = traced_on_four(exchanged, rows, jax.ShapeDtypeStruct((4,), jnp.int32))
+    (message,) = found.messages
+    assert (message.kind, message.bytes) == ("ragged-all-to-all", 16000)
+    assert found.seconds.messages == traced_on_four(all_to_all, rows).seconds.messages
+
+
+@pytest.mark.parametrize("reduce", [lax.reduce, lax.reduce_window])
+def test_a_reduction_by_a_users_function_is_no_call_of_it(reduce):
+    windows = ((2, 2), (2, 2), "VALID") if reduce is lax.reduce_window else ((0,),)
+    capped = lambda a, b: jnp.minimum(jnp.maximum(a, b), 6)
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    found = traced_on_four(lambda x: reduce(x, np.float32(-np.inf), capped, *windows), x)
+    numbers = 32 if reduce is lax.reduce_window else 8
+    assert (found.read, found.written) == (4 * 16 * 8, 4 * numbers)
+
+
+def test_a_loop_without_iterations_counts_nothing():
+    def products(x):
+        looped, _ = lax.scan(lambda y, _: (y @ y, None), x, None, length=0)
+        return looped @ x
+
+    found = traced_on_four(products, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert found.operations == {"float32": 2 * 8**3}
+
+
+def test_a_donated_number_is_no_buffer():
+    donate = lambda f: jax.jit(f, donate_argnums=0)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert (
+        traced_on_four(lambda s, x: s["x"] * s["n"] + x, {"x": x, "n": 2}, x, jit=donate).donated
+        == 32
+    )
 
 
 # Models of users, and the recipe: each family of layouts

@@ -487,6 +487,31 @@ def test_zero_3_takes_a_model_that_holds_random_keys(axis):
     assert_close(jax.jit(run)(model, batch), loss(model, batch), EXACT)
 
 
+@pytest.mark.parametrize("wraps", ["the loss", "the gradients"])
+def test_specs_of_another_tree_are_refused(wraps):
+    """Nothing would be gathered, and each device would use its share as the whole parameter."""
+    specs, other = {"w": P("data")}, {"block": {"w": P("data")}, "bias": P()}
+    loss = lambda model, batch: jnp.mean(batch) * jnp.sum(model["w"])
+    if wraps == "the loss":
+        function = zero.gathered(loss, "data", other)
+    else:
+        grad = zero.gathered_once(jax.value_and_grad(loss), "data", other)
+        function = lambda model, batch: grad(model, batch)[0]
+    run = mesh.spmd(
+        lambda model, batch: jax.lax.pmean(function(model, batch), "data"),
+        mesh=mesh.make(data=8),
+        in_specs=(specs, P("data")),
+        out_specs=P(),
+    )
+    refused(
+        "the specs split 'block.w' over ('data',), and the tree has no leaf that they split. Its "
+        "leaves are ['w'].",
+        jax.jit(run),
+        {"w": jnp.ones(8)},
+        jnp.ones(8),
+    )
+
+
 @pytest.mark.parametrize(
     "error", [ValueError("mine: another shape is needed"), TypeError("mine: a number is needed")]
 )

@@ -15,6 +15,8 @@ of TPUs or of its server (`groups`). `sizes` has the length of each dim of the t
 a switch joins the devices.
 """
 
+import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,8 +37,8 @@ class Machine(NamedTuple):
 
     Attributes:
         hardware: the rates of the chip, such as `hardware.TPU_V5E`.
-        places: for each device its coordinates on the torus, or, if a switch joins the devices, the
-            index of the device alone.
+        places: for each device a tuple of its coordinates on the torus. If a switch joins the
+            devices, the tuple has one number: the index of the device.
         groups: for each device the index of its slice of TPUs, or of its server.
         sizes: the length of each dim of the torus; an empty tuple if there is a switch.
         cores: the number of devices that share a chip.
@@ -191,11 +193,26 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
     return sent, rounds
 
 
+def check_devices(text: str, machine: Machine) -> None:
+    """Raises a `ValueError` if the first line of a program's text states another number of devices
+    than that of `machine`. The text of a program for several TPU slices states the devices of one
+    slice."""
+    stated = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    devices, slices = math.prod(map(int, stated)), len(set(machine.groups))
+    if stated and len(machine.places) not in (devices, devices * slices):
+        raise ValueError(
+            f"The program was compiled for {devices} devices, and the machine has "
+            f"{len(machine.places)}. Pass the machine that the program was compiled for."
+        )
+
+
 def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
     """Returns the bytes that all devices together send in a program, by kind of connection: "link"
-    inside a slice or server, "network" between slices or servers."""
+    inside a slice or server, "network" between slices or servers. Raises `ValueError` if the
+    program is for another number of devices."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
+    check_devices(text, machine)
     bytes_by_kind: Counter[str] = Counter()
     for run in hlo.runs(hlo.module(text)):
         sent, _ = flows(run.instruction, len(machine.places))

@@ -103,10 +103,11 @@ class Computations(NamedTuple):
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
         """Returns the value of `line`, which takes an element out of a tuple (`get-tuple-element`).
-        `whole` is the value of this tuple. If `whole` is a `State`, returns the element of the
-        loop's state. Any other tuple has no value of its own. If a `tuple` instruction in the same
-        computation makes the tuple, returns the value of the operand that becomes the element; if
-        not, returns None."""
+        If `whole`, the value of this tuple, is a `State`, the result is a `Number`: the element of
+        the loop's state. If a `tuple` instruction of the same computation makes the tuple, the
+        result is the value of the operand that becomes the element. For any other tuple the result
+        is None. `where` is the name of the computation with `line`. `arguments`, as in `value`, are
+        the values of the computation's parameters, or None in a loop's condition or body."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -188,8 +189,9 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
 
 
 def _sum(left: Any, right: Any, sign: int) -> Number | None:
-    """Returns `left + sign * right`, where `sign` is 1 or -1. Returns None if the result is no
-    `Number`, such as the sum of two elements of the state.
+    """Returns `left + sign * right`, where `sign` is 1 or -1. Returns None if `left` or `right` is
+    no `Number`. A `Number` is a constant, plus at most one element of the loop's state. So the
+    result is also None if two elements would be added, or an element would be subtracted.
     """
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -202,8 +204,8 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
     """Returns the comparison of two numbers, with the direction that is in `attributes`. Returns
-    None if one of the two is no `Number`, or if the direction, such as "EQ", is not in
-    `MIRRORED`."""
+    None if one of the two is no `Number`, or if this module does not handle the direction, such as
+    "EQ"."""
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -213,7 +215,8 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the number of trips of a loop; 0 if it would not end.
+    """Returns the number of trips of a loop; 0 if it would not end. `direction` is one of the keys
+    of `MIRRORED`.
 
     The loop's condition compares two numbers. In trip t = 0, 1, ... the left one minus the right
     one is `first + t * step`. The loop goes on as long as this difference is below 0 ("LT"), at

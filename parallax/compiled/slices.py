@@ -1,12 +1,12 @@
-"""Reads messages between TPU slices, which a program's text writes as sends and receives.
+"""Finds the messages between TPU slices in a program's text, which has them as sends and receives.
 
-The text of a program for several slices is the program of one slice. A collective between slices is
-a pair, a `send` and a `recv`, which have the same *rendezvous* (a name) in their attributes. The
-text names the sender and the receiver, each as slice * 100000 + device; slices are counted from 1,
-and devices from 0: `100003->200003` goes from device 3 of the first slice to device 3 of the
-second. This module replaces each pair by the collective that it stands for, over the devices of all
-slices, so that other modules need not know about slices. A `line` is an instruction. `partitions`
-is the number of devices of a slice.
+A program for several slices has one text, which each slice runs on its own devices. A collective
+between slices is a pair, a `send` and a `recv`, which have the same *rendezvous* (a name) in their
+attributes. The text names the sender and the receiver, each as slice * 100000 + device; slices are
+counted from 1, and devices from 0: `100003->200003` goes from device 3 of the first slice to device
+3 of the second. This module replaces each pair by the collective that it stands for, over the
+devices of all slices, so that other modules need not know about slices. A `line` is an instruction.
+`partitions` is the number of devices of a slice.
 """
 
 import re
@@ -26,7 +26,7 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
     Args:
         computations: the instructions of each computation.
-        text: the text of the program, whose first line gives the devices of a slice.
+        text: the text of the program. Its first line states the number of devices of a slice.
 
     Raises:
         ValueError: a collective between slices is of a kind that cannot be read, such as an
@@ -41,9 +41,10 @@ def joined(computations: dict[str, list[Any]], text: str) -> dict[str, list[Any]
 
 def _joined(lines: list[Any], partitions: int) -> list[Any]:
     """Returns the instructions of a computation, with the collectives between slices replaced. The
-    `recv` of such a collective becomes the collective's start, and the `recv-done` its end.
+    `recv` of such a collective becomes the collective's start, and the `recv-done` its end. The
+    `send` stays as it is, and the start waits for it.
     """
-    # The name of the `send` of each rendezvous. The start of the collective waits for this `send`.
+    # The name of the `send` of each rendezvous.
     sends = {
         found[1]: line.name
         for line in lines
@@ -76,7 +77,7 @@ def _collective(line: Any, kind: str, sends: Mapping[str, str], partitions: int)
 
     Args:
         line: the `recv`.
-        kind: the program's name of the kind of message, "ONE_TO_ONE" or "ALL_REDUCE".
+        kind: the kind of message, a word in the program's text: "ONE_TO_ONE" or "ALL_REDUCE".
         sends: a dict from a rendezvous, the name that a `send` and its `recv` share, to the name of
             the `send`.
         partitions: the number of devices of a slice.

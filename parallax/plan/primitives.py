@@ -47,6 +47,7 @@ COLLECTIVES = {  # with their names in compiled programs
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
 }
 
