@@ -3,6 +3,7 @@ Compiles programs for accelerators that this machine does not have, and estimate
 take."""
 
 from parallax.compiled import (
+    async_fusions,
     certificate,
     hlo,
     links,
@@ -17,6 +18,7 @@ from parallax.compiled import (
 )
 
 __all__ = [
+    "async_fusions",
     "certificate",
     "hlo",
     "links",

@@ -9,14 +9,14 @@ collective is a pair of instructions, `-start` and `-done`.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from parallax.compiled import loop_counts, slices
+from parallax.compiled import async_fusions, loop_counts, slices
 from parallax.jaxprs import COUNTED
 
 KINDS = (
@@ -214,11 +214,21 @@ def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
     return ops
 
 
-def module(compiled: jax.stages.Compiled | str) -> Module:
+def module(compiled: jax.stages.Compiled | str, numbers: Sequence[int] = ()) -> Module:
     """Returns the instructions of a compiled program or of its text, by computation.
 
     In the text, a computation begins with a line that ends in `{`. The indented lines after it,
     `name = definition`, are its instructions.
+
+    Args:
+        compiled: the program, or its text.
+        numbers: for a program for several TPU slices, the numbers of all devices in the order of
+            the program's mesh, as `slices.numbers` returns them. By default the program's
+            collectives have the devices of one slice, and slices follow each other in the mesh.
+
+    Raises:
+        ValueError: a collective between slices cannot be read, or is between devices that are not
+            in `numbers`.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -235,9 +245,11 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
             if root:
                 roots[computation] = name
             lines.append(_instruction(name, definition))
-    # `counted` reads the trips of loops from their conditions. `joined` replaces sends and receives
+    # `counted` reads the trips of loops from their conditions. The first `joined` makes one
+    # collective of the fusions of an asynchronous one. The second replaces sends and receives
     # between TPU slices by collectives; it reads the number of devices of a slice from `text`.
-    return Module(slices.joined(loop_counts.counted(computations, roots), text), entry)
+    computations = async_fusions.joined(loop_counts.counted(computations, roots), roots)
+    return Module(slices.joined(computations, text, numbers), entry)
 
 
 def _instruction(name: str, definition: str) -> Instruction:
