@@ -1,8 +1,9 @@
 """Activation checkpointing: the backward pass recomputes some results instead of keeping them.
 
 Each function takes a block of layers and returns a block that computes the same results, as in
-`gpt2.loss(..., remat=remat.products)`. The bytes below are for a block that is one transformer
-layer, with width D and H heads, on B x T tokens:
+`gpt2.loss(..., remat=remat.products)`. A block may take any Equinox module: leaves that are no
+arrays, such as functions and Python numbers, stay as they are. The bytes below are for a block that
+is one transformer layer, with width D and H heads, on B x T tokens:
 
     none       keeps all: 34 B T D + 5 H B T^2 bytes in 16 bits (Korthikanti et al.)
     gathers    keeps all but the results gathered over devices; the gathers run twice
@@ -25,12 +26,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
+import numpy as np
 
 from parallax.collectives.types import linear_p
 
 # The name that `sequence.gather_from` and `zero.gathered` give to their results
 GATHERED = "gathered"
+
+
+def _of_arrays(wrap: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `wrap(f)`, for a `wrap` of JAX that takes functions of arrays alone. The returned
+    function also takes trees with other leaves, such as an Equinox module with its activation."""
+    wrapped = wrap(f)
+
+    def call(*arguments, **options):
+        arrays, others = eqx.partition((arguments, options), _is_array)
+        if not jax.tree.leaves(others):
+            return wrapped(*arguments, **options)  # JAX traces it once for all layers of one shape
+
+        def of_arrays(arrays):
+            arguments, options = eqx.combine(arrays, others)
+            return f(*arguments, **options)
+
+        return wrap(of_arrays)(arrays)
+
+    return call
+
+
+def _is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of JAX or NumPy."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +94,8 @@ def gathers(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[
         # primitive of `collectives.types.linear`, has as a parameter.
         return not (primitive is linear_p and params["name"] == GATHERED)
 
-    return jax.checkpoint(block, policy=is_saveable, prevent_cse=prevent_cse)
+    checkpoint = functools.partial(jax.checkpoint, policy=is_saveable, prevent_cse=prevent_cse)
+    return _of_arrays(checkpoint, block)
 
 
 def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
@@ -75,12 +103,13 @@ def products(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable
     with weights."""
     # A product with a weight has no batch dims in JAX's sense; the products of attention have.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
+    checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=prevent_cse)
+    return _of_arrays(checkpoint, block)
 
 
 def block(block: Callable[..., Any], *, prevent_cse: bool = True) -> Callable[..., Any]:
     """Returns `block` with a backward pass that recomputes everything: only its input is kept."""
-    return jax.checkpoint(block, prevent_cse=prevent_cse)
+    return _of_arrays(functools.partial(jax.checkpoint, prevent_cse=prevent_cse), block)
 
 
 @dataclass(frozen=True)
@@ -99,7 +128,7 @@ class RecomputedAttention:
 def attention(attend: Callable[..., Any]) -> RecomputedAttention:
     """Returns the attention function `attend` with a backward pass that recomputes everything: only
     queries, keys and values are kept."""
-    return RecomputedAttention(jax.checkpoint(attend))
+    return RecomputedAttention(_of_arrays(jax.checkpoint, attend))
 
 
 def in_place_of(attend: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,9 +148,14 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
     reverse-mode derivatives only.
 
     Args:
-        f: a function of positional arguments, arrays or trees of arrays. If an array is
+        f: a function of positional arguments, such as arrays and Equinox modules. If an array is
             differentiated, pass it as an argument: `f` must not read it by closure.
     """
+    return _of_arrays(_with_arguments_kept, f)
+
+
+def _with_arguments_kept(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `f` with the backward pass of `of_arguments`, for trees of arrays alone."""
 
     # A backward pass of its own needs no result of `f`, so a policy has nothing to keep.
     @jax.custom_vjp

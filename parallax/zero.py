@@ -153,12 +153,25 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
     function in `reduce_scattered`. `reduce_scattered` recognises shares by their shape, sums the
     leaves that stay whole, and divides all gradients by the number of devices. `specs` must not
     have the splits over `axis` that the parameters have without ZeRO, such as that of experts:
-    along these, gradients are split already.
+    along these, gradients are split already. In a pipeline, pass the specs of the whole model: the
+    gradients of its blocks have the first dim of the blocks, the dim of chunks.
+
+    Raises:
+        ValueError: the size of a dim is not a multiple of the number of devices that split it.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def share(path, gradient):
-        return shards.reduce_scatter(gradient, splits_of(path, by_path, axis))
+        splits = splits_of(path, by_path, axis)
+        for dim, over in splits:
+            if dim >= gradient.ndim or gradient.shape[dim] % over.size():
+                raise ValueError(
+                    f"zero.reduce_scatter: the spec of {trees.dotted(path)} splits dim {dim} over "
+                    f"the {over.size()} devices of {' x '.join(over.names)}, but its gradient has "
+                    f"shape {gradient.shape}. Pass the specs of the whole model. In a pipeline, "
+                    "blocks have a first dim of chunks."
+                )
+        return shards.reduce_scatter(gradient, splits)
 
     return jax.tree.map_with_path(share, gradients)
 

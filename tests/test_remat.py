@@ -3,6 +3,7 @@ kept."""
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +69,29 @@ def test_only_the_arguments_are_kept(arguments, around):
 
     assert kept(remat.of_arguments(steps)) == 1
     assert kept(functools.partial(steps)) > 3
+
+
+@pytest.mark.parametrize(
+    "around", [remat.gathers, remat.products, remat.block, remat.attention, remat.of_arguments]
+)
+def test_a_block_takes_any_module(around):
+    """An MLP has functions as leaves, and Dropout a Python number and a bool."""
+    keys = jax.random.split(jax.random.key(5), 7)
+    model = eqx.nn.MLP(4, 4, 8, 1, key=keys[0]), eqx.nn.Dropout(0.3)
+    x = jax.random.normal(keys[1], (5, 4))
+
+    def block(model, x, keys, scale):
+        mlp, dropout = model
+        return x + scale * jax.vmap(lambda row, key: dropout(mlp(row), key=key))(x, keys)
+
+    def found(f):
+        loss = lambda model, x: jnp.sum(jnp.sin(f(model, x, keys[2:], 0.5)))
+        return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, x)
+
+    ours, plain = found(around(block)), found(block)
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
 def test_attention_with_dropout_is_recomputed_with_the_same_masks():

@@ -368,6 +368,16 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
         assert_close(jax.jit(spmd)(PARAMS, INPUTS), expected, EXACT)
 
 
+def test_gradients_of_other_shapes_than_the_specs_are_not_scattered():
+    """In a pipeline, the gradients of blocks have a first dim of chunks."""
+    scatter = lambda gradients: zero.reduce_scatter(gradients, "data", {"w": P(None, "data")})
+    run = mesh.spmd(scatter, mesh=mesh.make(data=8), in_specs=(P(),), out_specs=P())
+    for shape in ((1, 3, 8), (8,)):
+        message = rf"splits dim 1 over the 8 devices of data, .* shape \({shape[0]}"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(run, {"w": jnp.zeros(shape)})
+
+
 @pytest.mark.sweep(3, "wholes")
 def test_a_split_inside_a_group_with_copies_across_groups():
     """Hybrid: shares over 4 devices, copies over 2 groups of them, the batch over all 8."""

@@ -130,7 +130,7 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     With n devices in machines of `g`, each device sends n/g - 1 blocks to other machines. In a ring
     over all devices, (n - 1)/g blocks per device, on average, would leave the machine. If there are
     many machines, `between=halving` needs fewer rounds. The functions of the algorithm raise
-    `ValueError` unless g divides n, and if `between` has several tables, as `two_rings` has.
+    `ValueError` if g does not divide n, or if `between` has several tables, as `two_rings` has.
     """
 
     def table(n: int) -> Route:

@@ -153,7 +153,7 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     if options.islands != 1:
         raise ValueError(
             f"--islands {options.islands} needs --layout: a search ranks the layouts of one "
-            "island. Search without it, and plan the layout that you choose with it."
+            "island. Search without --islands, then plan your choice with --layout and --islands."
         )
     # `Wording` tells an error how to write a value, and a change that it proposes, as flags of this
     # command.

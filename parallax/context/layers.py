@@ -40,7 +40,8 @@ def comms(
             array between two layers) is split by tokens over `axis` too.
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
-            layers attend by `context.attention`. This attention must have the same `order`.
+            layers attend by `context.attention`. The attention that `around` returns must have
+            the same `order` as these layers.
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.
 

@@ -318,7 +318,7 @@ def wide_product(
 
 
 def _multiply_adds(eqn: JaxprEqn) -> int:
-    """Returns the number of multiply-adds of a matmul, a convolution or a product in groups."""
+    """Returns the number of multiply-adds of a matmul, a convolution or a `lax.ragged_dot`."""
     operand, kernel, *_ = types(eqn.invars)
     result = types(eqn.outvars)[0]
     if eqn.primitive.name == "dot_general":

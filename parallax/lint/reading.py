@@ -240,8 +240,8 @@ class Reading:
 
     def _of_ref(self, node: Node, inputs: list[Value]) -> list[Value]:
         """Returns the facts about the results of an operation that makes a mutable array
-        (`new_ref`), or whose first operand is one. `_refs` has the facts about its elements, which
-        a write changes."""
+        (`new_ref`), or whose first operand is one. `_refs` has the facts about the elements of each
+        mutable array; a write to the array changes these facts."""
         if self.loops:
             self.loops[-1].spoil(inputs)  # the `parts` of elements are not kept
         if node.name == "new_ref":

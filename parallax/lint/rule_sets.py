@@ -137,8 +137,8 @@ PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 def _fixed_heads(tree: PyTree, axes_of: Callable[[str, Any], Iterable[str]]) -> list[Finding]:
     """Returns a finding for each `eqx.nn.MultiheadAttention` whose projections are split by heads.
     The number of heads is static, so a shard would compute as many heads as the whole attention,
-    each narrower. `axes_of` is a function from a weight's path and the weight to the axes that
-    split its rows, the projection's outputs: the heads one after another."""
+    each narrower. `axes_of(path, weight)` returns the axes that split the rows of a weight. The
+    rows are the projection's outputs, with the heads one after another."""
 
     def is_attention(node):
         """Returns whether a node of the tree is an attention with a static number of heads."""

@@ -226,7 +226,7 @@ class _Owners(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the wrapper, which begins an error."""
+        """The name of the wrapper, for error messages."""
         return "optimizers.by_matrix" if self.by_layer else "optimizers.whole"
 
     def way(self, path: Any, leaf: Array) -> _Way:

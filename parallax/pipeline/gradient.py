@@ -114,9 +114,9 @@ def value_and_grad(  # noqa: PLR0913
         scatter: a function that is applied to each microbatch's gradients before they are added up.
             With `zero.reduce_scatter`, each replica keeps only the sums of its shard (ZeRO-2). It
             runs after each job that computes gradients. It takes a tree like the parameters, with
-            one chunk of the blocks, and None for leaves of which this job computes no gradient. It
-            returns a tree of the same structure, whose arrays may be smaller; the final gradients
-            then have these smaller shapes.
+            blocks of one chunk, of shape [1, ...], and None for leaves of which this job computes
+            no gradient. It returns a tree of the same structure, whose arrays may be smaller; the
+            final gradients then have these smaller shapes.
         aux: a function that is applied to the stacked auxiliary values. An array of the head is
             stacked as [microbatches, ...]. An array of the stages is stacked as [microbatches,
             chunks of all stages, ...]. If stages have auxiliary values, the result is `((loss,

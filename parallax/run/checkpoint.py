@@ -223,11 +223,11 @@ class Checkpoints:
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
         Raises:
-            ValueError: an array or a plain number is not finite, or all arrays are empty; or there
-                is a `form`, `jax_enable_x64` is off, and a NumPy array has a value that a 32-bit
-                type cannot represent; or `step` is no whole number from 0 on, or `note` has a value
-                that is no JSON value; or the folder holds a finished checkpoint of this step or of
-                a later one (checkpoints that `restore` refused do not count).
+            ValueError: an array or a plain number is not finite, or all arrays are empty; or `step`
+                is no whole number from 0 on, or `note` has a value that is no JSON value; or the
+                folder holds a finished checkpoint of this step or of a later one (checkpoints that
+                `restore` refused do not count). With `jax_enable_x64` off, a `form` converts NumPy
+                arrays to 32 bits; a number that does not fit is an error too.
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """

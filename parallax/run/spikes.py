@@ -118,8 +118,9 @@ class Spikes:
         skips the batches of the steps after `first`, up to and including `step`. The new `past`,
         the number of skipped batches, is `self.past` plus the number of these batches. `past` is
         not taken from the `note`, which does not count the batches skipped after the checkpoint.
-        The new `past` is only in memory until the run's next save. A run that is killed before that
-        save goes on from the same checkpoint without it, and takes these batches again.
+        The new `past` is only in memory until the run's next save. If the run is killed before
+        that save, it goes on from the same checkpoint without the new `past`, and takes the skipped
+        batches again.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

@@ -32,8 +32,8 @@ class Origin:
             writes for a new model (a model that was not loaded from files). Each field comes with
             its value as JSON, or with "" if the file leaves the field out.
         generation: `generation_config.json`, as JSON; None if there was none.
-        tokenizer: the folder that the model came from, whose files of a tokenizer `save` copies as
-            they are then; None if that folder has none.
+        tokenizer: the folder that the model came from; None if it has no files of a tokenizer.
+            `save` copies these files as they are when `save` runs.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
