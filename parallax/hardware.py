@@ -93,8 +93,8 @@ class Hardware:
     def for_devices(self, devices: int) -> "Hardware":
         """Returns the figures of one device of a mesh. If the mesh has two devices for each chip of
         the torus, each device has half of the chip's memory and rates. Otherwise a chip is one
-        device, and the record is returned unchanged. A v5e or v6e chip has one core, so it is always
-        one device."""
+        device, and the record is returned unchanged. A v5e or v6e chip has one core, so it is
+        always one device."""
         # `torus.FLAT` has v5e and v6e, the chips whose torus has two dims.
         is_one_device = self.cores > 1 or self.name in torus.FLAT
         if is_one_device or not self.torus or devices != 2 * math.prod(self.torus):
@@ -237,7 +237,8 @@ def named(name: str) -> Hardware:
 
     Raises:
         ValueError: the chip is not known, the sizes of the torus are not whole numbers of 1 or
-            more, the torus of this chip has more or fewer dims, or the name gives a torus for a GPU.
+            more, the torus of this chip has more or fewer dims, or the name gives a torus for a
+            GPU.
     """
     key, _, sizes = name.lower().partition(":")
     # Names such as "TPU v5p" are known too.

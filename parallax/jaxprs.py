@@ -59,8 +59,8 @@ DEAR = frozenset(  # computed once, even for several uses
 )
 UNCHANGED = frozenset(  # the result has the same numbers, perhaps in another dtype
     {
-        "copy", "copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary",
-        "reduce_precision", "reshard",
+        "copy", "copy_p", "name", "optimization_barrier", "pcast", "preduced", "pvary",
+        "reduce_precision", "reshard", "vary_unreduced_cast", "vary_unreduced_cast_p",
     }
 )
 # fmt: on
@@ -139,19 +139,16 @@ def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 # The primitives that communicate: `linear_collective` of this library, and JAX's collectives
+# fmt: off
 COLLECTIVES = frozenset(
     {
-        "linear_collective",
-        "ppermute",
-        "all_to_all",
-        "ragged_all_to_all",
-        "psum",
-        "psum_invariant",
-        "pmax",
-        "pmin",
+        "linear_collective", "ppermute", "all_to_all", "ragged_all_to_all", "psum",
+        "psum_invariant", "unreduced_psum", "pmax", "pmin", "unreduced_pmax", "unreduced_pmin",
+        "pbroadcast", "pbroadcast_dynamic", "reduce_scatter", "unreduced_reduce_scatter",
+        "all_gather", "all_gather_invariant", "all_gather_reduced",
     }
-    | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 )
+# fmt: on
 
 
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:

@@ -28,7 +28,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
 
 from parallax.collectives.types import linear_p
 
@@ -42,7 +41,7 @@ def _of_arrays(wrap: Callable[..., Any], f: Callable[..., Any]) -> Callable[...,
     wrapped = wrap(f)
 
     def call(*arguments, **options):
-        arrays, others = eqx.partition((arguments, options), _is_array)
+        arrays, others = eqx.partition((arguments, options), eqx.is_array)
         if not jax.tree.leaves(others):
             return wrapped(*arguments, **options)  # JAX traces it once for all layers of one shape
 
@@ -53,11 +52,6 @@ def _of_arrays(wrap: Callable[..., Any], f: Callable[..., Any]) -> Callable[...,
         return wrap(of_arrays)(arrays)
 
     return call
-
-
-def _is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array of JAX or NumPy."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def in_a_loop(remat: Callable[..., Any]) -> Callable[..., Any]:

@@ -1527,7 +1527,7 @@ TOLD = (
         "test_plan.py::test_the_arrays_between_products_are_those_that_jax_computes",
     ),
     Mutant(
-        "of_arguments",
+        "_with_arguments_kept",
         "return f(*arguments), arguments",
         "return f(*arguments), jax.tree.map(jax.numpy.zeros_like, arguments)",
         "test_remat.py",
@@ -1997,16 +1997,28 @@ COMPILED = (
         "test_targets.py::test_a_replay_by_hand",
     ),
     Mutant(
-        "by_kind",
-        'if kind == "link" and ',
-        "if False and ",
+        "_in_all",
+        "for of in slices.values()",
+        "for of in [*slices.values()][:1]",
         "test_targets.py::test_messages_between_slices_are_read",
     ),
     Mutant(
-        "_collective",
+        "joined",
+        "return positions[int(number)]",
+        "return int(number) % SLICE",
+        "test_targets.py::test_chips_of_slices_are_found_in_the_mesh",
+    ),
+    Mutant(
+        "joined",
         "(int(number) // SLICE - 1) * partitions",
         "int(number) // SLICE * partitions",
         "test_targets.py::test_messages_between_slices_are_read",
+    ),
+    Mutant(
+        "_Chains._joined",
+        "if operand not in self.start",
+        "",
+        "test_targets.py::test_fusions_of_an_asynchronous_collective_are_one_message",
     ),
     Mutant(
         "Costs.operations",

@@ -49,6 +49,14 @@ def test_the_last_machine_may_have_fewer_devices(n):
     assert networks.seconds(ring.table(n), nbytes, network, Group(n)) == pytest.approx(alone)
 
 
+def test_a_smaller_last_group_has_fewer_shared_links():
+    """Two devices of six are a group, whose shared links are as fast as one of a device: 2,000
+    bytes leave it."""
+    network = Nested((Level(4, Link(0.0, 0.0)), Level(6, Link(0.0, 1.0), shared=2.0)))
+    swapped = np.array([4, 5, 2, 3, 0, 1])
+    assert network.round([(swapped, 1000)]) == 2000
+
+
 def test_shared_links_count_if_all_their_messages_go_further():
     """1,000 bytes of each device go over the spine; pairs of devices leave their leaf by links that
     are shared by eight. No message ends at that level."""

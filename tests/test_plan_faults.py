@@ -68,6 +68,10 @@ def test_refusals_and_a_device_that_never_fails():
         faults.plan(1.0, save=0.0, restart=1.0)
 
 
+def test_a_restart_that_takes_no_time_loses_none():
+    assert "restarts 0.0%" in str(faults.plan(3600.0, save=60.0, restart=0.0))
+
+
 @pytest.mark.parametrize(("rate", "devices"), [(1e300, 8), (1e9, 1), (1e305, 1000)])
 def test_a_rate_at_which_no_run_gets_on_is_refused(rate, devices):
     with pytest.raises(

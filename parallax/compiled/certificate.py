@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from parallax.collectives.cost import Cost
 from parallax.collectives.types import AxisName, axes
-from parallax.compiled import hlo
+from parallax.compiled import hlo, slices
 
 
 class Entry(NamedTuple):
@@ -68,9 +68,9 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     `unbounded` collectives are in a loop of unknown length, which counts as one trip.
 
     Raises:
-        ValueError: the program names more devices than `mesh` has.
+        ValueError: the program names devices that `mesh` does not have.
     """
-    program = hlo.module(compiled)
+    program = hlo.module(compiled, slices.numbers(mesh))
 
     def kind_and_axes(instruction: hlo.Instruction) -> tuple[str | None, tuple[str, ...]]:
         """Returns the kind of a collective, and the axes of the mesh along which it works."""

@@ -227,8 +227,8 @@ def module(compiled: jax.stages.Compiled | str, numbers: Sequence[int] = ()) -> 
             collectives have the devices of one slice, and slices follow each other in the mesh.
 
     Raises:
-        ValueError: a collective between slices cannot be read, or is between devices that are not
-            in `numbers`.
+        ValueError: a collective between slices cannot be read, or the program is for other devices
+            than `numbers`.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None

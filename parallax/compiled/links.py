@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from parallax.compiled import hlo
+from parallax.compiled import hlo, slices
 from parallax.hardware import Hardware
 from parallax.torus import FLAT, closed_dims
 
@@ -43,6 +43,8 @@ class Machine(NamedTuple):
         sizes: the length of each dim of the torus; an empty tuple if there is a switch.
         cores: the number of devices that share a chip.
         closed: for each dim of the torus, whether its ends are linked, as in a ring.
+        numbers: for each device its number in programs for several slices, as `slices.numbers`
+            returns them. If empty, the devices of a slice are counted in the mesh's order.
     """
 
     hardware: Hardware
@@ -51,6 +53,18 @@ class Machine(NamedTuple):
     sizes: tuple[int, ...] = ()
     cores: int = 1
     closed: tuple[bool, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def in_text(self) -> list[int]:
+        """Returns the number of each device in programs for several slices."""
+        if self.numbers:
+            return list(self.numbers)
+        counts: Counter[int] = Counter()
+        numbers = []
+        for group in self.groups:
+            numbers.append((group + 1) * slices.SLICE + counts[group])
+            counts[group] += 1
+        return numbers
 
     def kind(self, source: int, target: int) -> str:
         """Returns the kind of connection of two devices: "link" inside a slice or server, "network"
@@ -65,7 +79,9 @@ class Machine(NamedTuple):
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:
-            return [("network out", source), ("network in", target)]
+            # The devices of a chip share its port to the network.
+            sender, receiver = ((self.groups[k], *self.places[k]) for k in (source, target))
+            return [("network out", *sender), ("network in", *receiver)]
         if not self.sizes:
             return [("out", source), ("in", target)]
         # On a torus the name of a link has its slice, the coordinates of the chip that it leaves,
@@ -198,8 +214,8 @@ def check_devices(text: str, machine: Machine) -> None:
     than that of `machine`. The text of a program for several TPU slices states the devices of one
     slice."""
     stated = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
-    devices, slices = math.prod(map(int, stated)), len(set(machine.groups))
-    if stated and len(machine.places) not in (devices, devices * slices):
+    devices, groups = math.prod(map(int, stated)), len(set(machine.groups))
+    if stated and len(machine.places) not in (devices, devices * groups):
         raise ValueError(
             f"The program was compiled for {devices} devices, and the machine has "
             f"{len(machine.places)}. Pass the machine that the program was compiled for."
@@ -214,13 +230,9 @@ def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, 
     assert text is not None
     check_devices(text, machine)
     bytes_by_kind: Counter[str] = Counter()
-    for run in hlo.runs(hlo.module(text)):
+    for run in hlo.runs(hlo.module(text, machine.in_text())):
         sent, _ = flows(run.instruction, len(machine.places))
         for (source, target), size in sent.items():
             kind = machine.kind(source, target)
-            # The word `_xla_megascale` marks a program for several slices. Its text has the
-            # messages inside one slice only, so these count once for each slice. It has all
-            # messages between slices.
-            copies = len(set(machine.groups)) if kind == "link" and "_xla_megascale" in text else 1
-            bytes_by_kind[kind] += round(copies * run.times * size)
+            bytes_by_kind[kind] += round(run.times * size)
     return dict(bytes_by_kind)

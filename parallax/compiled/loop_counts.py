@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 # Operations whose result is the number of their operand.
 PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "opt-barrier", "broadcast"}
+SCALAR = re.compile(r"\[1?(?:,1)*\]")  # the dims of an array of one number
 STATED = "known_trip_count"  # the attribute of a loop whose text states its trips
 # left < right is the same as -left > -right, and so on.
 MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
@@ -59,10 +60,13 @@ class Computations(NamedTuple):
     Attributes:
         lines: the instructions of each computation by their names.
         roots: for each computation, the name of the instruction that gives its result.
+        known: the results of `value` in conditions and bodies of loops so far, by computation and
+            name.
     """
 
     lines: Mapping[str, Mapping[str, Any]]
     roots: Mapping[str, str]
+    known: dict[tuple[str, str], Any]
 
     def value(self, where: str, name: str, arguments: Sequence[Any] | None = None) -> Any:
         """Returns the value of the instruction `name` of the computation `where`: a `Number`, a
@@ -72,8 +76,18 @@ class Computations(NamedTuple):
         `arguments` is None in the condition or the body of a loop, whose only parameter is the
         state.
         """
+        if arguments is not None:
+            return self._value(where, name, arguments)
+        # Many instructions may read one value, so each is followed once.
+        if (where, name) not in self.known:
+            self.known[where, name] = self._value(where, name, None)
+        return self.known[where, name]
+
+    def _value(self, where: str, name: str, arguments: Sequence[Any] | None) -> Any:
+        """Returns what `value` returns, and follows the instruction's operands for it."""
         line = self.lines[where].get(name)
-        if line is None:
+        # The numbers that count are scalars, alone or in a tuple.
+        if line is None or not SCALAR.search(line.result):
             return None
 
         def operand(k: int) -> Any:
@@ -173,7 +187,9 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
     of trips. The number is read from the loop's condition, and is 0 if the condition does not tell.
     `roots` has, for each computation, the name of the instruction that gives its result."""
     program = Computations(
-        {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
+        {name: {line.name: line for line in lines} for name, lines in computations.items()},
+        roots,
+        {},
     )
 
     def with_trips(where: str, line: Any) -> Any:

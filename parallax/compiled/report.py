@@ -79,9 +79,9 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
             line does not have this share.
     """
 
-    def share(seconds: float) -> str:
-        """Returns seconds as a share of the program's estimated time."""
-        return f"{seconds / timeline.seconds if timeline.seconds else 0.0:.1%}"
+    def share(seconds: float, total: float = timeline.seconds) -> str:
+        """Returns seconds as a share of `total`, by default the program's estimated time."""
+        return f"{seconds / total if total else 0.0:.1%}"
 
     first = (
         f"estimated: {_ms(timeline.seconds)}, of which compute {_ms(timeline.compute)}, exposed "
@@ -95,7 +95,7 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
             exposed = seconds - timeline.compute
             lines.append(
                 f"  links {speed:g} x: {_ms(seconds)}, exposed {_ms(exposed)} "
-                f"({exposed / seconds:.1%})"
+                f"({share(exposed, seconds)})"
             )
     lines += [
         f"  exposed along {axes}: {_ms(seconds)}"

@@ -9,8 +9,9 @@ instruction without such numbers takes no time. The bytes are those that the ins
 writes. If an instruction slices an array, or updates an array in place, these are only the bytes of
 the slice or of the update.
 
-`hardware.rate` is a chip's operations per second, `efficiency` the share of this rate that matrix
-products reach, and `bandwidth` the bytes per second of the chip's memory. `hardware.clock` is the
+`hardware.rate` is a chip's operations per second in 16 bits, and `full_rate` those in float32.
+`efficiency` is the share of these rates that matrix products reach, and `bandwidth` the bytes per
+second of the chip's memory. `hardware.clock` is the
 cycles per second of a TPU, and 0 for other chips. `hardware.reached` has the shares of the memory's
 rate and of the links' rate that programs reach. A `line` is an instruction; `line.result` is the
 type of its result as text, such as "f32[8,16]{1,0}", and `line.called` has the computations (named
@@ -78,7 +79,7 @@ class Costs:
                 )
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
-            return self._over_rates(int(kernel[1]), int(kernel[2]))
+            return self._over_rates(int(kernel[1]) / self._rate(line), int(kernel[2]))
         # An asynchronous instruction counts once, at its `-start`; its `-done` takes no time.
         if line.opcode in FREE or line.opcode.endswith("-done"):
             return 0.0
@@ -90,18 +91,33 @@ class Costs:
             # instructions take no time here.
             copies = line.opcode in ("copy", "copy-start", "slice-start")
             return self._over_rates(0, 2 * self._written(line)) if copies else 0.0
-        return self._over_rates(self.operations(line), self.traffic(line))
+        return self._over_rates(self._of_products(line), self.traffic(line))
 
-    def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        """Returns the seconds that `operations` operations or `traffic` bytes take, whichever take
-        longer. The devices of a chip share its rates, so the time is multiplied by the number of
-        devices of a chip (`cores`)."""
+    def _over_rates(self, at_peak: float | int, traffic: float | int) -> float:
+        """Returns the seconds that operations or `traffic` bytes take, whichever take longer. The
+        operations take `at_peak` seconds at the chip's full speed. The devices of a chip share its
+        rates, so the time is multiplied by the number of devices of a chip (`cores`)."""
         # Only TPUs have a `clock`. There the times of most instructions are the compiler's cycles,
         # to which no share of the rate (`efficiency`) is applied. So none is applied to a kernel.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
-        seconds_of_operations = operations / (self.hardware.rate * efficiency)
+        seconds_of_operations = at_peak / efficiency
         seconds_of_traffic = traffic / (self.hardware.bandwidth * self.hardware.reached[0])
         return float(self.cores * max(seconds_of_operations, seconds_of_traffic))
+
+    def _of_products(self, line: hlo.Instruction) -> float:
+        """Returns the seconds of the `operations` of an instruction at the chip's full speed."""
+        inner = [instruction for name, _ in line.called for instruction in self.program[name]]
+        own = self._product(line) + self._attention(line)
+        return own / self._rate(line) + float(sum(map(self._of_products, inner)))
+
+    def _rate(self, line: hlo.Instruction) -> float:
+        """Returns the chip's operations per second in the type of the instruction's first operand:
+        `rate` for at most 16 bits, and `full_rate` for more."""
+        left = self.lines.get(line.operands[0]) if line.operands else None
+        array = hlo.ARRAY.search(left.result) if left else None
+        if array is None or hlo.bits(array[1]) <= 16:
+            return self.hardware.rate
+        return self.hardware.full_rate
 
     def operations(self, line: hlo.Instruction) -> float:
         """Returns the floating-point operations of the matrix products in an instruction, and in

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from parallax.compiled import certificate, links, memory, timeline
+from parallax.compiled import certificate, links, memory, slices, timeline
 from parallax.compiled.certificate import Entry
 from parallax.hardware import KNOWN, Hardware
 
@@ -74,7 +74,8 @@ class Target(NamedTuple):
         # The index of each TPU's slice. If there is one slice, its devices may lack the attribute.
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
-            return links.torus(self.hardware, [device.coords for device in devices], groups)
+            torus = links.torus(self.hardware, [device.coords for device in devices], groups)
+            return torus._replace(numbers=tuple(slices.numbers(mesh)))
         # The topology of GPUs has one process for each server.
         servers = tuple(device.process_index for device in devices)
         return links.switch(self.hardware, len(devices))._replace(groups=servers)
@@ -120,7 +121,7 @@ class Program(NamedTuple):
 
     def timeline(self) -> timeline.Timeline:
         """Returns the program's estimated time."""
-        return timeline.of(self.text, self.target.machine(self.mesh), dict(self.mesh.shape))
+        return timeline.replayed(self.text, self.target.machine(self.mesh), dict(self.mesh.shape))
 
 
 def target(name: str) -> Target:
@@ -197,7 +198,7 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
     meshes = [
         leaf.sharding.mesh
         for leaf in jax.tree.leaves(shapes)
-        if getattr(leaf, "sharding", None) is not None
+        if hasattr(getattr(leaf, "sharding", None), "mesh")
     ]
     if not meshes or not set(meshes[0].devices.flat) <= set(target.devices):
         got = "shapes without a sharding"

@@ -36,6 +36,7 @@ import jax
 from parallax.compiled import hlo, links, seconds, source_lines
 from parallax.compiled.certificate import along
 
+UNKNOWN = "an unknown line"  # the source of a message whose line the text does not tell
 SPEEDS = (0.5, 1.0, 2.0)  # the factors on the links' speed in `Timeline.at_speed`
 
 
@@ -47,7 +48,7 @@ class Event(NamedTuple):
         name: the name of the instruction.
         start: when the instruction or message starts, in seconds.
         stop: when the instruction or message ends, in seconds.
-        source: the source line of the instruction.
+        source: the source line of the instruction, or `UNKNOWN` for a message without one.
     """
 
     row: str
@@ -67,7 +68,8 @@ class Timeline(NamedTuple):
             seconds that the program would save if messages along exactly these axes took no time.
         at_speed: the seconds of the program if the transfer rate of all links is multiplied by a
             factor, for each of the factors 0.5, 1 and 2. Latencies stay as they are.
-        waits: the seconds that instructions wait for messages, by the source line that sends.
+        waits: the seconds that instructions wait for messages, by the source line that sends, or
+            `UNKNOWN`.
         events: the instructions and messages that take time, in the order in which the program
             starts them.
         unbounded: the number of loops of unknown length, which count as one trip.
@@ -109,14 +111,21 @@ def of(
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
+    check_backend(text, machine.hardware.platform)
+    return replayed(text, machine, axes)
+
+
+def replayed(text: str, machine: links.Machine, axes: Mapping[str, int]) -> Timeline:
+    """Returns the estimated times of a program from its text, as `of` does. The caller knows that
+    the program is for the platform of `machine`, which the text of a very small program does not
+    tell."""
     if math.prod(axes.values()) != len(machine.places):
         raise ValueError(
             f"timeline.of needs axes that multiply to the machine's {len(machine.places)} devices; "
             f"got {dict(axes)}. Pass the shape of the mesh that the program was compiled for."
         )
-    check_backend(text, machine.hardware.platform)
     links.check_devices(text, machine)
-    program = hlo.module(text)
+    program = hlo.module(text, machine.in_text())
     replay = _Replay(program, machine, axes, source_lines.read(text))
     events: list[Event] = []
     waits: Counter[str] = Counter()  # the seconds of waiting, by the source line that sends
@@ -289,7 +298,7 @@ class _Replay:
         this time and this source line from `started`, and waits until this time.
         """
         sent = self._collectives(line)
-        source = self.lines(line.attributes) if sent else ""
+        source = self._source(sent, line) if sent else ""
         stops = [self._send(collective, source, state) for collective in sent]
         if line.opcode.endswith("-start"):
             # A start without messages is a copy between two memories of a chip. One copy runs at
@@ -309,6 +318,12 @@ class _Replay:
             state.now += taken
         if stops:
             self._wait(max(stops), source, state)
+
+    def _source(self, sent: list[hlo.Instruction], line: hlo.Instruction) -> str:
+        """Returns the source line of the collectives `sent` of the instruction `line`. A fusion may
+        have none of its own, although the collective in it has one."""
+        found = (self.lines(of.attributes) for of in (*sent, line))
+        return next(filter(None, found), UNKNOWN)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
         """Moves the time on to `until`, the time at which a message arrives or a copy ends, if

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from parallax import jaxprs
+from parallax.plan import primitives
 
 
 class Needed:
@@ -75,13 +76,17 @@ class Needed:
 
         A scan needs the operands that its body needs (`_scan`). An optimization barrier returns
         each operand as a result, and needs the operands whose results are used. A call, such as a
-        `jit`, needs the operands that its program needs. An equation of any other kind, such as a
-        while loop, needs all its operands.
+        `jit`, needs the operands that its program needs, and so does a `custom_linear_solve`. An
+        equation of any other kind, such as a while loop, needs all its operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
         if eqn.primitive.name == "optimization_barrier":
             return list(used)
+        if eqn.primitive.name == "custom_linear_solve":
+            body, places = primitives.solve(eqn, range(len(eqn.invars)))
+            read = {k for k, needed in zip(places, self(body, used)[0], strict=True) if needed}
+            return [k in read for k in range(len(eqn.invars))]
         inner = jaxprs.called(eqn)
         if inner is not None and eqn.primitive.name != "while":
             needed_operands, _ = self(inner, used)

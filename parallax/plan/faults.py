@@ -113,7 +113,7 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     saves = save / interval / seconds_per_work
     # With restarts the run takes e^(R/M) times as long, as a restart may fail too. So their share
     # of the time is 1 - e^(-R/M).
-    restarts = -math.expm1(-restart / between)
+    restarts = abs(math.expm1(-restart / between))
     return Faults(
         between=between,
         save=save,

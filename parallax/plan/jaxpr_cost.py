@@ -50,6 +50,11 @@ class Reading:
         self.read, self.written = 0, 0  # bytes
         self.messages: Counter[Message] = Counter()  # the number of calls of each collective
         self.unbounded: list[str] = []  # lines of loops whose number of trips is not known
+        self.uncounted: list[str] = []  # lines of kernels whose operations are not known
+        # Arrays that a `shard_map` takes or returns in blocks, and the plain equations outside of
+        # any `shard_map`: their lines, and the roots of their operands and results.
+        self.split: set[Value] = set()
+        self.outside: list[tuple[str, list[Value]]] = []
         self.frames = [Frame()]  # the innermost is last
         self.times = 1  # trips of all loops around, multiplied
         self.sizes: dict[str, int] = {}  # devices on each axis of the mesh
@@ -278,6 +283,7 @@ class Reading:
             "cond": self._cond,
             "scan": self._scan,
             "while": self._while,
+            "custom_linear_solve": self._solve,
         }
         if name in control:
             return control[name](eqn, operands, used, readers)
@@ -291,7 +297,11 @@ class Reading:
             return self._inlined(
                 eqn, inner, operands, used, readers, hidden=source_lines.is_jax_function(inner)
             )
-        return self._plain(eqn, operands, readers)
+        results = self._plain(eqn, operands, readers)
+        if self.mesh is None and name not in primitives.SAME:
+            roots = [value.root for value in (*operands, *results) if value.root.reads]
+            self.outside.append((self.line(eqn), roots))
+        return results
 
     def _inlined(self, eqn, inner, operands, used, readers, *, hidden: bool) -> list[Value]:
         """Returns the results of a call's inner jaxpr, whose operations are added to those around
@@ -362,7 +372,10 @@ class Reading:
             count = self.times * primitives.operations(eqn)
             self.products[str(jaxprs.types(eqn.invars)[0].dtype)] += count
             self.lines[self.line(eqn)] += count
+        elif primitives.is_unread(eqn):
+            self.uncounted.append(self.line(eqn))
         if name in primitives.COLLECTIVES:
+            self._check_groups(eqn)
             # Axes of one device, along which nothing is sent, are left out.
             along = primitives.axes(eqn, self.sizes)
             # A message has the bytes of the result, as in compiled programs; `plan.seconds`
@@ -374,6 +387,15 @@ class Reading:
                     Message(primitives.COLLECTIVES[name], along, value.bytes, self.line(eqn))
                 ] += self.times
         return results
+
+    def _check_groups(self, eqn: JaxprEqn) -> None:
+        """Raises `ValueError` if a collective has `axis_index_groups`: a `Message` counts all
+        devices of its axes."""
+        if eqn.params.get("axis_index_groups") is not None:
+            raise ValueError(
+                f"plan.trace has no rule for `{eqn.primitive.name}` with axis_index_groups "
+                f"({self.line(eqn)}). Give the groups an axis of their own."
+            )
 
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
         """Returns the result of an elementwise operation, or of an operation that makes a view,
@@ -407,9 +429,15 @@ class Reading:
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
-            value.branch = next(
-                k for k, names in enumerate(platforms) if names is None or self.platform in names
-            )
+            fits = [names is None or self.platform in names for names in platforms]
+            if not any(fits):
+                named = ", ".join(repr(name) for names in platforms for name in names)
+                raise ValueError(
+                    f"plan.trace: the lax.platform_dependent at {self.line(eqn)} has branches "
+                    f"for {named} and no default, and the platform is {self.platform!r}. Pass "
+                    "platform= with one of these names."
+                )
+            value.branch = fits.index(True)
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
@@ -440,6 +468,8 @@ class Reading:
         arguments = []
         for value, var in zip(operands, body.invars, strict=True):
             root, buffer = value.root, value.root.buffer
+            if nbytes(var.aval) < root.bytes:
+                self.split.add(root)
             # A fused argument reads at most the buffers' new sizes.
             reads = {base: min(size, base.bytes) for base, size in root.reads.items()}
             if buffer is not None:
@@ -451,6 +481,11 @@ class Reading:
             arguments.append(inside)
         results = self.run(body, arguments, used, readers)
         self.mesh, self.sizes, self.checked = outside
+        self.split |= {
+            value.root
+            for value, aval in zip(results, jaxprs.types(eqn.outvars), strict=True)
+            if value.root.bytes < nbytes(aval)
+        }
         return results
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
@@ -497,9 +532,9 @@ class Reading:
 
     def _copied_counts(self):
         """Returns copies of all counts so far: the operations of matmuls by dtype and by line, the
-        bytes read and written, the messages, and the lines of loops whose number of trips is not
-        known. `_cond` gives these copies to `_restore_counts`, so that each branch starts from the
-        same counts."""
+        bytes read and written, the messages, the lines of loops whose number of trips is not known,
+        and the lines of kernels whose operations are not known. `_cond` gives these copies to
+        `_restore_counts`, so that each branch starts from the same counts."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -507,13 +542,14 @@ class Reading:
             self.written,
             Counter(self.messages),
             list(self.unbounded),
+            list(self.uncounted),
         )
 
     def _restore_counts(self, counts) -> None:
-        """Sets all counts back to `counts`, a result of `_copied_counts`. The counters and the list
-        of unbounded loops in `counts` are copied, so that `counts` can be used again."""
-        products, lines, self.read, self.written, messages, unbounded = counts
-        self.unbounded = list(unbounded)
+        """Sets all counts back to `counts`, a result of `_copied_counts`. The counters and the
+        lists in `counts` are copied, so that `counts` can be used again."""
+        products, lines, self.read, self.written, messages, unbounded, uncounted = counts
+        self.unbounded, self.uncounted = list(unbounded), list(uncounted)
         self.products, self.lines, self.messages = (
             Counter(products),
             Counter(lines),
@@ -553,10 +589,10 @@ class Reading:
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a while loop. The number of iterations of the loop is unknown, so
-        one iteration is counted.
+        one iteration is counted, and then the condition once.
 
         The operands of the loop are the condition's constants, the body's constants, and the
-        carries. The condition is not counted.
+        carries.
         """
         first_of_body, first_carry = (
             eqn.params["cond_nconsts"],
@@ -565,12 +601,23 @@ class Reading:
         self.unbounded.append(self.line(eqn))
         body = jaxprs.opened(eqn.params["body_jaxpr"])
         # A while loop has no stacked arrays. Its condition may read any carry, so all are needed.
-        return self._loop(
+        results = self._loop(
             eqn,
             body,
             (operands[first_of_body:first_carry], operands[first_carry:], []),
             [True] * len(eqn.outvars),
             1,  # trip
+        )
+        condition = jaxprs.opened(eqn.params["cond_jaxpr"])
+        self.run(condition, [*operands[:first_of_body], *results], [True], [1])
+        return results
+
+    def _solve(self, eqn, operands, used, readers) -> list[Value]:
+        """Returns the results of a `custom_linear_solve`. The operations of the program that solves
+        it are added to those around it."""
+        body, taken = primitives.solve(eqn, operands)
+        return self._inlined(
+            eqn, body, taken, used, readers, hidden=source_lines.is_jax_function(body)
         )
 
     def _loop(
@@ -602,9 +649,10 @@ class Reading:
         # Whether each operand of the body is needed: constants first, then carries, then slices.
         wanted = self.needed(body, needed_results)[0]
         for value, is_wanted in zip(constants, wanted, strict=False):  # only the constants
-            # A constant that is made only of literals needs no buffer: the loop computes it.
             if is_wanted and value.root.reads:
                 self.hold(value)
+        # A constant that is made only of literals needs no buffer: the loop computes it.
+        constants = self._of_the_body(constants)
         # `_carries` finds the variable of each carry behind those of the constants.
         carried = [
             self._start(eqn, value, var.aval, is_needed)
@@ -679,6 +727,21 @@ class Reading:
         return carried + [
             Value(var.aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
             for var, buffer in zip(eqn.outvars[len(starts) :], stacked, strict=True)
+        ]
+
+    def _of_the_body(self, constants: Sequence[Value]) -> list[Value]:
+        """Returns the constants of a loop, as its body reads them. For an array that is made only
+        of literals the body gets a value of its own: if the body gives this value a buffer, the
+        buffer is in the body's frame, and operations outside the loop cannot read it. Arrays that
+        never get a buffer (`hold`) stay as they are."""
+        own: dict[Value, Value] = {}  # by the root: operands of one root keep one root
+        for root in (value.root for value in constants):
+            if not root.reads and root.bytes > 64 and root not in own:
+                own[root] = Value(root.aval, {}, eqn=root.eqn)
+                own[root].is_zeros = root.is_zeros
+        return [
+            self._reshaped(own[value.root], value) if value.root in own else value
+            for value in constants
         ]
 
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:

@@ -127,13 +127,15 @@ class Nested(NamedTuple):
                 busy = max(busy, level.link.beta * ports.max())
             # The shared links of a group of the level below carry all bytes that leave the group:
             # those that stay in this level's group (`ports`) and those that leave it (`leaving`).
-            # `out` is the most of any group. Together the shared links are as fast as
-            # `inside / level.shared` links of one device. At the first level a group of the level
-            # below is a single device (`inside` is 1), whose link was counted above.
+            # Together the shared links of a group with `members` devices are as fast as
+            # `members / level.shared` links of one device. `out` is the most of any group, for each
+            # of its devices. At the first level a group of the level below is a single device
+            # (`inside` is 1), whose link was counted above.
             if inside > 1:
                 starts = np.arange(0, self.devices, inside)  # the last group may be smaller
-                out = np.add.reduceat(ports + leaving, starts).max()
-                busy = max(busy, level.link.beta * level.shared * out / inside)
+                members = np.diff(starts, append=self.devices)
+                out = (np.add.reduceat(ports + leaving, starts) / members).max()
+                busy = max(busy, level.link.beta * level.shared * out)
             inside = level.devices
         return alpha + busy
 

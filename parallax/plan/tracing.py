@@ -51,6 +51,12 @@ class Trace(NamedTuple):
         at_peak: the arrays of `temporaries` at this moment, the largest first.
         unbounded: the lines of loops whose number of iterations is not known; one iteration of each
             is counted.
+        uncounted: the lines of kernels that do not state their operations, such as a `pallas_call`
+            without `cost_estimate`, and of other operations of which only the operands and results
+            are counted.
+        outside: the lines outside of `mesh.spmd` that read or make an array of which `mesh.spmd`
+            gives each device a block. There the whole array and all its operations are counted, for
+            each device. Move these lines into the function that `mesh.spmd` maps.
         seconds: the time of a step; None if no `hardware` was given.
     """
 
@@ -66,6 +72,8 @@ class Trace(NamedTuple):
     temporaries: int
     at_peak: list[Held]
     unbounded: list[str]
+    uncounted: list[str]
+    outside: list[str]
     seconds: Seconds | None = None
 
     @property
@@ -111,7 +119,8 @@ def trace(
             branch counts.
 
     Raises:
-        ValueError: the step is not mapped over `mesh`.
+        ValueError: the step is not mapped over `mesh`; or it has a collective with
+            `axis_index_groups`, or a `lax.platform_dependent` without a branch for `platform`.
     """
     plain = jax.tree.map(  # without shardings, which may have devices of another mesh
         _unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
@@ -167,6 +176,12 @@ def trace(
         temporaries=peak.bytes,
         at_peak=_by_line(peak.held),
         unbounded=list(dict.fromkeys(reading.unbounded)),
+        uncounted=list(dict.fromkeys(reading.uncounted)),
+        outside=list(
+            dict.fromkeys(
+                line for line, roots in reading.outside if not reading.split.isdisjoint(roots)
+            )
+        ),
     )
     return found if hardware is None else found._replace(seconds=seconds(found, hardware))
 
@@ -303,6 +318,12 @@ def report(trace: Trace, *, rows: int = 8) -> str:
     if trace.unbounded:
         lines.append(
             f"loops of unknown length, counted once: {', '.join(map(_short, trace.unbounded))}"
+        )
+    if trace.uncounted:
+        lines.append(f"operations inside not counted: {', '.join(map(_short, trace.uncounted))}")
+    if trace.outside:
+        lines.append(
+            f"outside of mesh.spmd, whole arrays counted: {', '.join(map(_short, trace.outside))}"
         )
     if trace.seconds is not None:
         lines += ["", *_of_time(trace.seconds)]
