@@ -62,7 +62,7 @@ def refusal(f, *arguments) -> str:
         f(*arguments)
     except ValueError as error:
         return str(error)
-    raise AssertionError("It was not refused.")
+    raise AssertionError("The call raised no ValueError.")
 
 
 def tell(title: str, **texts: str) -> None:

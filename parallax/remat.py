@@ -36,8 +36,9 @@ GATHERED = "gathered"
 
 
 def _of_arrays(wrap: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `wrap(f)`, for a `wrap` of JAX that takes functions of arrays alone. The returned
-    function also takes trees with other leaves, such as an Equinox module with its activation."""
+    """Returns `wrap(f)`, for a function `f` whose arguments may have leaves that are no arrays,
+    such as the activation of an Equinox module. `wrap` is a function of JAX, such as
+    `jax.checkpoint`, whose result would refuse these leaves."""
     wrapped = wrap(f)
 
     def call(*arguments, **options):
@@ -149,7 +150,8 @@ def of_arguments(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_arguments_kept(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `f` with the backward pass of `of_arguments`, for trees of arrays alone."""
+    """Returns `f` with the backward pass of `of_arguments`. The arguments of the returned function
+    are trees whose leaves are all arrays."""
 
     # A backward pass of its own needs no result of `f`, so a policy has nothing to keep.
     @jax.custom_vjp

@@ -223,8 +223,9 @@ def module(compiled: jax.stages.Compiled | str, numbers: Sequence[int] = ()) -> 
     Args:
         compiled: the program, or its text.
         numbers: for a program for several TPU slices, the numbers of all devices in the order of
-            the program's mesh, as `slices.numbers` returns them. By default the program's
-            collectives have the devices of one slice, and slices follow each other in the mesh.
+            the program's mesh, as `slices.numbers` returns them. By default, the mesh
+            is assumed to have the devices of the first slice, then those of the second, and so on,
+            and a collective inside a slice is read for one slice only.
 
     Raises:
         ValueError: a collective between slices cannot be read, or the program is for other devices

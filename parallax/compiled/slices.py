@@ -84,8 +84,8 @@ def joined(
 
 
 def _in_all(line: Any, slices: Mapping[int, list[int]], partitions: int) -> Any:
-    """Returns the instruction `line`. The groups of a collective inside a slice are replaced by
-    those of all slices: `slices` has the positions in the mesh of the devices of each slice."""
+    """Returns the instruction `line`. If it is a collective inside a slice, its groups are repeated
+    for every slice. `slices` maps each slice to the positions of its devices in the mesh."""
     if not line.collective or not slices:
         return line
     groups = [range(partitions)] if line.groups is None else line.groups
@@ -130,8 +130,9 @@ def _joined(lines: list[Any], place: Callable[[str], int]) -> list[Any]:
 
 
 def _is_half(line: Any, send: Any, start: Any, replaced: Mapping[str, Any]) -> bool:
-    """Returns whether `line` is a permute inside slices that sends the same array as `start`, the
-    permute between slices of `send`, from other devices to other devices."""
+    """Returns whether `line` is the half inside slices of a permute whose half between slices is
+    `start`: both send the same array, and no device sends or receives in both. `send` is the
+    instruction from which `start` was made."""
     if {line.collective, start.collective} != {"collective-permute"} or line.name in replaced:
         return False
     ends = [{int(pair[k]) for pair in start.groups} for k in (0, 1)]

@@ -320,8 +320,9 @@ class _Replay:
             self._wait(max(stops), source, state)
 
     def _source(self, sent: list[hlo.Instruction], line: hlo.Instruction) -> str:
-        """Returns the source line of the collectives `sent` of the instruction `line`. A fusion may
-        have none of its own, although the collective in it has one."""
+        """Returns the source line of the first of the collectives in `sent` that has one; else that
+        of the instruction `line`. The instruction may be a fusion that has no source line, while
+        the collective in it has one."""
         found = (self.lines(of.attributes) for of in (*sent, line))
         return next(filter(None, found), UNKNOWN)
 

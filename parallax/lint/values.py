@@ -232,8 +232,8 @@ def either(first: Value, second: Value) -> Value:
 
     An axis is in `differs` or `chosen` of the result if it is there for one of the two. All other
     facts must hold for both. Numbers written into the program, such as zeros, have no facts about
-    dims that could contradict those of another value. If one of the two is made only of such
-    numbers, the result has the facts about dims of the other value.
+    dims. So if one of the two is made only of such numbers, the result has the facts about dims of
+    the other value.
     """
     together = joined(
         [first, second],

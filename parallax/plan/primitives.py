@@ -122,7 +122,7 @@ def solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     program takes.
 
     The equation has four programs, but only `solve` runs: the others are for its gradient. The
-    operands are the constants of each program, and then those that all programs take.
+    operands are first the constants of each program, and then the operands of all programs.
     """
     lengths = eqn.params["const_lengths"]
     first, last = lengths.matvec + lengths.vecmat, sum(lengths)

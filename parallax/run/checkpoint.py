@@ -226,8 +226,9 @@ class Checkpoints:
             ValueError: an array or a plain number is not finite, or all arrays are empty; or `step`
                 is no whole number from 0 on, or `note` has a value that is no JSON value; or the
                 folder holds a finished checkpoint of this step or of a later one (checkpoints that
-                `restore` refused do not count). With `jax_enable_x64` off, a `form` converts NumPy
-                arrays to 32 bits; a number that does not fit is an error too.
+                `restore` refused do not count). If the `Checkpoints` were made with a `form` and
+                `jax_enable_x64` is off, `save` converts NumPy arrays to 32 bits, and refuses
+                numbers that do not fit.
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """
