@@ -142,6 +142,6 @@ def test_layers_that_do_not_read_the_documents_are_refused():
 @pytest.mark.parametrize("numbers", [np.zeros((2, 4), np.int32), np.zeros((2, 5), np.float32)])
 def test_numbers_that_do_not_fit_the_windows_are_refused(numbers):
     with pytest.raises(
-        ValueError, match=r"documents needs whole numbers of the windows' shape \[2, 5\]"
+        ValueError, match=r"numbers must be whole and of the windows' shape \[2, 5\]; got"
     ):
         documents.with_segments(decoder.Batch(jnp.zeros((2, 5), jnp.int32)), jnp.asarray(numbers))
