@@ -142,7 +142,9 @@ def train_step(
     Args:
         family: the kind of decoder, such as `gpt2.FAMILY`.
         config: the model's sizes.
-        optimizer: an optimizer that acts element by element, or one of `parallax.optimizers`.
+        optimizer: an optimizer that acts element by element, or one of `parallax.optimizers`. A
+            mask of leaves, such as that of a weight decay, must choose them by their paths: their
+            numbers of dims depend on the layout.
         layout: the sizes of the axes, ZeRO, the precision and rematerialisation. With stages, the
             L blocks of the model in the state are [v, L / v, ...], for v chunks per stage, and
             `joined` makes them [L, ...] again.

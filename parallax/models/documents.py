@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Int, Shaped
 
-from parallax.models.family import Batch
+from parallax.models.family import Batch, check_weights
 from parallax.pipeline.traced import trace
 from parallax.trees import is_array
 
@@ -51,9 +51,10 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     `cross_entropy.normalized`.
 
     Raises:
-        ValueError: the numbers are not whole, or there is not exactly one number for each token of
-            the windows.
+        ValueError: the numbers are not whole, or their shape is not that of the windows; or the
+            weights have another shape than `Batch` says.
     """
+    check_weights(batch)
     if numbers.shape != batch.windows.shape or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise ValueError(
             "documents: each token needs the number of its document, so the numbers must be whole "

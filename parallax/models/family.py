@@ -43,6 +43,23 @@ class Batch(NamedTuple):
     segments: Int[Array, "batch tokens"] | None = None
 
 
+def check_weights(batch: Batch) -> None:
+    """Raises `ValueError` unless the windows have two dims, and the weights, if there are any, one
+    number for each token after the first of each window."""
+    windows = batch.windows.shape
+    if len(windows) != 2:
+        raise ValueError(
+            f"The windows must be [batch, T + 1] tokens; got an array of shape {windows}. Pass one "
+            "window as windows[None]."
+        )
+    targets = (windows[0], windows[1] - 1)
+    if batch.weights is not None and batch.weights.shape != targets:
+        raise ValueError(
+            f"The weights must be [batch, T], one for each target: {targets} for windows of shape "
+            f"{windows}, whose first tokens are no targets; got {batch.weights.shape}."
+        )
+
+
 @runtime_checkable
 class Configuration(Protocol):
     """The sizes of a model. The family's functions may read any field. `models.recipe` reads only

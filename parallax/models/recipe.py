@@ -48,7 +48,7 @@ from parallax.grads.results import loss_part, map_loss_and_aux
 from parallax.layout import Layout
 from parallax.mesh import platform_of
 from parallax.models import decoder_taps
-from parallax.models.family import Batch, Configuration, Family
+from parallax.models.family import Batch, Configuration, Family, check_weights
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
 from parallax.schedule import Schedule
@@ -504,7 +504,11 @@ def weighted(batch: Batch, setup: Setup) -> Batch:
 
     Weights, if there are any, are scaled so that their mean over the tokens of all devices is 1.
     The mean of the devices' losses is then the weighted mean over all tokens.
+
+    Raises:
+        ValueError: the windows or the weights have another shape than `Batch` says.
     """
+    check_weights(batch)
     if setup.compute.documents is not None:
         from parallax.models import documents
 
