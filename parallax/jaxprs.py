@@ -469,7 +469,7 @@ class _Ways(FollowingAlong):
     def met(self, operands: Sequence[Reach]) -> Reach:
         """Returns the `Reach` of a result that is computed from all operands. Each mask of the
         result is the union of the operands' masks. The mask `alone` of an operand is also added to
-        the result's mask `met` if another operand depends on data."""
+        the result's mask `met` if another operand depends on the batch."""
         joined = functools.reduce(operator.or_, operands)
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):

@@ -84,7 +84,8 @@ class Computations(NamedTuple):
         return self.known[where, name]
 
     def _value(self, where: str, name: str, arguments: Sequence[Any] | None) -> Any:
-        """Returns what `value` returns, and follows the instruction's operands for it."""
+        """Computes what `value` returns, from the instruction's opcode and the values of its
+        operands."""
         line = self.lines[where].get(name)
         # The numbers that count are scalars, alone or in a tuple.
         if line is None or not SCALAR.search(line.result):

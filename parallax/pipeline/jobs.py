@@ -70,8 +70,9 @@ class Sums(NamedTuple):
     Attributes:
         loss: the head's loss.
         terms: the stages' own terms of the loss; None if the stages have no such terms.
-        of_head: the head's auxiliary values, [M, ...] each.
-        of_stages: the stage's auxiliary values, [M, v, ...] each.
+        of_head: the head's auxiliary values, [microbatches, ...] each.
+        of_stages: the auxiliary values of this device's stage, [microbatches, chunks of the stage,
+            ...] each.
         ends: gradients of the parameters outside the blocks; all stages have these parameters.
         blocks: gradients of the blocks: [v, ...] each.
     """

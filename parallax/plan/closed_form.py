@@ -314,8 +314,9 @@ def has_kernel(
 
     The answer is `asked`, the caller's choice. If `asked` is None, the answer is the default choice
     of the train step, which takes such a kernel on TPUs and GPUs, for the shapes and the precision
-    that the kernel supports. Ring attention, over a context axis, uses no such kernel, and neither
-    does a GPT-2 with dropout of its attention weights; the answer is then False, whatever `asked`.
+    that the kernel supports. Ring attention over a context axis uses no such kernel, and neither
+    does a GPT-2 with dropout of its attention weights: for both the answer is False, even if
+    `asked` is True.
     """
     # Ring attention, or GPT-2's own attention with dropout, runs instead.
     if layout.context > 1 or (isinstance(config, gpt2.Config) and config.attention_dropout):

@@ -148,7 +148,7 @@ def _cost(message: Any, mesh: Mapping[str, int]) -> Cost:
     longest chain of messages in which each waits for the one before. In an all-to-all, a device
     sends its n - 1 messages one after another, so `hops` is n - 1. But no message needs what
     another message brings, so `chain` is 1. A program does not say how many rows a ragged
-    all-to-all sends: it counts like an all-to-all that fills the result.
+    all-to-all sends, so a ragged all-to-all counts like an all-to-all that fills the result.
     """
     n, size = math.prod(mesh[name] for name in message.axes), message.bytes
     if message.kind in ("all-to-all", "ragged-all-to-all"):
