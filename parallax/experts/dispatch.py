@@ -294,7 +294,7 @@ class ragged:
             raise ValueError(
                 f"experts.ragged needs an axis without an algorithm of its own; got {axis}. Pass "
                 f"the axis by its name, {axis.names!r}, or use experts.exchanged, which works with "
-                "any algorithm."
+                "any algorithm that has an all-to-all."
             )
         n, (tokens, k) = axis.size(), ids.shape
         # The mean load is k T: each of n devices sends k T / n rows to this one. `_room` takes the
