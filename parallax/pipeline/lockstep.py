@@ -4,9 +4,9 @@ ticks, without a conditional.
 
 If the schedule's table gives a stage no job in a tick, the stage computes on values that are left
 from earlier ticks, and the result is masked. So a ring of `ppermute` inside a stage is allowed: all
-devices run the ring. But the user's `stage` must not itself send, over the axis of the stages, values
-computed from a microbatch or a cotangent: in a tick, each stage has another microbatch, or none
-(`checks.refuse_sending`).
+devices run the ring. But the user's `stage` must not itself send, over the axis of the stages,
+values computed from a microbatch or a cotangent: in a tick, each stage has another microbatch, or
+none (`checks.refuse_sending`).
 
 F is the forward pass of a chunk of layers for one microbatch, and B its backward pass. B may be
 split into I (the cotangent of the input x) and W (the gradients of the weights). A lane is one kind
