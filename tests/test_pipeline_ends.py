@@ -42,15 +42,27 @@ def test_all_stages_have_the_last_ones_array(stages):
     np.testing.assert_array_equal(gradient(weights), expected)
 
 
-def test_nothing_of_other_stages_remains():
+@pytest.mark.parametrize("stages", [4, 8])
+def test_nothing_of_other_stages_remains(stages):
     """An idle stage may have computed NaN."""
-    world = mesh.make(devices=jax.devices()[:4], stage=4)
+    world = mesh.make(devices=jax.devices()[:stages], stage=stages)
     copy = lambda x: ends.copy_from_last(x, "stage")
     run = mesh.spmd(copy, mesh=world, in_specs=P("stage"), out_specs=P("stage"))
-    x = jnp.full((4, 3), jnp.nan).at[-1].set(2.0)
-    np.testing.assert_array_equal(run(x), jnp.full((4, 3), 2.0))
+    x = jnp.full((stages, 3), jnp.nan).at[-1].set(2.0)
+    np.testing.assert_array_equal(run(x), jnp.full((stages, 3), 2.0))
     gradient = jax.grad(lambda x: jnp.sum(run(x)))(x)
-    np.testing.assert_array_equal(gradient, jnp.zeros((4, 3)).at[-1].set(4.0))
+    np.testing.assert_array_equal(gradient, jnp.zeros((stages, 3)).at[-1].set(stages))
+
+
+def test_between_many_stages_no_array_is_sent_in_rounds():
+    """A tree of hops needs 3 rounds of whole arrays between 8 stages."""
+    for stages, sends in ((4, True), (8, False)):
+        _, x, _, _ = on_stages(stages, f := lambda x: ends.sum_to_first(x, "stage"))
+        run = mesh.spmd(
+            f, mesh=mesh.abstract(stage=stages), in_specs=P("stage"), out_specs=P("stage")
+        )
+        names = {eqn.primitive.name for eqn in jaxprs.every(jax.make_jaxpr(run)(x).jaxpr)}
+        assert ("ppermute" in names) == sends
 
 
 def test_on_a_cpu_all_parameters_wait_for_the_first_embedding():
@@ -95,7 +107,7 @@ def test_the_last_stages_mask_stays_a_mask():
     np.testing.assert_array_equal(found["x"][0], masks[1])
 
 
-WIDTH = 4
+WIDTH = 8
 SPECS = {"scale": P("stage"), "blocks": P(None, "stage")}
 
 
@@ -125,10 +137,10 @@ def split_end(*, embed_scales, whole):
 
 
 @pytest.mark.parametrize("make", [one_f_one_b_lockstep, zero_bubble_lockstep, one_f_one_b])
-@pytest.mark.parametrize("embed_scales", [True, False])
-def test_embed_or_head_may_gather_what_is_split_over_the_stages(make, embed_scales):
+@pytest.mark.parametrize(("embed_scales", "stages"), [(True, 4), (False, 4), (False, 8)])
+def test_embed_or_head_may_gather_what_is_split_over_the_stages(make, embed_scales, stages):
     """Each stage's part has its gradient, though only the last stage's loss is used."""
-    stages, rows = 4, 8
+    rows = 8
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "scale": 1 + jax.random.normal(keys[0], (WIDTH,), FLOAT64),

@@ -38,6 +38,7 @@ from parallax.collectives.types import axes as axes_of
 from parallax.cross_entropy import default_block_tokens
 from parallax.layout import Layout
 from parallax.models import recipe
+from parallax.pipeline.ends import FEW
 from parallax.plan import state_bytes
 from parallax.plan.families import Config, ends_of, layer_of
 from parallax.plan.jobs import jobs
@@ -406,10 +407,15 @@ class _Step:
             )
         # The embeddings are summed to the first stage (`embeds`), and the cotangent of that stage's
         # input is copied to all stages (`leaves`). The head has one copy, of its input, and one
-        # sum, of the cotangents. Each copy or sum takes log2(P) rounds of hops (`pipeline.ends`).
-        rounds = (self.layout.stage - 1).bit_length()
+        # sum, of the cotangents. Between few stages each copy or sum takes log2(P) rounds of hops,
+        # and between many an all-reduce (`pipeline.ends`).
+        what, stages = "ends of the pipeline", self.layout.stage
         calls = size.embeds + size.leaves + 2 * size.heads
-        yield self.term("ends of the pipeline", ("stage",), send_next, self.stream, rounds * calls)
+        if stages <= FEW:
+            rounds = (stages - 1).bit_length()
+            yield self.term(what, ("stage",), send_next, self.stream, rounds * calls)
+        else:
+            yield from self.all_reduce(what, ("stage",), self.stream, calls)
         for leaf in self.leaves:
             # `leaf.axes` are the axes that split the leaf; along others the devices have copies.
             if "stage" not in leaf.axes:
