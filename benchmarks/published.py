@@ -280,19 +280,11 @@ def titan() -> list[Row]:
 
 
 # Why a row is off, by the beginning of its source; those that are near have none.
-_DEEPSPEED = (
-    "DeepSpeed's ZeRO-3 was slower than even one ring over all devices; the plan assumes the "
-    "fastest algorithm"
-)
-_ENDS = (
-    "Megatron has the embedding on the first stage and the head on the last; our recipe splits "
-    "both over the P stages, and sends each microbatch's arrays between machines log2(P) times"
-)
 CAUSES = {
-    "Narayanan, table 2: 174.6 B, ZeRO-3": _DEEPSPEED,
-    "Narayanan, table 2: 529.6 B, ZeRO-3": _DEEPSPEED,
-    "Narayanan": _ENDS,
-    "Korthikanti": _ENDS,
+    "Narayanan, table 2": (
+        "DeepSpeed's ZeRO-3 was slower than even one ring over all devices; the plan assumes the "
+        "fastest algorithm"
+    ),
     "Chowdhery": (
         "The compiler of TPUs gathers weights while products run; in the plan, products wait for "
         "the gathers"

@@ -158,6 +158,8 @@ COUNTED = [  # a layout, and what moves data along each of its axes
     "data=2,context=2,tensor=2,zero=3 data:two_rings",
     "tensor=2,stage=2,microbatches=2 tensor:xla",
     "data=2,tensor=2,stage=2,microbatches=2,zero=1 data:halving",
+    "stage=8,microbatches=8",
+    "tensor=2,stage=8,microbatches=8,sequence=True stage:halving",
 ]
 
 
@@ -194,6 +196,7 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
     before: as long a chain."""
     listed, _, algorithms = line.partition(" ")
     layout = Layout.parse(listed)
+    config = dataclasses.replace(TINY, layers=max(TINY.layers, layout.stage))
     batch = layout.replica * layout.data * layout.microbatches
     named = [pair.split(":") for pair in algorithms.split(",") if pair]
     # A stage with a job of its own cannot take part in a ring that needs all devices at once.
@@ -207,12 +210,12 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
             "key": jax.random.key(0),
             "compute": decoder.Compute(axes=algorithms),
         }
-        prepared = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, **options)
-        windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32)
+        prepared = decoder.train_step(gpt2.FAMILY, config, plan.ADAMW, layout, world, **options)
+        windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
         traced = plan.trace(
             prepared.train, (prepared.shapes, windows), world, platform="cpu"
         ).messages
-    terms = [term for term in traffic.terms(TINY, layout, batch, axes=algorithms) if term.axes]
+    terms = [term for term in traffic.terms(config, layout, batch, axes=algorithms) if term.axes]
     # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts
     # all.
     unclear = {*layout.batch_axes, "context"} if layout.stage > 1 and layout.zero >= 2 else set()

@@ -136,8 +136,8 @@ def check_what_is_light_stays_light() -> Iterator[str]:
 # that it may. What somebody lifts out of the package is as small as this. A figure goes up only
 # with the reason in the commit that raises it.
 MOST = {
-    "models.decoder": 79_500,
-    "pipeline": 46_000,
+    "models.decoder": 79_650,
+    "pipeline": 46_100,
     "tensor": 7_950,
     "grads": 13_500,
     "zero": 25_550,
