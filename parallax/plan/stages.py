@@ -118,9 +118,9 @@ def stage_work(
 
 def _products(jaxpr: Jaxpr) -> int:
     """Returns the number of floating-point operations of a program's matmuls, in all trips of its
-    loops. A loop of unknown length counts as one trip, and a conditional counts all its branches.
-    A Pallas kernel counts the operations that it states; if it states none, the matmuls of its body
-    count once for each point of its grid."""
+    loops. A loop of unknown length counts as one trip. For a conditional, the operations of all
+    branches are added up. For a Pallas kernel, the operations of its cost estimate are counted. If
+    it has no estimate, the matmuls of its body are counted once for each point of its grid."""
     total = 0
     for eqn in jaxpr.eqns:
         kernel = eqn.primitive.name == "pallas_call"
