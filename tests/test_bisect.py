@@ -666,14 +666,20 @@ def test_a_value_that_is_computed_again_is_one_value():
     assert not bisect.compare(run, run).first_of_several
 
 
+def scaled_gradient(microbatches):
+    """The accumulated gradient of a mean of squares, with a tap in each microbatch."""
+
+    def loss(w, x):
+        return jnp.mean(bisect.tap(x * w[None], "scaled", P("batch")) ** 2)
+
+    return grads.accumulated(jax.value_and_grad(loss), microbatches=microbatches)
+
+
 def test_rows_outside_of_the_loop_over_microbatches_are_whole():
     """The loss of a microbatch has a tap too, so that the run has several."""
 
     def run(microbatches):
-        def loss(w, x):
-            return jnp.mean(bisect.tap(x * w[None], "scaled", P("batch")) ** 2)
-
-        grad = grads.accumulated(jax.value_and_grad(loss), microbatches=microbatches)
+        grad = scaled_gradient(microbatches)
 
         def step(w, x):
             return grad(w, bisect.tap(x * 2, "in", P("batch")))
@@ -691,10 +697,7 @@ def test_a_loss_outside_of_the_loop_over_microbatches_is_no_term():
     """It is their mean already."""
 
     def run(microbatches):
-        def loss(w, x):
-            return jnp.mean(bisect.tap(x * w[None], "scaled", P("batch")) ** 2)
-
-        grad = grads.accumulated(jax.value_and_grad(loss), microbatches=microbatches)
+        grad = scaled_gradient(microbatches)
 
         def step(w, x):
             value, found = grad(w, x)

@@ -231,8 +231,7 @@ def check_kernel(
 
     def traced(*heads):
         """Returns the kernel's program for these numbers of heads of q, k and v; None if it allows
-        fixed sizes only. An error of the kernel itself is raised later, when
-        the step is traced."""
+        fixed sizes only. An error of the kernel itself is raised when the step is traced."""
         shapes = [jax.ShapeDtypeStruct((1, tokens, h, width), q.dtype) for h in heads]
         try:
             return jax.make_jaxpr(scores)(*shapes)

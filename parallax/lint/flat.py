@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs, remat, source_lines
+from parallax import arithmetic, jaxprs, remat, source_lines
 from parallax.lint import values
 from parallax.lint.values import LINEAR, Sent
 
@@ -176,11 +176,8 @@ class Flat:
         sent = values.sent(eqn, ours)
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
         if name == "custom_linear_solve":
-            # Of its functions only `solve` runs; the others are for its gradient. The operands are
-            # the constants of each function, and then those that all take.
-            lengths, inner = eqn.params["const_lengths"], jaxprs.opened(eqn.params["jaxprs"].solve)
-            first = lengths.matvec + lengths.vecmat
-            inputs = (*inputs[first : first + lengths.solve], *inputs[sum(lengths) :])
+            inner, taken = arithmetic.solve(eqn, inputs)
+            inputs = tuple(taken)
         if inner is None:
             return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)
         is_hidden = scope.is_hidden or ours is not None or source_lines.is_jax_function(inner)

@@ -8,15 +8,12 @@ the kind `sent.kind`, and `sent.permutes` says whether the collective is made of
 devices. A `Value` records what the lint knows about one value (array) of the program.
 """
 
-import math
-
 from jax.extend.core import JaxprEqn
 
+from parallax import arithmetic
 from parallax.jaxprs import types
 from parallax.lint.finding import Finding
 from parallax.lint.values import Sent, Value, is_narrow, is_wide, nbytes
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def under_a_predicate(
@@ -309,33 +306,12 @@ def wide_product(
         "wide-product",
         where,
         f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
-        f"{wide[0].dtype.name}, and {why}: {_multiply_adds(eqn):,} "
+        f"{wide[0].dtype.name}, and {why}: {arithmetic.operations(eqn) // 2:,} "
         "multiply-adds at the slower rate of that type, and operands of "
         f"{_bytes(sum(nbytes(aval) for aval in wide))} in all, which would be less in 16 bits.",
         "Cast both operands to the 16-bit type, and ask for wide sums with "
         "preferred_element_type=jnp.float32 if they matter.",
     )
-
-
-def _multiply_adds(eqn: JaxprEqn) -> int:
-    """Returns the number of multiply-adds of a matmul, a convolution or a `lax.ragged_dot`."""
-    operand, kernel, *_ = types(eqn.invars)
-    result = types(eqn.outvars)[0]
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return result.size * math.prod(operand.shape[dim] for dim in contracted)
-    if eqn.primitive.name == "ragged_dot_general":
-        # Each number of the operand meets one group's row of the kernel.
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-        others = {*contracted, *batch, *numbers.rhs_group_dimensions}
-        return operand.size * math.prod(
-            size for dim, size in enumerate(kernel.shape) if dim not in others
-        )
-    # A convolution's kernel has one filter for each output feature; `rhs_spec` begins with the
-    # kernel's dim of output features.
-    filters = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return result.size * (kernel.size // filters)
 
 
 def named(axes: frozenset[str]) -> str:

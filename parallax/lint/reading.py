@@ -23,7 +23,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs
+from parallax import arithmetic, jaxprs
 from parallax.collectives import types
 from parallax.lint import flat, mistakes, values
 from parallax.lint.finding import Finding
@@ -209,7 +209,7 @@ class Reading:
     def _plain(self, node: Node, inputs: list[Value]) -> list[Value]:
         """Returns the facts about each result of an operation that does not communicate, given the
         facts about its operands (`inputs`). The facts about dims are left to `dims_after`."""
-        if node.name in mistakes.PRODUCTS and not self.silent:
+        if node.name in arithmetic.PRODUCTS and not self.silent:
             # A matmul in 32 bits or more is a mistake if an operand is, or was, in 16 bits.
             self.note(mistakes.wide_product(node.eqn, inputs, node.where, self.narrow))
         if node.name == "new_ref" or (inputs and inputs[0].ref in self._refs):

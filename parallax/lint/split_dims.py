@@ -27,6 +27,7 @@ along an axis, this axis is in `shared`.
 """
 
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -42,7 +43,7 @@ from parallax.lint.flat import CHOSEN, Flat, Node
 from parallax.lint.values import NO_AXES, Dim, Part, Sent, Term, Value, either
 
 # The folder of JAX's activation functions
-_ACTIVATIONS = os.path.join(os.path.dirname(str(jax.__file__)), "_src", "nn") + os.sep
+_ACTIVATIONS = os.path.dirname(inspect.getfile(inspect.unwrap(jax.nn.gelu))) + os.sep
 
 # Operations whose result is a linear function of their operand, with a factor of 1 or -1
 _LINEAR = frozenset(

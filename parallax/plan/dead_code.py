@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs
-from parallax.plan import primitives
+from parallax import arithmetic, jaxprs
 
 
 class Needed:
@@ -84,7 +83,7 @@ class Needed:
         if eqn.primitive.name == "optimization_barrier":
             return list(used)
         if eqn.primitive.name == "custom_linear_solve":
-            body, places = primitives.solve(eqn, range(len(eqn.invars)))
+            body, places = arithmetic.solve(eqn, range(len(eqn.invars)))
             read = {k for k, needed in zip(places, self(body, used)[0], strict=True) if needed}
             return [k in read for k in range(len(eqn.invars))]
         inner = jaxprs.called(eqn)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs, source_lines
+from parallax import arithmetic, jaxprs, source_lines
 from parallax.collectives import types
 from parallax.plan import compiler_copies, liveness, primitives
 from parallax.plan.dead_code import Needed
@@ -349,7 +349,7 @@ class Reading:
         them.
         """
         name = eqn.primitive.name
-        if name in primitives.FUSED or primitives.only_multiplies(eqn):
+        if name in primitives.FUSED or arithmetic.only_multiplies(eqn):
             return [self._fused_or_held(eqn, operands, readers[0])]
         if name in ("platform_index", "axis_index"):
             return [self._index(eqn)]
@@ -363,13 +363,13 @@ class Reading:
             return [self._update(eqn, operands)]
         # Reductions, and products of vectors, which compilers run as a multiplication and a sum.
         fuses_operands = name in primitives.READERS or (
-            name in primitives.PRODUCTS and not primitives.is_product(eqn)
+            name in arithmetic.PRODUCTS and not arithmetic.is_product(eqn)
         )
         for value in () if fuses_operands else operands:
             self.hold(value)
         results = [self.made(eqn, k, operands) for k in range(len(eqn.outvars))]
-        if primitives.is_product(eqn):
-            count = self.times * primitives.operations(eqn)
+        if arithmetic.is_product(eqn):
+            count = self.times * arithmetic.operations(eqn)
             self.products[str(jaxprs.types(eqn.invars)[0].dtype)] += count
             self.lines[self.line(eqn)] += count
         elif primitives.is_unread(eqn):
@@ -615,7 +615,7 @@ class Reading:
     def _solve(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a `custom_linear_solve`. The operations of the program that solves
         it are added to those around it."""
-        body, taken = primitives.solve(eqn, operands)
+        body, taken = arithmetic.solve(eqn, operands)
         return self._inlined(
             eqn, body, taken, used, readers, hidden=source_lines.is_jax_function(body)
         )

@@ -2,12 +2,11 @@
 Also tells whether the equation's result needs memory of its own."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from parallax import jaxprs
+from parallax import arithmetic, jaxprs
 
 # Results of these need no memory of their own: readers read the operand in its place.
 SAME = {  # the same numbers, at most in another shape
@@ -43,7 +42,6 @@ UPDATES = {
     *("dynamic_update_slice", "scatter", "scatter-add", "scatter-sub"),
     *("scatter-mul", "scatter-min", "scatter-max"),
 }
-PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 COLLECTIVES = {  # with their names in compiled programs
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), "all-reduce"),
     **dict.fromkeys(("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"), "all-reduce"),
@@ -63,77 +61,15 @@ def nbytes(aval) -> int:
     return itemsize * math.prod(getattr(aval, "shape", ()))
 
 
-def operations(eqn: JaxprEqn) -> int:
-    """Returns the floating-point operations of a matmul or a convolution: 2 for each product of two
-    numbers that is added to a sum. For a Pallas kernel, returns the number that the kernel states.
-    A `lax.ragged_dot` multiplies each row with the matrix of one group. Where JAX has no kernel for
-    it, as on CPUs, the compiled program multiplies each row with the matrices of all groups.
-    """
-    if eqn.primitive.name == "pallas_call":
-        return int(eqn.params["cost_estimate"].flops)
-    left, right = jaxprs.types(eqn.invars[:2])
-    out = math.prod(jaxprs.types(eqn.outvars)[0].shape)
-    if eqn.primitive.name == "dot_general":
-        (over, _), _ = eqn.params["dimension_numbers"]
-        return 2 * out * math.prod(left.shape[dim] for dim in over)
-    if eqn.primitive.name == "ragged_dot_general":
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-        (over, _), _ = numbers.dot_dimension_numbers
-        (ragged,) = numbers.lhs_ragged_dimensions
-        # If the groups divide the dim that is summed over, each group has a result of its own, for
-        # which only its own terms are added up.
-        groups = jaxprs.types(eqn.invars)[2].shape[-1] if ragged in over else 1
-        return 2 * out * math.prod(left.shape[dim] for dim in over) // max(groups, 1)
-    # The dims of the kernel: first its output features, then its input features and the dims of
-    # space. A sum goes over all of them but the first.
-    kernel = eqn.params["dimension_numbers"].rhs_spec
-    terms = out * math.prod(right.shape[dim] for dim in kernel[1:])
-    # The transpose of a strided convolution reads its input with zeros between the numbers, and
-    # does not multiply those.
-    return 2 * terms // math.prod(eqn.params["lhs_dilation"])
-
-
-def is_product(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a matmul, a convolution, or a Pallas kernel with a stated
-    cost. A `dot_general` of two vectors does not count: compilers run it as a multiplication and a
-    sum."""
-    if eqn.primitive.name == "pallas_call":
-        return eqn.params["cost_estimate"] is not None
-    if eqn.primitive.name != "dot_general":
-        return eqn.primitive.name in PRODUCTS
-    # An operand must have a dim that is neither summed over nor a batch dim; vectors have none.
-    (over, _), (batched, _) = eqn.params["dimension_numbers"]
-    return any(len(each.shape) > len(over) + len(batched) for each in jaxprs.types(eqn.invars))
-
-
 def is_unread(eqn: JaxprEqn) -> bool:
     """Returns whether an equation may do work that is not counted: a kernel that does not state its
     operations, or an equation whose inner programs nobody reads, with matmuls, loops or messages in
     them."""
     if eqn.primitive.name in ("pallas_call", "ffi_call"):
         return eqn.params.get("cost_estimate") is None
-    costly = PRODUCTS | COLLECTIVES.keys() | {"linear_collective", "scan", "while"}
+    costly = arithmetic.PRODUCTS | COLLECTIVES.keys() | {"linear_collective", "scan", "while"}
     inside = (each for body in jaxprs.inner(eqn) for each in jaxprs.every(body))
     return any(each.primitive.name in costly for each in inside)
-
-
-def solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """Returns the program that a `custom_linear_solve` runs, and those of its `operands` that the
-    program takes.
-
-    The equation has four programs, but only `solve` runs: the others are for its gradient. The
-    operands are first the constants of each program, and then the operands of all programs.
-    """
-    lengths = eqn.params["const_lengths"]
-    first, last = lengths.matvec + lengths.vecmat, sum(lengths)
-    taken = [*operands[first : first + lengths.solve], *operands[last:]]
-    return jaxprs.opened(eqn.params["jaxprs"].solve), taken
-
-
-def only_multiplies(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a `dot_general` that sums over no dim. Compilers treat such an
-    equation as an elementwise multiplication."""
-    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
 
 
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
+from parallax import arithmetic, trees
 from parallax import mesh as meshes
-from parallax import trees
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.jaxprs import inner, opened
@@ -23,7 +23,6 @@ from parallax.pipeline.exchange import whole
 from parallax.pipeline.jobs import Jobs
 from parallax.pipeline.programs import Functions
 from parallax.pipeline.save import Save, residuals
-from parallax.plan import primitives
 from parallax.schedule import Schedule
 
 
@@ -124,8 +123,8 @@ def _products(jaxpr: Jaxpr) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         kernel = eqn.primitive.name == "pallas_call"
-        if eqn.primitive.name in primitives.PRODUCTS or (kernel and primitives.is_product(eqn)):
-            total += primitives.operations(eqn)
+        if eqn.primitive.name in arithmetic.PRODUCTS or (kernel and arithmetic.is_product(eqn)):
+            total += arithmetic.operations(eqn)
             continue
         trips = 1
         if kernel:

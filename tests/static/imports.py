@@ -24,6 +24,7 @@ ORDER = (
         "hardware",
         "jaxprs",
         "source_lines",
+        "arithmetic",
         "recording",
         "taps",
         "rules",
