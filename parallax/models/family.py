@@ -55,8 +55,9 @@ def check_weights(batch: Batch) -> None:
     targets = (windows[0], windows[1] - 1)
     if batch.weights is not None and batch.weights.shape != targets:
         raise ValueError(
-            f"The weights must be [batch, T], one for each target: {targets} for windows of shape "
-            f"{windows}, whose first tokens are no targets; got {batch.weights.shape}."
+            f"The weights must be [batch, T], one for each target: {targets} on a device with "
+            f"windows of shape {windows}, whose first tokens are no targets; got "
+            f"{batch.weights.shape}."
         )
 
 
