@@ -66,7 +66,7 @@ def solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
     program takes.
 
     The equation has four programs, but only `solve` runs: the others are for its gradient. The
-    operands are first the constants of each program, and then the operands of all programs.
+    operands are first the constants of each program, and then arrays that every program takes.
     """
     lengths = eqn.params["const_lengths"]
     first, last = lengths.matvec + lengths.vecmat, sum(lengths)

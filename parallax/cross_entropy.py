@@ -75,8 +75,9 @@ def mean(
     Raises:
         ValueError: `x` is not typed as varying along each axis of `axis` (`tensor.copy_to` gives
             this type); `block_tokens` is below 1; there are no targets; the targets or the weights
-            have another shape than the positions of `x`; the table is the same along an axis of
-            several devices; or `vocabulary` is below 1 or above the number of all rows.
+            have another shape than the positions of `x`; the table is the same along one of the
+            axes in `axis`, and this axis has several devices; or `vocabulary` is below 1 or above
+            the number of all rows.
     """
     axis = Axis.of(axis)
     if block_tokens is None:

@@ -130,9 +130,10 @@ def _joined(lines: list[Any], place: Callable[[str], int]) -> list[Any]:
 
 
 def _is_half(line: Any, send: Any, start: Any, replaced: Mapping[str, Any]) -> bool:
-    """Returns whether `line` is the half inside slices of a permute whose half between slices is
-    `start`: both send the same array, and no device sends or receives in both. `send` is the
-    instruction from which `start` was made."""
+    """Returns whether `line` and `start` are two halves of one permute: `line` has its pairs inside
+    slices, and `start` its pairs between slices. Then both send the same array, and no device is a
+    sender in both, or a receiver in both. `send` is the instruction from which `start` was made.
+    """
     if {line.collective, start.collective} != {"collective-permute"} or line.name in replaced:
         return False
     ends = [{int(pair[k]) for pair in start.groups} for k in (0, 1)]

@@ -231,9 +231,8 @@ def either(first: Value, second: Value) -> Value:
     """Returns the facts about a value that is one of two, such as the result of a conditional.
 
     An axis is in `differs` or `chosen` of the result if it is there for one of the two. All other
-    facts must hold for both. Numbers written into the program, such as zeros, have no facts about
-    dims. So if one of the two is made only of such numbers, the result has the facts about dims of
-    the other value.
+    facts must hold for both. There is one exception: if one of the two is made only of numbers
+    written into the program, such as zeros, the result has the other value's facts about dims.
     """
     together = joined(
         [first, second],

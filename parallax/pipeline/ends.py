@@ -24,9 +24,9 @@ def sum_to_first(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "*d
     """Returns on the first stage the sum of all stages' `x`. On other stages the result is the sum
     of some of them, or of all.
 
-    Up to `FEW` stages send along a tree. In a round, each stage sends one message, receives one
-    message, or does neither. The transpose of this function gives the first stage's cotangent to
-    all stages, if the cotangents of the other stages are 0.
+    If there are at most `FEW` stages, they send along a tree. In a round, each stage sends one
+    message, receives one message, or does neither. The transpose of this function gives the first
+    stage's cotangent to all stages, if the cotangents of the other stages are 0.
     """
     axis = Axis.of(axis)
     if axis.size() > FEW:
@@ -39,8 +39,8 @@ def sum_to_first(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "*d
 def copy_from_last(x: Shaped[Array, "*dims"], axis: AxisLike) -> Shaped[Array, "*dims"]:
     """Returns the last stage's `x` on all stages. Each stage may use its copy in its own way.
 
-    Up to `FEW` stages send along the tree of `sum_to_first`. The transpose of this function returns
-    on the last stage the sum of all stages' cotangents.
+    If there are at most `FEW` stages, they send along the tree of `sum_to_first`. The transpose of
+    this function returns on the last stage the sum of all stages' cotangents.
     """
     axis = Axis.of(axis)
     last = axis.size() - 1
