@@ -50,7 +50,7 @@ ALGORITHMS = {
 # and attention: "kernel" is the target's own, "scores" the plain one. After a comma "made":
 # gradients are summed in the backward pass (`grads.reduced_in_backward`); "matmul": products while
 # tokens travel (`sequence.overlapping`); "unrolled": the layers without a loop (`unroll`), which
-# takes three times as long to compile. Last, the model, where it is not "four".
+# takes about twice as long to compile. Last, the model, where it is not "four".
 ROWS = """
     psum            64 data=8                                      lax  scores
     psum_block      64 data=8,remat=block                          lax  scores
@@ -113,7 +113,7 @@ def main():
     print(measure.table([line(row) for row in read(arguments.file)]))
 
 
-def compiled(target: str, text: str, flags: Mapping[str, Any] | None = None) -> targets.Program:
+def compiled(target: str, text: str) -> targets.Program:
     """A row's step, compiled for the target."""
     _, batch, words, algorithm, how, *model = text.split()
     there, layout, config = (

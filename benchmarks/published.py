@@ -282,7 +282,7 @@ def titan() -> list[Row]:
 # Why a row is off, by the beginning of its source; those that are near have none.
 CAUSES = {
     "Narayanan, table 2": (
-        "DeepSpeed's ZeRO-3 took longer than one ring over all devices would; the plan assumes the "
+        "DeepSpeed's ZeRO-3 was slower than even one ring over all devices; the plan assumes the "
         "fastest algorithm"
     ),
     "Chowdhery": (

@@ -1,14 +1,14 @@
 """A ring all-reduce, hop by hop: what each device holds before and after each message.
 Run: python examples/01_a_ring.py.
 
-Each device starts with an array of its own letter, cut into n blocks. First the sum of
-each block walks once round the ring and gains a letter a hop; then the finished sums
-walk on until everybody has them all.
+Each device starts with an array of n blocks. A block is printed as the letters of the
+devices whose terms it has. First the sum of each block moves round the ring, and gains
+one letter per hop. Then the finished sums move on until each device has all of them.
 """
 
 # Estimate: the sum of S bytes on n = 8 devices takes 2 (n - 1) = 14 hops of S / n, so
-# each device sends 2 (n - 1)/n S = 1.75 S. Were everything sent to one device and back,
-# its link would carry 2 (n - 1) S = 14 S.
+# each device sends 2 (n - 1)/n S = 1.75 S. If one device got all arrays and sent the
+# sum back, its link would carry 2 (n - 1) S = 14 S.
 
 import jax
 import numpy as np
@@ -22,8 +22,8 @@ n, letters = 8, "ABCDEFGH"
 
 
 def shown(when: str, blocks: np.ndarray) -> None:
-    """One device a line. A's number is 1, B's 10, C's 100, ...: the digits of a sum say
-    who is in it."""
+    """Prints one line for each device, with the blocks of that device. A term of device
+    A is 1, of B 10, of C 100. So the digits of a sum show whose terms the sum has."""
     print(f"\n{when}\n          " + "  ".join(f"block {j} " for j in range(n)))
     for device, row in enumerate(blocks):
         who = [
@@ -37,15 +37,16 @@ def shown(when: str, blocks: np.ndarray) -> None:
 
 
 def scatter_hop(h, blocks):
-    """Device i sends the partial sum of block i - h on, and adds what comes to its
-    own."""
+    """Sends the partial sum of block i - h from each device i to device i + 1. The
+    receiver adds its own term of the block. All numbers are modulo n."""
     me = lax.axis_index("x")
     message = send_next(blocks[0, (me - h) % n], "x")
     return blocks.at[0, (me - h - 1) % n].add(message)
 
 
 def gather_hop(h, blocks):
-    """Device i sends the finished block i + 1 - h on, and keeps what comes."""
+    """Sends block i + 1 - h, a finished sum, from each device i to device i + 1. The
+    receiver stores the block. All numbers are modulo n."""
     me = lax.axis_index("x")
     message = send_next(blocks[0, (me + 1 - h) % n], "x")
     return blocks.at[0, (me - h) % n].set(message)
@@ -69,7 +70,7 @@ if __name__ == "__main__":
                 "the next.",
                 blocks,
             )
-    # what the library makes of it, in one call
+    # The same all-reduce by the library, in one call.
     ours = jax.jit(
         mesh.spmd(
             lambda x: ring.all_reduce(x[0], "x"),

@@ -1,9 +1,11 @@
-"""Texts of the examples: tokens of bytes or of GPT-2's pieces of words, and the losses
-of models that only count tokens.
+"""Turns the texts of the examples into tokens (bytes, or GPT-2's pieces of words), and
+computes the losses of models that only count tokens.
 
-A model that has learnt something has a lower loss than `bigram`.
+These losses are baselines: a trained model should have a lower loss than `bigram`.
 
-Legend: V vocabulary, N tokens, c(v, w) how often token w follows token v.
+Legend: V is the size of the vocabulary, N the number of training tokens (`train`), c(w)
+the number of times that token w occurs in them, and c(v, w) the number of times that w
+follows v.
 """
 
 import hashlib
@@ -33,12 +35,13 @@ class Tokenizer:
     """A pair of functions between text and whole numbers.
 
     Args:
-        name: what it is called.
-        vocabulary: the numbers are below this one.
-        encode: a text's tokens, in order. Half of a pair of surrogates, which is no
-            text, is refused.
-        decode: the text of tokens. What is no text of its own, as half a character,
-            becomes U+FFFD.
+        name: the name of the tokenizer.
+        vocabulary: the number of different tokens; a token is a number from 0 to
+            `vocabulary` - 1.
+        encode: a function that returns the tokens of a text, in order. It refuses a
+            text that has half of a pair of surrogates.
+        decode: a function that returns the text of tokens. Bytes that are not UTF-8,
+            such as a part of a character, become U+FFFD.
     """
 
     name: str
@@ -48,10 +51,10 @@ class Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """One token for each byte of the text's UTF-8. Bytes that are not UTF-8, which a
-    model samples early in its training, decode to U+FFFD.
+    """Returns the tokenizer with one token for each byte of a text's UTF-8. Bytes
+    that are not UTF-8, which a model samples early in its training, decode to U+FFFD.
 
-    Its `decode` needs a one-dimensional array or sequence of whole numbers from 0 to
+    `decode` needs a one-dimensional array or sequence of whole numbers from 0 to
     255, and raises `ValueError` for anything else.
     """
 
@@ -65,13 +68,14 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """GPT-2's byte-pair encoding, from its file of ranks at `path`; no network, no
-    cache. Token 50,256 ends a text.
+    """Returns the tokenizer of GPT-2, a byte-pair encoding, from its file of token
+    ranks at `path`. Nothing is downloaded. Token 50,256 ends a text.
 
-    `encode` takes "<|endoftext|>" as the thirteen characters that they are: text cannot
-    end a text. It raises `ValueError` for some million blanks in a row, which tiktoken
-    has no stack for. `decode` needs a one-dimensional array or sequence of whole
-    numbers from 0 to 50,256, and raises `ValueError` for anything else.
+    `encode` treats the string "<|endoftext|>" as thirteen ordinary characters, so it
+    never returns token 50,256. It raises `ValueError` for a text with about a million
+    whitespace characters in a row, since tiktoken's stack overflows. `decode` needs a
+    one-dimensional array or sequence of whole numbers from 0 to 50,256, and raises
+    `ValueError` for anything else.
 
     Raises:
         ImportError: tiktoken is not installed.
@@ -88,15 +92,16 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: needed GPT-2's ranks, found no file. The repository has "
-            f"examples/data/gpt2.tiktoken."
+            f"gpt2_tokenizer needs the file of GPT-2's token ranks; {path} does not "
+            "exist. The repository has this file: examples/data/gpt2.tiktoken."
         )
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != GPT2_SHA256:
         raise ValueError(
-            f"{path}: damaged, or not GPT-2's ranks: needed sha256 {GPT2_SHA256}, got "
-            f"{digest} of {len(content)} bytes. "
+            f"{path} is damaged, or is not the file of GPT-2's token ranks: needed "
+            f"sha256 {GPT2_SHA256}, got a file of {len(content)} bytes with sha256 "
+            f"{digest}. "
             "Copy it again from examples/data/gpt2.tiktoken in the repository."
         )
     encoding = tiktoken.Encoding(
@@ -125,16 +130,16 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
                 default=None,
             )
             blanks = (
-                f"the longest run, at character {run.start()}, has "
-                f"{run.end() - run.start()}"
+                f"The longest run, at character {run.start()}, has "
+                f"{run.end() - run.start()} characters. Shorten this run, or cut the "
+                "text inside the run and encode the two parts."
                 if run
-                else "it has none"
+                else "This text has no whitespace. Cut the text, and encode the parts."
             )
             raise ValueError(
                 f"gpt2_tokenizer: tiktoken cannot encode this text of {len(text)} "
-                f"characters ({error}). Blanks in a row use up its stack: {blanks}. "
-                "Shorten that run of blanks, or cut the text inside it and encode the "
-                "two parts."
+                f"characters ({error}). A long run of whitespace characters overflows "
+                f"tiktoken's stack. {blanks}"
             ) from None
 
     def decode(ids: Sequence[int] | np.ndarray) -> str:
@@ -144,7 +149,7 @@ def gpt2_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of the UTF-8 text file at `path`.
+    """Returns the tokens of the UTF-8 text file at `path`.
 
     Raises `FileNotFoundError` if there is no file, and `ValueError` if the file is
     empty or is not UTF-8.
@@ -165,7 +170,8 @@ def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
         raise ValueError(
             f"{path}: needed UTF-8, got byte 0x{content[error.start]:02x} at offset "
             f"{error.start} ({error.reason}). "
-            "Save the file as UTF-8, for instance with `iconv -t utf-8`."
+            "Save the file as UTF-8, for instance with `iconv -f ENCODING -t utf-8`, "
+            "where ENCODING is the file's present encoding."
         ) from error
     return tokenizer.encode(text)
 
@@ -174,12 +180,14 @@ def encode_file(path: str | os.PathLike[str], tokenizer: Tokenizer) -> Tokens:
 
 
 def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
-    """Nats per held-out token when each token is predicted by its frequency; a uniform
-    guess has `log(V)`.
+    """Returns the mean loss of the held-out tokens, in nats, if each token is predicted
+    by its frequency in `train`. The loss of a uniform guess is `log(V)`, where V is
+    the size of the vocabulary.
 
-    `P(w) = (c(w) + T / V) / (N + T)`, T the number of distinct tokens in `train`
-    (Witten and Bell 1991), so none has P = 0. Raises `ValueError` for tokens outside
-    the vocabulary.
+    `P(w) = (c(w) + T / V) / (N + T)` (Witten and Bell 1991). `train` has N tokens, of
+    which c(w) are equal to w. T is the number of distinct tokens in `train`. Every
+    token of the vocabulary has P > 0. Raises `ValueError` if a token is outside the
+    vocabulary.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     check(train, vocabulary, where="train")
@@ -188,13 +196,16 @@ def unigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> f
 
 
 def bigram(train: Tokens | File, held_out: Tokens | File, vocabulary: int) -> float:
-    """Nats per held-out token when each token is predicted from the one before it. The
-    first token has none before it, and does not count.
+    """Returns the mean loss of the held-out tokens, in nats, if each token is predicted
+    from the token before it. The first held-out token is not predicted.
 
-    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))`, T(v) the number of distinct
-    tokens after v and P(w) that of `unigram` (Witten and Bell 1991); after a v never
-    seen, P(w). Needs memory for the pairs that occur, not V squared. Raises
-    `ValueError` for tokens outside the vocabulary, or fewer than two.
+    `P(w | v) = (c(v, w) + T(v) P(w)) / (c(v) + T(v))` (Witten and Bell 1991). In
+    `train`, c(v, w) is how often w follows v, c(v) is the sum of c(v, w) over w, and
+    T(v) is the number of distinct tokens that follow v. P(w) is the probability of w in
+    `unigram`. If no token follows v in `train`, P(w | v) is P(w). The memory grows with
+    the number of distinct pairs in `train`, not with the square of `vocabulary`. Raises
+    `ValueError` if a token is outside the vocabulary, or if `train` or `held_out` has
+    fewer than two tokens.
     """
     train, held_out = np.asarray(train), np.asarray(held_out)
     for name, tokens in (("train", train), ("held_out", held_out)):

@@ -1,8 +1,8 @@
-"""A model and a loop of your own, every axis on: data x stage x tensor, ZeRO-1,
-microbatches, bfloat16, checkpoint and resume.
+"""A model and a training loop of your own, over data x stage x tensor, with ZeRO-1,
+microbatches, bfloat16 and checkpoints.
 
 Run: python examples/custom_training.py. An MLP-Mixer (arXiv 2105.01601) learns
-handwritten digits, is stopped, and goes on.
+handwritten digits. Then the training resumes from its checkpoint.
 """
 
 # Estimate: 4 mixer layers of 17 k weights are 8 MFLOP a digit and 1 GFLOP a step of 128
@@ -40,8 +40,8 @@ MICROBATCHES = 4  # in a replica's part of the batch
 
 
 class Mixer(eqx.Module):
-    """Each layer has two pairs of matrices, `up` and `down`: one mixes patches, the
-    other channels."""
+    """An MLP-Mixer. Each layer has two pairs of matrices (`up`, `down`): the first pair
+    mixes the patches, and the second pair mixes the channels."""
 
     embed: jax.Array  # [pixels of a patch, width]
     # [chunk, layers, inputs, outputs]: the pipeline splits the second dim.
@@ -63,14 +63,14 @@ class Mixer(eqx.Module):
 
 
 def embed(model, part):
-    """An image of 8 x 8 pixels becomes 16 patches of 4."""
+    """Cuts each image of 8 x 8 pixels into 16 patches of 2 x 2, and embeds them."""
     images, _ = part
     patches = images.reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, PATCHES, 4)
     return patches.astype(model.embed.dtype) @ model.embed
 
 
 def stage(model, x, part, position, *, axis: AxisLike = TENSOR):
-    """The layers of one stage."""
+    """Returns `x` after the layers of one stage."""
 
     def mixed(x, weights):
         # Columns, then rows: one sum over the tensor axis forward, one backward.

@@ -1,5 +1,5 @@
-"""Real handwritten digits for the examples: those that come with scikit-learn, or
-MNIST's files (Fashion-MNIST's too)."""
+"""Real images for the examples: the handwritten digits that come with scikit-learn, or
+the files of MNIST or Fashion-MNIST."""
 
 import gzip
 from pathlib import Path
@@ -11,15 +11,18 @@ HELD_OUT = 357  # of scikit-learn's 1,797 digits; 1,440 are left to train on
 
 
 class Digits(NamedTuple):
-    """Images [number, height, width], dark 0 to bright 1, and what they show, 0 to
-    9."""
+    """The images, [number, height, width], with pixels from 0 (dark) to 1 (bright), and
+    the labels of the images, from 0 to 9."""
 
     images: np.ndarray
     labels: np.ndarray
 
     def batch(self, seed: int, step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """The `size` images of a step: every epoch, of as many whole batches as there
-        are, deals them in a new order."""
+        """Returns the `size` images of a step, and their labels.
+
+        An epoch has `len(labels) // size` steps. Each epoch takes the images in a new
+        random order.
+        """
         epoch, place = divmod(step, len(self.labels) // size)
         rows = np.random.default_rng((seed, epoch)).permutation(len(self.labels))[
             place * size : (place + 1) * size
@@ -28,12 +31,12 @@ class Digits(NamedTuple):
 
 
 def load(folder: Path | None = None) -> tuple[Digits, Digits]:
-    """Digits to train on and digits held out: 8 x 8 by default; with a `folder`, those
-    of the four IDX files in it.
+    """Returns the digits to train on and the held-out digits. By default they are the
+    8 x 8 digits of scikit-learn; with a `folder`, the images of its four IDX files.
 
     Raises:
-        ImportError: there is no folder and no scikit-learn.
-        ValueError: a file in the folder is missing or no IDX file.
+        ImportError: `folder` is None, and scikit-learn is not installed.
+        ValueError: a file is missing from the folder, or is not a whole IDX file.
     """
     if folder is not None:
         return _idx(folder, "train"), _idx(folder, "t10k")
@@ -64,7 +67,7 @@ def _idx(folder: Path, part: str) -> Digits:
 
 
 def _read(path: Path, dims: int) -> np.ndarray:
-    """The array in an IDX file of bytes.
+    """Returns the array in an IDX file of bytes.
 
     Such a file holds two zero bytes, the type code 8 (unsigned bytes), the number of
     dims, the size of each dim in four bytes, and then the numbers of the array.
@@ -72,7 +75,7 @@ def _read(path: Path, dims: int) -> np.ndarray:
     packed = path.with_name(path.name + ".gz")
     if not path.exists() and not packed.exists():
         raise ValueError(
-            f"{path}: needed this file, or {packed.name}, found neither. Give the "
+            f"{path}: needed this file or {packed.name}; found neither file. Give the "
             "folder of the four IDX files."
         )
     content = (

@@ -1,9 +1,9 @@
-"""A small decoder with a mixture of experts over `data`, on real text: the load of each
-expert over time, and a dense twin.
+"""Trains a small decoder with a mixture of experts, and a dense twin, on real text. The
+experts are split over the axis `data`. A picture shows the load of each expert by step.
 
-Run: python examples/experts.py. The dense twin has only as many parameters as the
-mixture uses for one token, so both compute as much for a token. The mixture learns
-faster at first; after 200 steps the two are even.
+Run: python examples/experts.py. The dense twin has about as many parameters as the
+mixture uses for one token, so both need about the same FLOPs per token. The mixture
+learns faster at first; after 200 steps the two are even.
 """
 
 # Estimate: 8 experts of 3 x 96 x 192 in each of 2 layers are 0.9 M weights, of which a
@@ -35,7 +35,7 @@ RATE = 0.003  # the change of a bias per step
 
 
 def decoder(count, hidden, key):
-    """The weights of a decoder with `count` experts of `hidden` units in each layer."""
+    """Returns a decoder's weights, with `count` experts of `hidden` units per layer."""
     keys = jax.random.split(key, 3 + LAYERS)
 
     def normal(key, *shape):
@@ -56,7 +56,7 @@ def decoder(count, hidden, key):
 
 
 def attended(x, weights):
-    """Causal attention with one head."""
+    """Returns the result of causal attention with one head."""
     x = jax.nn.standardize(x)
     query, key, value = ((x @ weights[i])[:, :, None] for i in range(3))
     y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -64,7 +64,7 @@ def attended(x, weights):
 
 
 def loss(model, windows, *, k, axis):
-    """The loss of the text, and the statistics of each layer's experts."""
+    """Returns the loss of the text, and the statistics of each layer's experts."""
 
     def layer(x, weights):
         attention, mixture = weights
@@ -88,7 +88,8 @@ def bias_of(model):
 
 
 def balanced(model, statistics):
-    """`model` after a step: the bias moves towards an even load. No loss trains it."""
+    """Returns `model` with new biases, which make the load of the experts more even. A
+    bias is added to an expert's score; no gradient trains the biases."""
     bias = experts.rebalanced(bias_of(model), statistics.load, RATE)
     return eqx.tree_at(bias_of, model, bias)
 
@@ -106,7 +107,7 @@ def gradient_function(loss, trainable):
 
 
 def train(count, hidden, *, k, axis, tokens, held_out):
-    """The held-out losses by step, the load of each expert, and the trained model."""
+    """Returns the held-out losses, the loads of the experts, and the trained model."""
     devices, optimizer = mesh.make(data=8), optax.adamw(3e-3)
     make_model = functools.partial(decoder, count, hidden, jax.random.key(0))
 
@@ -147,7 +148,7 @@ def train(count, hidden, *, k, axis, tokens, held_out):
 
 
 def sizes(model, count, k):
-    """How many numbers a model has, and how many of them a token uses."""
+    """Returns how many parameters a model has, and how many of them a token uses."""
     number = sum(leaf.size for leaf in jax.tree.leaves(model))
     in_experts = sum(leaf.size for leaf in jax.tree.leaves(model["mixtures"].experts))
     return number, number - in_experts * (count - k) // count

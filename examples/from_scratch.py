@@ -1,9 +1,12 @@
 """Build it yourself: a ring, Megatron's pair of layers, 1F1B and ZeRO-1, from
-`ppermute` alone, with no part of the kit.
+`ppermute` alone, with no part of Parallax.
 
 Run: python examples/from_scratch.py. On a mesh of data 2 x stage 2 x tensor 2, a net of
-residual layers has the same losses as on one device. The kit does this for any model
-and schedule, keeps what is computed twice here, and refuses what would be wrong.
+residual layers has the same losses as on one device.
+
+This program computes each forward pass of a stage again for the backward pass. By
+default, Parallax instead stores the values that the backward pass needs. Parallax also
+takes any model and any schedule, and raises an error for many mistakes.
 """
 
 from functools import partial

@@ -3,17 +3,19 @@
 
     python examples/gpt2.py
 
-It needs no argument, no network and no accelerator. Eight virtual CPU devices, data 2 x
-stage 2 x tensor 2 under the 1F1B schedule, learn the State of the Union addresses.
-Useful options are `--data 4 --tensor 2`, `--schedule interleaved`, `--all-reduce psum`
-and `--text FILE`. The default algorithm of a train step is `jax.lax`; this program uses
-a ring along each axis, so that you can read and count every message.
+It needs no argument, no network and no accelerator. It trains on State of the Union
+speeches, on a mesh of eight virtual CPU devices (data 2 x stage 2 x tensor 2), with the
+1F1B schedule. Useful options are `--data 4 --tensor 2`, `--schedule interleaved`,
+`--all-reduce psum` and `--text FILE`. By default, a train step of Parallax uses the
+collectives of `jax.lax`. This program uses a ring along each axis, so that you can
+count every message in the compiled step.
 
-An estimate: N parameters in L layers of width D compute 6 N + 12 L D T FLOP for each
-token of a sequence of T tokens. With 0.8 M parameters and 16 sequences of 64 bytes, a
-step is 5.5 GFLOP, 12 ms at the 450 GFLOP/s of two cores. Such a small model does not
-reach that rate. Its matrices have 64 to 256 columns on a device, and eight devices that
-share two cores exchange some 300 messages of a few kilobytes. A step takes 0.15 s.
+An estimate: to train a model with N parameters in L layers of width D on sequences of T
+tokens takes 6 N + 12 L D T FLOP per token. With 0.8 M parameters and 16 sequences of 64
+bytes, a step is 5.5 GFLOP, 12 ms at the 450 GFLOP/s of two cores. Such a small model
+does not reach that rate. Its matrices have 64 to 256 columns on a device, and eight
+devices that share two cores exchange some 300 messages of a few kilobytes. A step takes
+0.15 s.
 """
 
 import time
@@ -40,8 +42,8 @@ LAUNCHED = {
 
 
 def main() -> None:
-    """Check the flags and lock the output folder; then import JAX, which takes seconds,
-    and train."""
+    """Checks the flags and locks the output folder; then imports JAX, which takes
+    seconds, and trains."""
     settings, claim = (
         tyro.cli(Settings, prog=Path(__file__).name, description=__doc__),
         None,

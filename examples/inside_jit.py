@@ -1,5 +1,5 @@
-"""One function of ours inside a jitted model with shardings, and a jitted model inside
-our step: the same losses both ways.
+"""Calls a function of Parallax inside a jitted model with shardings, and a jitted model
+inside a train step of Parallax. Both programs give the same losses.
 
 Run: python examples/inside_jit.py.
 """
@@ -37,7 +37,8 @@ def plain_loss(weights, batch):
 
 
 def inside(devices, batch):
-    """XLA splits the model, and our loss stands in it, over a table that is split over
+    """Returns the losses of a jitted model that XLA splits over the devices. The model
+    calls `split_loss`, a loss of Parallax, with the rows of `table` split over
     "tensor"."""
 
     def split_loss(x, table, targets):
@@ -78,8 +79,8 @@ def inside(devices, batch):
 
 
 def around(devices, batch):
-    """Our step around the plain model, which is jitted as for one device. The step
-    gives each device a part of the batch."""
+    """Returns the losses of a train step of Parallax. The step gives each device a part
+    of the batch, and calls the jitted `plain_loss`, which is written for one device."""
     everywhere = ("data", "tensor")
     state, specs = step.init(make_weights, optimizer, rules.match("**", P()), devices)
     grad = grads.averaged(jax.value_and_grad(jax.jit(plain_loss)), ring(everywhere))

@@ -1,5 +1,5 @@
-"""GPT-2 on two islands of four devices that talk every 10 steps, beside plain data
-parallelism on the same text.
+"""Trains GPT-2 on two islands, and with plain data parallelism, on the same text. Each
+island has four devices. The islands exchange their changes every 10 steps.
 
 Run: python examples/islands.py, or with --quick for a few steps. All loss curves are
 drawn in out/islands/losses.png. All runs begin with the same model, already trained
@@ -67,8 +67,8 @@ def adamw(steps):
 
 
 def train(devices, prepared, model_of, *, steps, tokens, held_out, model=None, first=0):
-    """The held-out losses by step, the bytes that a device sends to the other island
-    each time that it does, and the model."""
+    """Returns the held-out losses by step, the bytes that a device sends to the other
+    island in each exchange (every `EVERY` steps), and the trained model."""
     window = functools.partial(data.batch, seed=0, length=CONFIG.context)
     evaluated_on = jnp.asarray(window(held_out, step=0, size=8 * BATCH))
 

@@ -1,5 +1,5 @@
-"""LeNet on real handwritten digits: 1 device against 2 and 8, the same accuracy curve,
-and the seconds of an epoch.
+"""LeNet on real handwritten digits, trained on 1, 2 and 8 devices: prints and draws the
+accuracy curves, which are the same, and the seconds per epoch.
 
 Run: python examples/lenet.py [FOLDER]. If FOLDER holds the four IDX files of MNIST or
 Fashion-MNIST, LeNet learns their images instead.
@@ -34,8 +34,8 @@ optimizer = optax.adam(4e-3)
 
 
 class LeNet(eqx.Module):
-    """Two convolutions, after each the mean of 2 x 2 pixels, then two dense layers
-    (LeCun et al., 1998)."""
+    """Two convolutions, each followed by a mean over 2 x 2 pixels, and then two dense
+    layers: a small variant of LeNet-5 (LeCun et al., 1998)."""
 
     convolutions: list[eqx.nn.Conv2d]
     dense: eqx.nn.Linear

@@ -1,5 +1,5 @@
-"""A line through points: it predicts one point, a batch by `vmap`, and a batch split
-over devices; then eight replicas learn it together.
+"""Linear regression. A straight line predicts one point, then a batch of points (by
+`vmap`), then a batch that is split over devices. Then eight replicas train the line.
 
 Run: python examples/linear_regression.py
 """

@@ -1,8 +1,8 @@
-"""A small Llama on sequences of 8,192 bytes of real text over context 4 x data 2.
+"""Trains a small Llama on sequences of 8,192 bytes, on a mesh of context 4 x data 2.
 
 Run: python examples/long_context.py [--quick]. It prints how memory grows with the
-length T of a sequence, how evenly the devices divide the work, and the losses. Speeches
-are packed into windows: no token sees another speech.
+length T of a sequence, how evenly the devices divide the work, and the losses. The text
+is a series of speeches, and a token attends only to tokens of its own speech.
 """
 
 # Estimate: the T x T scores of 2 heads are 4 x 2 x 8192^2 = 0.5 GB in float32, for each
@@ -30,14 +30,14 @@ ALONE, RING = Layout(), Layout(context=4)
 
 
 def tokens():
-    """The text's bytes, each speech closed by `END`: those of other speeches are not
-    seen."""
+    """Returns the bytes of the text to train on, with the byte `END` between speeches.
+    The attention finds each `END`, and masks the tokens of other speeches."""
     text = TEXT.read_text(encoding="utf-8").replace("\n\nMr. ", chr(END) + "Mr. ")
     return data.split(corpus.bytes_tokenizer().encode(text))[0]
 
 
 def prepared(layout, T, batch, optimizer, **compute):
-    """The train step of a small Llama with `layout`, for sequences of `T` tokens."""
+    """Returns a small Llama's train step for `layout` and sequences of `T` tokens."""
     config = llama.Config(
         layers=2, heads=2, groups=1, width=32, hidden=64, context=T, vocabulary=256
     )
@@ -50,8 +50,8 @@ def prepared(layout, T, batch, optimizer, **compute):
 
 
 def temporary(layout, T, **compute):
-    """MB that a device needs beside its arguments in a step of one sequence, as the
-    compiled program says."""
+    """Returns the MB that a device needs besides the arguments, in a step of one
+    sequence, as the compiled program says."""
     step = prepared(layout, T, 1, optax.sgd(0.1), **compute)
     program = step.train.lower(
         step.shapes, jax.ShapeDtypeStruct((1, T + 1), jnp.int32)
@@ -60,7 +60,7 @@ def temporary(layout, T, **compute):
 
 
 def memory(lengths):
-    """Print a line for each T: the memory of one device with T x T scores, of one
+    """Prints a line for each T: the memory of one device with T x T scores, of one
     device with tiles of scores, and of one of four devices in a ring."""
     print(
         f"{'T':>6}  {'T x T scores':>14}  {'tiles':>14}  {'1 of a ring of 4':>16}   MB "
@@ -80,8 +80,8 @@ def memory(lengths):
 
 
 def balance():
-    """Print how many blocks of scores each of four devices computes, and how many of
-    these a causal sequence needs."""
+    """Prints how many blocks of scores each of four devices computes, and how many of
+    these blocks causal attention needs."""
     orders = {"zigzag": context.zigzag, "contiguous": context.contiguous}
     for name, order in orders.items():
         table = context.block_pairs(order, 4)
@@ -96,7 +96,7 @@ def balance():
 
 
 def train(T, steps):
-    """Train the small Llama over context 4 x data 2, and print the losses."""
+    """Trains the small Llama on a mesh of context 4 x data 2, and prints the losses."""
     layout, text = Layout(data=2, context=4, zero=1), tokens()
     step = prepared(layout, T, 2, optax.adamw(1e-2))
 

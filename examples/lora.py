@@ -1,8 +1,9 @@
-"""LoRA (Hu et al., arXiv 2106.09685): a net that reads digits learns to read mirrored
-digits, and trains only 5% as many numbers as it has weights.
+"""LoRA (Hu et al., arXiv 2106.09685): a net that reads digits is trained to read
+mirrored digits, while its weights are frozen.
 
-Run: python examples/lora.py. First the whole net learns digits on eight devices; then
-it is frozen, and its factors learn.
+Run: python examples/lora.py. First the whole net is trained on eight devices. Then each
+weight matrix gets a pair of thin matrices, the factors, whose product is added to the
+frozen matrix. Only the factors are trained; they have 5% as many numbers as the net.
 """
 
 # Estimate: 64 x 256, 256 x 256 and 256 x 10 are 84 k weights, 0.34 MB in float32, which
@@ -85,8 +86,8 @@ def grad_of(trainable):
 
 
 def train(make_model, trainable, learn: digits.Digits):
-    """The model after `STEPS` steps on eight devices; prints what is trained, kept and
-    sent."""
+    """Returns the model after `STEPS` steps on eight devices. Prints the sizes of the
+    trained arrays, of the optimizer's moments, and of the messages of a step."""
     devices = mesh.make(data=8)
     state, specs = step.init(
         make_model, optimizer, rules.match("**", P()), devices, trainable=trainable

@@ -1,8 +1,8 @@
 """Train an `eqx.nn.MLP` on one device and on eight, with data parallelism: the same
 losses.
 
-A step sends the gradients of 5,313 parameters once, 37 kB from each of the eight
-devices.
+A step all-reduces the float32 gradients of 5,313 parameters, 21 kB. In a ring
+all-reduce, each of the eight devices sends 2 * 7/8 of these bytes, 37 kB.
 
 Run: python examples/mlp.py
 """

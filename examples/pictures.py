@@ -17,7 +17,8 @@ WIDTHS = (
 def curves(
     name: str, of: Mapping[str, Sequence[float]], seconds: Mapping[str, float]
 ) -> Path:
-    """Draw the test accuracies by epoch, all in one plot, and the seconds per epoch."""
+    """Draws the test accuracies by epoch in the left plot, and the seconds per epoch in
+    the right plot."""
     figure, (left, right) = _subplots(1, 2, figsize=(9, 4), width_ratios=(2, 1))
     for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
         left.plot(
@@ -43,7 +44,7 @@ def curves(
 
 
 def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
-    """Draw rows of grey images of one size, each row under its title."""
+    """Draws rows of grey images of one size, each row under its title."""
     figure, axes = _subplots(len(rows), 1, figsize=(9, 0.95 * len(rows)))
     for strip, (title, row) in zip(axes, rows.items(), strict=True):
         strip.imshow(
@@ -62,8 +63,9 @@ def images(name: str, rows: Mapping[str, Sequence[np.ndarray]]) -> Path:
 def memory(
     name: str, runs: Mapping[str, Sequence[float]], kept: Mapping[str, float]
 ) -> Path:
-    """Draw the bytes on one device during each step, one panel for each run. Coloured
-    levels show how many of these bytes are `kept` from step to step."""
+    """Draws one panel for each run, with a bar for each step: the bytes on one device
+    during the step. In front of the bars, a filled area for each item of `kept` shows
+    the bytes that are kept from step to step."""
     figure, axes = _subplots(1, len(runs), figsize=(4.8 * len(runs), 4), sharey=True)
     for panel, (label, during) in zip(axes, runs.items(), strict=True):
         steps = range(1, len(during) + 1)
@@ -93,8 +95,8 @@ def memory(
 
 
 def loads(name: str, by_step: np.ndarray) -> Path:
-    """Draw the load of each expert by step, one panel for each layer. The loads,
-    [steps, layers, experts], are multiples of the mean load."""
+    """Draws the load of each expert by step, one panel for each layer. `by_step`,
+    [steps, layers, experts], holds the loads divided by the mean load."""
     figure, axes = _subplots(
         1, by_step.shape[1], figsize=(9, 3.6), sharey=True, squeeze=False
     )
@@ -110,7 +112,7 @@ def loads(name: str, by_step: np.ndarray) -> Path:
 
 
 def losses(name: str, of: Mapping[str, Mapping[int, float]]) -> Path:
-    """Draw the held-out losses by step, the curves of all runs in one plot."""
+    """Draws the held-out losses by step, the curves of all runs in one plot."""
     figure, axes = _subplots(1, 1, figsize=(7, 4))
     for (label, curve), width, colour in zip(of.items(), WIDTHS, COLOURS, strict=True):
         axes.plot(

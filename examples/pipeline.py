@@ -1,5 +1,5 @@
-"""A model of your own as a pipeline: a U-shaped net of skip connections over 4 stages,
-data-parallel beside it.
+"""A model of your own as a pipeline: a U-shaped net with skip connections, split over 4
+stages, with data parallelism.
 
 Run: python examples/pipeline.py
 """
@@ -29,8 +29,9 @@ class Net(eqx.Module):
 
 
 def embed(net, part):
-    """What goes from stage to stage, which may be any tree: here the stream `x`, and
-    zeros that each stage replaces by its `x`, for the skip connections."""
+    """Returns the tree that goes from stage to stage (any tree is allowed): the stream
+    `x`, and `skips`, an array of zeros for each stage. For the skip connections, each
+    stage replaces its own zeros by its result."""
     x = part[0] @ net.embed
     return {"x": x, "skips": jnp.zeros((4, *x.shape))}
 
@@ -40,7 +41,9 @@ def layer(x, weight):
 
 
 def stage(net, at, part, position):
-    """Stages 3 and 2 add the results of stages 0 and 1, over skip connections."""
+    """Returns the output of stage `position` for `at`, the tree (see `embed`) that the
+    previous stage sent. After its layers, stage 2 adds `gate` times the result of stage
+    1, and stage 3 adds `gate` times the result of stage 0."""
     x, _ = jax.lax.scan(layer, at["x"], net.blocks)
     x = x + net.gate * jnp.where(position >= 2, at["skips"][3 - position], 0.0)
 

@@ -1,10 +1,10 @@
 """A small ResNet with batch statistics on one device and on eight: the same losses.
 
 Batch normalisation is the layer that data parallelism changes. Its mean and variance
-are those of the whole batch, and a device has only some of the rows. So each norm takes
-the mean over the devices too, with one more all-reduce. The example also trains a model
-without it, in which each device normalises by its own rows: that is another model, and
-its losses differ.
+are those of the whole batch, and a device has only some of the rows. So each norm also
+averages over the devices, by two all-reduces. The example also trains a model without
+these all-reduces, in which each device normalises by its own rows: that is another
+model, and its losses differ.
 
 Run: python examples/resnet.py
 """
@@ -51,10 +51,10 @@ class BatchNorm(eqx.Module):
         self.running = Statistics(jnp.zeros(channels), jnp.ones(channels))
 
     def __call__(self, x, all_mean):
-        """The normalised `x`, and the statistics of the batch.
+        """Returns the normalised `x`, and the statistics that normalised it.
 
-        `all_mean` takes the mean over the devices that have the rows; None uses the
-        running statistics.
+        `all_mean` takes a mean over the devices that split the batch. With None, the
+        running statistics normalise `x`.
         """
         statistics = self.running
         if all_mean is not None:
@@ -117,7 +117,7 @@ class ResNet(eqx.Module):
 
 
 def pooled(x):
-    """The mean of each 2 x 2 pixels."""
+    """Returns the mean of each block of 2 x 2 pixels."""
     batch, channels, height, width = x.shape
     return x.reshape(batch, channels, height // 2, 2, width // 2, 2).mean(axis=(3, 5))
 
@@ -162,8 +162,8 @@ def with_statistics(model, seen):
 
 
 def gradient_function(all_mean):
-    """`(model, batch) -> ((loss, statistics), gradients)`; the running statistics have
-    none."""
+    """Returns a function `(model, batch) -> ((loss, statistics), gradients)`. The
+    gradients of the running statistics are None."""
 
     def loss(trained, frozen, batch):
         images, labels = batch

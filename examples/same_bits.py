@@ -1,8 +1,8 @@
 """A GPT-2 on two meshes, with the same bits after five steps.
 
-Run: python examples/same_bits.py. The train step of a mesh with data 8 runs on eight
-devices, and on two; the hash of all numbers of the state is the same. Then the same two
-meshes run ordinary steps, whose hashes differ.
+Run: python examples/same_bits.py. A train step for 8 devices along `data` runs on eight
+devices, and on two devices that each do the work of four. The hash of all numbers of
+the state is the same. Then the two meshes run ordinary steps, and the hashes differ.
 """
 
 # Estimate: to compile takes nearly all of the time: 8 s for each of two programs, and
@@ -36,8 +36,9 @@ def prepared(layout, devices):
 
 
 def by_cells(step, devices):
-    """The step of data 8, for the mesh `devices`. The size of each of its axes must
-    divide the size of that axis in `CELLS`."""
+    """Returns the step for the layout `CELLS` (data 8), compiled for the mesh
+    `devices`. The size of each axis of `devices` must divide that of the axis in
+    `CELLS`."""
     spmd = functools.partial(same_bits.spmd, cells=CELLS.axes, mesh=devices)
     return decoder.compiled(
         *(step.local, step.shapes, step.specs, spmd, step.keys),

@@ -1,15 +1,17 @@
-"""One net split by data, by layer (tensor) and by network (pipeline): what a device
-holds, what moves, and that all agree.
+"""Splits the training of one net in three ways: the rows of the batch (data), the
+inside of each layer (tensor), or the sequence of layers (pipeline). For each way,
+prints what a device holds and sends, and compares the gradients with those of a run on
+one device.
 
 Run: python examples/three_ways_to_split.py
 """
 
 # Estimate: 8 layers of 64 x 256 and back are 262 k weights, 2.1 MB in float64; the
-# batch is 128 rows of 64. In one pass over 8 devices each sends: by data, all gradients
-# round the ring, 2 * 7/8 * 2.1 MB = 3.7 MB; by layer, two sums of the [128, 64]
-# activations a layer, 16 * 2 * 7/8 * 66 kB = 1.8 MB; by network, 8 rows to and fro in
-# 16 + 7 ticks, 0.19 MB, and it rests in 7 of 23 ticks. All do 6 * 262 k * 128 = 0.2
-# GFLOP, nothing. What takes 10 s is compiling.
+# batch is 128 rows of 64. In both passes together, each of 8 devices sends: for data,
+# all gradients round the ring, 2 * 7/8 * 2.1 MB = 3.7 MB; for tensor, two sums of the
+# [128, 64] activations a layer, 16 * 2 * 7/8 * 66 kB = 1.8 MB; for the pipeline, 8 rows
+# to and fro in 16 + 7 ticks, 0.19 MB. A device is idle in 7 of these 23 ticks. All
+# compute 6 * 262 k * 128 = 0.2 GFLOP, about 1 ms; to compile takes 10 s.
 
 import functools
 from typing import Any
@@ -40,7 +42,7 @@ def embed(net, part):
 
 
 def stage(net, x, part, position, axis=()):
-    """The layers; the devices of `axis` share each of them."""
+    """Returns `x` after the layers. Each layer is split over the devices of `axis`."""
 
     def layer(x, weights):
         hidden = jnp.tanh(tensor.column(x, weights["up"], None, axis))
@@ -86,7 +88,8 @@ WORDS = {
 
 
 def predicted(net: Net) -> dict[str, int]:
-    """The bytes that a device sends in one pass, by formula."""
+    """Returns, for each axis, the bytes that a device sends in the forward and the
+    backward pass together."""
 
     def summed(tree):
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(tree)]
@@ -118,7 +121,9 @@ def bytes_on_a_device(tree) -> int:
 
 
 def largest_difference(gradients, expected) -> float:
-    """The largest difference, as a share of the largest number of its leaf."""
+    """Returns the largest relative difference over all leaves. The relative difference
+    of a leaf is the largest absolute difference of its elements, divided by the largest
+    absolute element of the same leaf of `expected`."""
 
     def relative(a, b):
         return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
@@ -127,7 +132,7 @@ def largest_difference(gradients, expected) -> float:
 
 
 def split(axis, net, batch, expected):
-    """Split the net along `axis`, and print what a device holds and sends."""
+    """Splits the net along `axis`, and prints what a device holds and sends."""
     sizes: dict[str, Any] = {axis: N}
     devices = mesh.make(**sizes)
     specs = rules.specs(net, RULES[axis], devices)

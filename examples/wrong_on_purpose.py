@@ -39,8 +39,8 @@ def loss(net, batch):
 
 
 def trained(grad, specs, net, batch):
-    """The loss that is reported after some gradient descent over 8 devices, and the
-    net."""
+    """Returns the last reported loss of gradient descent over 8 devices, and the
+    trained net."""
 
     def step(net, batch):
         value, gradients = grad(net, batch)
@@ -62,7 +62,7 @@ def refusal(f, *arguments) -> str:
         f(*arguments)
     except ValueError as error:
         return str(error)
-    raise AssertionError("It was not refused.")
+    raise AssertionError("The call raised no ValueError.")
 
 
 def tell(title: str, **texts: str) -> None:

@@ -25,7 +25,7 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     describes the file that was needed.
 
     Raises `ValueError` if `path` is no regular file: a read from a pipe may wait forever, and a
-    device may have no end. Raises `OSError` as `open` does.
+    device file, such as `/dev/zero`, may have no end. Raises `OSError` as `open` does.
     """
     try:
         # No buffer: callers read by the file's descriptor, or many bytes at once, so a buffer
@@ -41,7 +41,7 @@ def open_file(path: str | os.PathLike[str], what: str = "a file") -> io.FileIO:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise ValueError(f"{path}: needed {what}, found no regular file.")
+    raise ValueError(f"{path}: needed {what}, found a pipe or a device file.")
 
 
 def read(path: str | os.PathLike[str], what: str = "a file", *, most: int = LARGEST) -> bytes:

@@ -95,8 +95,9 @@ def check_tokens(where: str, ids: Any, vocabulary: int, *, weights: Any = None) 
         place = tuple(map(int, np.argwhere(outside)[0]))
         raise ValueError(
             f"{where} needs tokens from 0 to {vocabulary - 1}; got {ids[place]} at {list(place)}. "
-            "Encode the text with the model's tokenizer. A token to ignore, such as -100, needs "
-            "weight 0, and so does each token after it in its sequence."
+            "Encode the text with the model's tokenizer. Each token is an input for the "
+            "later tokens of its sequence. So a loss accepts an id outside this range, such as "
+            "-100, only if its weight and the weights of all later tokens are 0."
         )
 
 

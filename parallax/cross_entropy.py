@@ -1,12 +1,12 @@
 """The cross-entropy of a language model's head, block by block, without all logits at once.
 
-Legend: B batch, T tokens, D width, V rows of the table, X the axis that splits the rows, V_X
-the rows of one device, t the tokens of a block.
+Legend: B batch, T tokens, D width, V rows of the table (the weights of the head, [V, D]), X the
+axis that splits the rows, V_X the rows of one device, t the tokens of a block.
 
 The logits `x · table^T` are batch * tokens * vocabulary numbers, often more than all other
-activations of the model. A block of tokens needs only its own logits. The results of a block are
-small: a loss, the gradient of the block's `x`, and the block's term of the table's gradient. All
-three are computed while the block's logits exist, so the backward pass only scales the gradients.
+activations of the model. A block of tokens needs only its own logits. While these logits exist,
+three results are computed: the block's losses, the gradient of the block's `x`, and the block's
+term of the table's gradient. So the backward pass only scales the gradients.
 
 Source: the gradient in the forward pass is from Hsu et al., Liger Kernel (arXiv 2410.10989),
 section 3.2.
@@ -15,7 +15,7 @@ section 3.2.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from parallax import precision, tensor
 from parallax.collectives import Axis, AxisLike
@@ -39,8 +39,8 @@ def mean(
     block_tokens: int | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean of -log softmax(x · table^T)[targets] in nats:
-    `x[B, D], table[V_X, D], targets[B] -> scalar`, for B tokens of width D and the V_X rows of the
-    table on this device.
+    `x[*batch, D], table[V_X, D], targets[*batch] -> scalar`, where `*batch` are all dims of tokens.
+    The softmax is over all rows of the table, on all devices; this device has V_X of them.
 
     It equals `jnp.mean(tensor.cross_entropy(x @ table.T, targets, axis, weights=weights, ...))`,
     with the same number of matrix products: three for value and gradient, one for only the value.
@@ -67,24 +67,25 @@ def mean(
         weights: the factors of the tokens' losses. The sum is still divided by the number of
             tokens: pass `normalized` weights for a weighted mean. The weights are not
             differentiated.
-        vocabulary: the number of rows without padding. The logits of padding are minus infinity,
-            and the gradients of padding are 0.
-        block_tokens: the most tokens whose logits exist at the same time. See
+        vocabulary: the number of rows of the whole table that are not padding; padding rows are the
+            last ones. Their logits are minus infinity, and their gradients are 0.
+        block_tokens: the largest number of tokens whose logits exist at the same time. See
             `default_block_tokens` for the default.
 
     Raises:
-        ValueError: `x` is the same along one of the axes in `axis`; `block_tokens` is below 1; or
-            there are no targets.
+        ValueError: `x` is not typed as varying along each axis of `axis` (`tensor.copy_to` gives
+            this type); `block_tokens` is below 1; there are no targets; the targets or the weights
+            have another shape than the positions of `x`; the table is the same along one of the
+            axes in `axis`, and this axis has several devices; or `vocabulary` is below 1 or above
+            the number of all rows.
     """
     axis = Axis.of(axis)
     if block_tokens is None:
         block_tokens = default_block_tokens(axis.size())
     _check_mean(x, targets, axis, block_tokens)
-    # In the `custom_vjp` below, `x` and `table` vary along the axes of all arguments, as their
-    # gradients do. The transpose of `varying` sums a gradient over the axes along which its
-    # argument did not vary before.
+    tensor.check_positions("cross_entropy.mean", x, targets, weights)
+    tensor.checked_vocabulary("cross_entropy.mean", table, len(table), axis, vocabulary)
     others = (targets,) if weights is None else (targets, lax.stop_gradient(weights))
-    union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, others), start=())
     # The number of all tokens, and the dtype of sums: float32 or wider.
     count, wide = targets.size, precision.accumulation_dtype(x.dtype)
     # The blocks have equal sizes, so that one loop runs them all; zeros fill up the last block.
@@ -96,7 +97,7 @@ def mean(
         return _in_blocks(leaf.reshape(count, *leaf.shape[leaf.ndim - dims :]), blocks)
 
     def make_logits(x, table):
-        """Returns the logits of a block of tokens, [tokens of the block, rows of this device]."""
+        """Returns a block's logits, [tokens of the block, this device's rows of the table]."""
         return jnp.einsum("td,vd->tv", x, table, preferred_element_type=wide)
 
     def losses_of(logits, targets, weights=None):
@@ -120,7 +121,8 @@ def mean(
         the targets, and the weights if there are any."""
 
         def block(d_table, parts):
-            """Returns the table's gradient after one block, and the block's losses and dx."""
+            """Returns `d_table` plus this block's term of the gradient of `table`; and the block's
+            losses and the gradient of the block's x."""
             block_x, *targets_and_weights = parts
             losses, transpose = jax.vjp(
                 lambda logits: losses_of(logits, *targets_and_weights), make_logits(block_x, table)
@@ -145,8 +147,9 @@ def mean(
         return mean_loss, (d_x, d_table)
 
     def backward(gradients, cotangent):
-        """Returns the gradients times the loss's cotangent; targets and weights have no
-        gradient."""
+        """Returns the gradients of `x` and of `table`, multiplied by the cotangent of the loss. The
+        targets, and the factors `weights` of the tokens' losses, get None: they have no gradient.
+        """
         # The loss is a mean, but the kept gradients are of the sum.
         scaled = [
             (g * (cotangent / count)).astype(leaf.dtype)
@@ -155,12 +158,16 @@ def mean(
         return *scaled, *(None for _ in others)
 
     loss.defvjp(forward, backward)
+    # The gradients that `loss` returns vary along the axes of all its arguments (`union`), so `x`
+    # and `table` must vary along these axes too. `varying` casts them, and its transpose sums each
+    # gradient over the axes that the cast added.
+    union = varying_axes(x) + varying_axes(table) + sum(map(varying_axes, others), start=())
     return loss(*varying((x, table), union), *others)
 
 
 def default_block_tokens(devices: int) -> int:
-    """Returns the default number of tokens in a block, if the rows of the table are split over
-    `devices` devices: the larger of 2,048 and 512 times `devices`.
+    """Returns the default of `block_tokens` in `mean`: the larger of 2,048 and 512 times `devices`,
+    the number of devices that split the rows of `table`.
 
     With 4 or more devices, a block's logits take the same memory on each device, however many
     devices there are. More tokens in a block mean fewer messages.
@@ -174,9 +181,9 @@ def _check_mean(x: Array, targets: Array, axis: Axis, block_tokens: int) -> None
     same = set(axes(axis.names)) - set(varying_axes(x))
     if same:
         raise ValueError(
-            f"cross_entropy.mean needs an x that differs along {axis.names!r}, because the "
-            f"gradient of x differs there; this x, of shape {x.shape}, is the same along "
-            f"{sorted(same)}. Pass tensor.copy_to(x, {axis!r})."
+            f"cross_entropy.mean needs an x whose type varies along {axis.names!r}, because the "
+            f"gradient of x varies there; the type of this x, of shape {x.shape}, does not vary "
+            f"along {sorted(same)}. Pass tensor.copy_to(x, {axis!r})."
         )
     if block_tokens < 1:
         raise ValueError(f"cross_entropy.mean needs block_tokens of 1 or more; got {block_tokens}.")
@@ -191,21 +198,22 @@ def _in_blocks(leaf: Array, blocks: int) -> Array:
     """Returns `leaf`, which has a row for each token, cut into blocks of t tokens,
     `[blocks, t, ...]`.
 
-    Zeros fill up the last block: an `x` of zeros adds nothing to the table's gradient.
+    Zeros fill up the last block. In `mean`, a token whose `x` is zeros adds nothing to the gradient
+    of the vocabulary's table.
     """
     padding = [(0, -len(leaf) % blocks)] + [(0, 0)] * (leaf.ndim - 1)
     return jnp.pad(leaf, padding).reshape(blocks, -1, *leaf.shape[1:])
 
 
-def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
+def normalized(weights: Shaped[Array, "*batch"], axis: AxisLike) -> Float[Array, "*batch"]:
     """Returns `weights` divided by their mean over the global batch.
 
-    With these weights the mean of weight · loss over tokens is Σ weight · loss / Σ weight. The
-    weighted mean of the batch is not the mean of the weighted means of its parts, since devices and
-    microbatches have different sums of weights. So the weights are divided once, before the
-    gradient function, by the mean of all weights of the global batch. Then plain means over equal
-    parts give the right result. `mean`, `grads.accumulated`, `grads.averaged`,
-    `zero.reduce_scattered` and pipelines compute such plain means. The devices send one scalar.
+    If each token's loss is multiplied by its entry of the result, the plain mean over all tokens is
+    the weighted mean, Σ weights · loss / Σ weights. The weighted mean of the batch is not the mean
+    of the weighted means of its parts, since devices and microbatches have different sums of
+    weights. So the weights are divided once, before the gradient function. Then plain means over
+    equal parts give the right result. `mean`, `grads.accumulated`, `grads.averaged`,
+    `zero.reduce_scattered` and pipelines compute plain means. The devices send one scalar.
 
         def weighted(params, batch):                                     # inside mesh.spmd
             windows, weights = batch
@@ -214,9 +222,12 @@ def normalized(weights: Float[Array, "*batch"], axis: AxisLike) -> Float[Array, 
     If all weights are 0, the result is nan.
 
     Args:
-        weights: the weights of this device's tokens, at least 0; ignored tokens have 0.
+        weights: the weights of this device's tokens, at least 0; ignored tokens have 0. A mask of
+            bools or integers is taken as float32.
         axis: the axis or axes that split the batch.
     """
     axis = Axis.of(axis)
-    wide = weights.astype(precision.accumulation_dtype(weights.dtype))
+    # A mask of bools or whole numbers is counted in float32.
+    kind = weights.dtype if jnp.issubdtype(weights.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wide = weights.astype(precision.accumulation_dtype(kind))
     return wide * (weights.size * axis.size() / axis.all_reduce(jnp.sum(wide)))

@@ -4,17 +4,20 @@ An atom is an operand of an equation: a variable or a literal. The `aval` of an 
 array differs along a mesh axis if the array's type says that it varies over the devices of that
 axis. `inner(eqn)` are the jaxprs that the equation `eqn` holds, such as the body of a loop.
 
-A fact about a value is any object. `Following` computes the facts about an equation's results from
-the facts about its operands. If a value may be either of two values, as the result of a `cond` may,
-the facts about it are `first | second`, where `first` and `second` are the facts about the two
-values and `|` joins them. The method `Following.met` combines the facts about several operands into
-the facts about a value that is computed from all of them; by default it joins them by `|` too.
+A fact about a value may have any Python type. `Following` computes the facts about an equation's
+results from the facts about its operands. If a value may be either of two values, as the result of
+a `cond` may, the facts about it are `first | second`, where `first` and `second` are the facts
+about the two values and `|` joins them. The method `Following.met` combines the facts about several
+operands into the facts about a value that is computed from all of them; by default it joins them by
+`|` too.
 
-One kind of fact is a `Reach`: the arguments of the program that a value depends on. It is three
-masks with a bit for each argument. `at_all` has the arguments on which the value depends at all,
-and `alone` those on which it depends through a chain of operations without a collective. The third
-mask, also called `met`, is a part of `alone`: the arguments that were combined with data (the
-batch) in such a chain, as a weight is in a matmul.
+One kind of fact is a `Reach`: the arguments of the program that a value depends on. A `Reach` is
+five masks with a bit for each argument. The mask `at_all` has all arguments on which the value
+depends. The mask `alone` has those on which the value depends through a chain of operations without
+a collective. The mask `met` has those arguments of `alone` that such a chain combines with data
+(the batch), as a matmul combines a weight with activations. The mask `sent` has the arguments that
+a collective has sent on the way to the value. The mask `multiplied` has the arguments that a matmul
+multiplied with this device's own data, before a collective sent the argument or the data.
 """
 
 import functools
@@ -56,8 +59,8 @@ DEAR = frozenset(  # computed once, even for several uses
 )
 UNCHANGED = frozenset(  # the result has the same numbers, perhaps in another dtype
     {
-        "copy", "copy_p", "optimization_barrier", "pbroadcast", "pcast", "pvary",
-        "reduce_precision", "reshard",
+        "copy", "copy_p", "name", "optimization_barrier", "pcast", "preduced", "pvary",
+        "reduce_precision", "reshard", "vary_unreduced_cast", "vary_unreduced_cast_p",
     }
 )
 # fmt: on
@@ -105,11 +108,14 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 
     The jaxpr is the equation's only one, and has as many arguments and results as the equation has
     operands and results. Only these counts are compared, not the types, so the body of a `scan` is
-    returned too. A caller that does not want it checks the primitive's name first.
+    returned too. A caller that does not want the body of a `scan` must check the primitive's name
+    first.
     """
     bodies = inner(eqn)
     fits = (
-        len(bodies) == 1
+        # These two hold a function of two numbers, with as many arguments and results
+        eqn.primitive.name not in ("reduce", "reduce_window")
+        and len(bodies) == 1
         and len(bodies[0].invars) == len(eqn.invars)
         and len(bodies[0].outvars) == len(eqn.outvars)
     )
@@ -133,19 +139,16 @@ def every(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 # The primitives that communicate: `linear_collective` of this library, and JAX's collectives
+# fmt: off
 COLLECTIVES = frozenset(
     {
-        "linear_collective",
-        "ppermute",
-        "all_to_all",
-        "ragged_all_to_all",
-        "psum",
-        "psum_invariant",
-        "pmax",
-        "pmin",
+        "linear_collective", "ppermute", "all_to_all", "ragged_all_to_all", "psum",
+        "psum_invariant", "unreduced_psum", "pmax", "pmin", "unreduced_pmax", "unreduced_pmin",
+        "pbroadcast", "pbroadcast_dynamic", "reduce_scatter", "unreduced_reduce_scatter",
+        "all_gather", "all_gather_invariant", "all_gather_reduced",
     }
-    | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 )
+# fmt: on
 
 
 def sent_over(eqn: JaxprEqn) -> frozenset[str]:
@@ -172,17 +175,22 @@ class Reach(NamedTuple):
     """The arguments of a program that a value depends on, as masks with one bit per argument.
 
     Attributes:
-        at_all: the arguments that the value depends on at all.
+        at_all: all arguments that the value depends on.
         alone: the arguments that the value depends on through a chain of operations without a
-            collective.
-        met: the arguments that were combined with data in such a chain, as a weight is in a matmul.
-            The arguments in `met` are a part of those in `alone`. A later collective, such as a sum
-            of partial products over devices, ends the chain.
+            collective. A later collective, such as a sum of partial products over devices, ends
+            the chain.
+        met: those arguments of `alone` that such a chain combines with data, as a matmul combines a
+            weight with activations. Data are values that depend on the batch.
+        sent: the arguments that a collective has sent on the way to the value.
+        multiplied: the arguments that were multiplied with this device's own data, before a
+            collective sent the argument or the data. A later collective does not remove them.
     """
 
     at_all: int = 0
     alone: int = 0
     met: int = 0
+    sent: int = 0
+    multiplied: int = 0
 
     def __or__(self, second: tuple[int, ...]) -> "Reach":
         """Returns the `Reach` with the arguments that are in `self`, in `second` or in both."""
@@ -190,13 +198,17 @@ class Reach(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """The dependence of a result on each argument of a program.
+    """The dependence of a result on each argument of a program. Each list has one entry for each
+    argument.
 
     Attributes:
         reached: whether the result depends on the argument.
-        unsent: whether a chain of operations without a collective leads from the argument to the
-            result, and combines the argument with data. Such a chain does not use the shards of
-            other devices.
+        unsent: whether the argument is used with data although no collective has sent it. This is
+            true in two cases. First, a chain of operations without a collective leads from the
+            argument to the result, and an operation of the chain has a second operand that depends
+            on the batch. Second, a matmul or a convolution multiplies the argument with this
+            device's part of the batch, and no collective has sent the argument or that part before
+            (a collective may send the product).
     """
 
     reached: list[bool]
@@ -206,24 +218,21 @@ class Uses(NamedTuple):
 def uses(
     closed: ClosedJaxpr | Jaxpr, axis: str, *, data: Sequence[bool], weights: Sequence[Any] = ()
 ) -> list[Uses]:
-    """Returns, for each result of a program, the dependence of the result on the arguments, and
-    then on each of `weights`.
+    """Returns one `Uses` for each result of a program. Both lists in a `Uses` have an entry for
+    each argument, followed by an entry for each array in `weights`.
 
-    A `Uses` has two bools for each argument. `reached` says whether the result depends on the
-    argument. `unsent` says whether a chain of operations without a collective leads from the
-    argument to the result, and combines the argument with data.
-
-    Operations on scalars do not count as a use of a weight with data, so that a penalty on weights
-    may be added to a loss. If an argument goes into a `ppermute` anywhere, `unsent` is false for
-    it, whatever its other uses are: in a ring that is written by hand, each device first uses its
-    own block, and then sends it on.
+    `Uses.unsent` says whether an operation combines an argument with data, and no collective has
+    sent the argument before. An operation on scalars alone does not count, so that a penalty on
+    weights may be added to a loss. For each argument that goes into a `ppermute`, `unsent` is
+    false: in a ring that is written by hand, each device first uses its own block of an argument,
+    and then sends the block on.
 
     Args:
         closed: the program.
-        axis: the axis; collectives along other axes are ignored.
-        data: for each argument, whether it is data, as opposed to a weight.
-        weights: arrays that the program may read by closure. Such a constant counts as a further
-            argument that is a weight.
+        axis: the mesh axis of the collectives that count; collectives along others are ignored.
+        data: for each argument, whether it is data (an array of the batch) and not a weight.
+        weights: weights that the program may read by closure. Each of these arrays counts as a
+            further argument.
     """
     arguments = len(opened(closed).invars)
     count = arguments + len(weights)
@@ -236,21 +245,34 @@ def uses(
     own = [Reach(1 << i, 1 << i) for i in range(count)]
     of_weights = dict(zip(map(id, weights), own[arguments:], strict=True))
     ways = _Ways(axis, of_data, of_constants=1 << count, of_weights=of_weights)
+    # The data that differ between devices are a device's own data.
+    for i, aval in enumerate(types(opened(closed).invars)):
+        if data[i] and axis in collective_types.axes_of_type(aval):
+            ways.own_data |= 1 << i
+    # `run` also collects in `passed_on` the arguments that go into a `ppermute`.
     reaches = ways.run(closed, own[:arguments])
+    # In a ring written by hand, the data may travel instead: a device uses its own rows first, and
+    # passes them on. Such data no longer count as own data, so the program is read again.
+    if ways.own_data & ways.passed_on:
+        ways.own_data &= ~ways.passed_on
+        reaches = ways.run(closed, own[:arguments])
 
     def bits(mask):
-        """Returns a mask as a bool for each argument."""
+        """Returns a list of bools: bool i says whether the bit of argument i is set in `mask`."""
         return [bool(mask >> i & 1) for i in range(count)]
 
-    # `ways.run` has collected in `passed_on` the arguments that go into a `ppermute`.
-    return [Uses(bits(reach.at_all), bits(reach.met & ~ways.passed_on)) for reach in reaches]
+    return [
+        Uses(bits(reach.at_all), bits((reach.met | reach.multiplied) & ~ways.passed_on))
+        for reach in reaches
+    ]
 
 
 class Following:
     """Propagates facts about values through a program, from the arguments to the results.
 
-    Subclasses choose the type of a fact, and define `plain`. If a value may be either of two
-    values, as the result of a `cond` may, the facts about it are `first | second`.
+    Subclasses choose the type of a fact, and define the method `plain`, the rule for equations
+    without inner programs. If a value may be either of two values, as the result of a `cond` may,
+    the facts about the value are `first | second`, joined from the facts about the two values.
 
     Attributes:
         unknown: the fact about a value of which nothing is known. It adds nothing to another fact
@@ -386,27 +408,32 @@ class FollowingAlong(Following):
 
 
 class _Ways(FollowingAlong):
-    """Finds, for `uses`, on which arguments of the program each value depends. The fact about a
-    value is its `Reach`.
+    """Finds on which arguments of the program each value depends. The fact about a value is its
+    `Reach`.
 
     Attributes:
-        data: a mask of the arguments that are data, and of the constants that differ between
-            devices.
+        data: a mask with the bits of all arguments that are data (arrays of the batch), and with
+            the one bit that stands for all constants that differ between devices.
         of_constants: the `Reach` of a constant that differs between devices.
-        of_weights: the `Reach` of a constant that is a weight, by the array's id.
+        of_weights: a dict from the id of an array to its `Reach`, for constants that are weights.
+        own_data: a mask of the arguments that are data and differ along the axis.
         passed_on: a mask of the arguments that go into a `ppermute`.
     """
 
     unknown = Reach()
 
     def __init__(self, axis: str, data: int, of_constants: int, of_weights: dict[int, Reach]):
-        """At the start, no argument is known to go into a `ppermute`. `data` is the mask of the
-        arguments that are data. `of_constants` is the mask with the bit for constants that differ
-        between devices; these constants count as data too, unless their ids are in `of_weights`."""
+        """Begins with empty masks `own_data` and `passed_on`: the function `uses` sets `own_data`,
+        and the method `plain` adds to `passed_on`. The argument `data` is the mask of the arguments
+        that are arrays of the batch. A mask has one bit for each argument and each weight, and a
+        last bit for all constants that differ between devices. `of_constants` is the mask with only
+        the last bit. These constants count as data too, unless they are weights: `of_weights` is a
+        dict from the id of a weight's array to the weight's `Reach`."""
         super().__init__(axis)
+        # Such a constant has its bit only in the mask `at_all`: it is data, and no weight.
         self.data, self.of_constants = data | of_constants, Reach(of_constants)
         self.of_weights = of_weights
-        self.passed_on = 0
+        self.own_data = self.passed_on = 0
 
     def constant(self, aval: Any, value: Any) -> Reach:
         """Returns the `Reach` of a constant. A constant that is no weight, and whose type varies
@@ -425,19 +452,25 @@ class _Ways(FollowingAlong):
             # In a ring written by hand, a device uses its own block and then sends it on.
             if name == "ppermute":
                 self.passed_on |= joined.alone
-            joined = Reach(joined.at_all)
+            joined = Reach(joined.at_all, sent=joined.at_all, multiplied=joined.multiplied)
         # An operation on scalars alone, such as the sum of a loss and a penalty, does not count as
         # a use of a weight with data.
         elif any(aval.shape for aval in types(eqn.invars)):
             joined = self.met(operands)
+        # `multiplied` gets the arguments in each operand that are multiplied with own data of this
+        # device in the other operand, if no collective has sent them or the data.
+        if name in ("dot_general", "conv_general_dilated"):
+            for weight, activations in (operands, reversed(operands)):
+                if activations.at_all & self.own_data & ~activations.sent:
+                    joined |= Reach(multiplied=weight.alone & ~weight.sent)
         # A value that is the same on all devices cannot depend on one device's share alone.
-        return joined if differs else Reach(joined.at_all)
+        return joined if differs else joined._replace(alone=0, met=0)
 
     def met(self, operands: Sequence[Reach]) -> Reach:
-        """Returns the `Reach` of a result that combines all operands. The mask `met` of the result
-        gets the arguments in an operand's `alone` if any other operand depends on data."""
+        """Returns the `Reach` of a result that is computed from all operands. Each mask of the
+        result is the union of the operands' masks. The mask `alone` of an operand is also added to
+        the result's mask `met` if another operand depends on the batch."""
         joined = functools.reduce(operator.or_, operands)
-        # Each operand is combined with all other operands.
         for i, operand in enumerate(operands):
             if any(reach.at_all & self.data for reach in (*operands[:i], *operands[i + 1 :])):
                 joined |= Reach(met=operand.alone)
@@ -488,9 +521,9 @@ def frames(eqn: JaxprEqn) -> Sequence[Any]:
 
 
 def origin(eqn: JaxprEqn) -> str:
-    """Returns the innermost line that made an equation, such as "clipping.py:77", outside the files
-    of JAX, of Python's library and of installed packages (`_BELOW`); "" if there is no such line.
-    """
+    """Returns the source line that made an equation, such as "clipping.py:77": the innermost line
+    outside the files of JAX, of Python's library and of installed packages (`_BELOW`). Returns ""
+    if there is no such line."""
     for frame in frames(eqn):
         name = frame.file_name
         # Names without ".py", such as "<frozen ...>" or "<stdin>", are no files.

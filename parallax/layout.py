@@ -33,6 +33,8 @@ from parallax.validate import (
 
 __all__ = ["AXES", "Layout", "Precision", "Remat", "ScheduleName"]
 
+KNOWN_SIZES = {*validate.SIZES, *validate.OPTIONAL_SIZES}
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -92,7 +94,7 @@ class Layout:
             them. docs/pipeline.md has the measured times of all schedules.
         split_sends: whether each of the t devices of the tensor axis sends only 1/t of the
             activation to the next stage. All t devices hold the whole activation, and the next
-            stage gathers the parts. It is for stages on different machines. See
+            stage gathers the parts. Use `split_sends` for stages on different machines. See
             `pipeline.split_over`.
         processes: the number of processes, each of which drives equally many devices.
 
@@ -215,22 +217,23 @@ class Layout:
 
     @property
     def optimizer_shards(self) -> int:
-        """The number of devices among which ZeRO splits the optimizer's state: 1 without ZeRO."""
+        """The number of devices among which ZeRO splits the optimizer's state; 1 without ZeRO."""
         return self.data * self.context if self.zero >= 1 else 1
 
     @property
     def gradient_shards(self) -> int:
-        """The number of devices among which ZeRO splits the sums of gradients: 1 below ZeRO-2."""
+        """The number of devices among which ZeRO splits the sums of gradients; 1 if `zero` is less
+        than 2."""
         return self.data * self.context if self.zero >= 2 else 1
 
     @property
     def parameter_shards(self) -> int:
-        """The number of devices among which ZeRO splits the parameters: 1 below ZeRO-3."""
+        """The number of devices among which ZeRO-3 splits the parameters; 1 without ZeRO-3."""
         return self.data * self.context if self.zero == 3 else 1
 
     @property
     def token_shards(self) -> int:
-        """The number of tensor devices among which the residual stream is split by tokens: 1
+        """The number of tensor devices among which the residual stream is split by tokens; 1
         without `sequence`."""
         return self.tensor if self.sequence else 1
 
@@ -238,10 +241,13 @@ class Layout:
 
     @classmethod
     def admits(cls, **fields: Any) -> bool:
-        """Returns whether these fields, with all others at their defaults, make a valid layout."""
+        """Returns whether these fields, with all others at their defaults, make a valid layout.
+        Unknown names make none."""
+        if not fields.keys() <= DEFAULTS.keys():
+            return False
         return validate.fits(DEFAULTS | _as_python(fields), {})
 
-    def check(self, sizes: Mapping[str, int]) -> None:
+    def check(self, sizes: Mapping[str, int | np.integer]) -> None:
         """Raises `ValueError` if a model, a global batch (in sequences) or a machine does not fit
         this layout.
 
@@ -249,14 +255,13 @@ class Layout:
 
         Args:
             sizes: layers, heads, hidden, rows (of the padded vocabulary), tokens (of a sequence)
-                and batch; and experts, devices and processes, if these three are known.
+                and batch; and any of experts, devices and processes.
 
         Raises:
             ValueError: a size is missing or has another name, or does not fit. The message proposes
                 the nearest sizes that fit in every respect.
         """
-        needed, optional = {*validate.SIZES}, {*validate.OPTIONAL_SIZES}
-        if not needed <= sizes.keys() <= needed | optional:
+        if not {*validate.SIZES} <= sizes.keys() <= KNOWN_SIZES:
             raise ValueError(
                 f"Layout.check needs the sizes {', '.join(validate.SIZES)}, and may have "
                 f"{', '.join(validate.OPTIONAL_SIZES)}; got {', '.join(sizes) or 'none'}. Use "
@@ -282,24 +287,33 @@ class Layout:
 
     @classmethod
     def parse(
-        cls, text: str, sizes: Mapping[str, int] | None = None, wording: Wording = validate.TEXT
+        cls,
+        text: str,
+        sizes: Mapping[str, int | np.integer] | None = None,
+        wording: Wording = validate.TEXT,
     ) -> "Layout":
         """Returns the layout that a command line writes as `data=2,tensor=4,sequence=True`.
 
         Args:
             text: the parts `name=value`, separated by commas.
-            sizes: any of the sizes of `check`, which the layout must fit.
+            sizes: sizes that the layout must fit, such as layers, batch and devices: any of those
+                that `check` takes.
             wording: how an error writes the layout that it proposes; by default as the whole
                 corrected text.
 
         Raises:
             ValueError: a part is not `name=value`, a name or a value is not known, or a name is
-                given twice; or the fields do not make a valid layout.
+                given twice; or the fields do not make a valid layout, or do not fit the sizes.
         """
+        if unknown := [name for name in sizes or () if name not in KNOWN_SIZES]:
+            raise ValueError(
+                f"Layout.parse takes the sizes {', '.join(sorted(KNOWN_SIZES))}; got "
+                f"{unknown[0]!r}. Use {validate.most_like(unknown[0], sorted(KNOWN_SIZES))!r}."
+            )
         # All parts are read before the first fault is raised, so that the proposal has all fields.
-        # `misread` are the sentences for parts that could not be read as they are. For an unknown
-        # name `_known_name` adds a sentence, and returns the name of closest spelling. A part
-        # without a value gets a value, too, but only for the proposal.
+        # `misread` has a sentence for each faulty part. `_known_name` adds one for an unknown name,
+        # and returns the name of closest spelling. `_value_of_bare` gives a part without a value
+        # the value for the proposal. `_read` refuses wrong values.
         misread, fields = [], {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, value = part.partition("=")
@@ -313,18 +327,18 @@ class Layout:
                     f"Layout.parse: {name} is given twice, as {fields[name]} and {value}."
                 )
             fields[name] = _typed(name, value) if equals else _value_of_bare(name)
-        return cls._read(fields, dict(sizes or {}), wording, misread)
+        return cls._read(fields, _as_python(sizes or {}), wording, misread)
 
     @classmethod
     def from_json(cls, text: str) -> "Layout":
         """Returns the layout that `to_json` wrote; fields that are missing have their defaults.
 
         Raises:
-            ValueError: the text is not JSON of one object; a name or a value is not known; or the
-                fields do not make a valid layout.
+            ValueError: the text is not JSON of one object; a name or a value is not known, or a
+                name is given twice; or the fields do not make a valid layout.
         """
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=_each_name_once)
         # Deeply nested JSON ends in a RecursionError.
         except (ValueError, RecursionError) as error:
             example = Layout().to_json()
@@ -336,6 +350,9 @@ class Layout:
                 f"Layout.from_json needs an object; got {values!r}. Use one such as "
                 f"{Layout().to_json()}"
             )
+        # `_known_name` replaces an unknown name by the field of closest spelling, and adds a
+        # sentence about it to `misread`. `_read` raises an error that begins with the first such
+        # sentence and proposes the corrected fields. `{}`: there are no sizes to fit.
         misread: list[str] = []
         fields = {_known_name(name, misread): value for name, value in values.items()}
         return cls._read(fields, {}, validate.JSON, misread)
@@ -344,12 +361,13 @@ class Layout:
     def _read(
         cls, written: dict[str, Any], sizes: dict[str, Any], wording: Wording, misread: list[str]
     ) -> "Layout":
-        """Returns the layout of these fields, or raises `ValueError` with the first fault.
+        """Returns the layout of the fields `written`, or raises `ValueError` with the first fault.
 
-        `misread` has a sentence for each mistake in the text. `written` has the fields, with names
-        and values already corrected as the message will propose them. The layout must fit `sizes`,
-        the sizes of a model and a batch; if `sizes` is empty, only the fields are checked.
-        `wording` says how the message writes the corrected fields.
+        The fields were read from a text of `name=value` parts, or from JSON. `misread` has a
+        sentence for each mistake in this text. In `written`, each unknown name is already replaced
+        by the name of the field that the error message proposes. The layout must fit `sizes`, the
+        sizes of a model and a batch; if `sizes` is empty, only the fields are checked. `wording`
+        says how the message writes the corrected fields.
         """
         # If the text has a mistake, there is always an error message, which begins with the first
         # mistake. The proposal has the fields in `written` and the fields that it changes, but no
@@ -372,6 +390,17 @@ def _as_python(values: Mapping[str, Any]) -> dict[str, Any]:
         name: value.item() if isinstance(value, np.integer | np.bool_) else value
         for name, value in values.items()
     }
+
+
+def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the members of a JSON object as a dict. Raises `ValueError` if one name has two
+    values: `json` would take the last."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name} is given twice, as {values[name]} and {value}")
+        values[name] = value
+    return values
 
 
 def _typed(name: str, text: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -22,7 +23,6 @@ from parallax.trees import (
     dotted,
     entry_axes,
     is_array,
-    is_spec,
     shardings,
 )
 
@@ -103,8 +103,8 @@ def _check_not_cached(devices: Sequence[Device]) -> None:
     """Raises `ValueError` for CPU devices whose programs may come from JAX's compilation cache.
 
     A CPU program that is loaded from the cache runs its collectives in an order that differs
-    between devices. Ring attention over four devices then hangs, or returns wrong numbers from the
-    fifth call on. This was seen with JAX 0.10.2 and 0.12.
+    between devices. With JAX 0.10.2 and 0.12, ring attention over four devices then hung, or
+    returned wrong numbers.
     """
     config: Any = jax.config
     cached = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
@@ -131,8 +131,9 @@ def _wrong_product(sizes: dict[str, int], asked: str, devices: int) -> str:
     ]
     cures = [f"set {' or '.join(fitting)}"] if fitting else []
     cures += [f"pass devices=jax.devices()[:{product}]"] if product < devices else []
+    noun = "devices" if product > 1 else "device"
     cures += [
-        f"make {product} virtual CPU devices with jax.config.update('jax_num_cpu_devices', "
+        f"make {product} virtual CPU {noun} with jax.config.update('jax_num_cpu_devices', "
         f"{product})"
     ]
     choices = ", or ".join(cures)
@@ -149,25 +150,25 @@ def spmd(
 
     It is `jax.shard_map` for Equinox trees, with `check_vma=True`. Leaves that are not arrays
     (activation functions, Python numbers) enter and leave `f` unchanged. Wrap the returned function
-    in `eqx.filter_jit`. If all leaves are arrays, `jax.jit` will do too. (`jax.jit` would turn
-    Python numbers into arrays.) The returned function may also be called inside a jitted program.
-    Each argument is first laid out as its spec says, whatever its layout was. Results lie on
-    `mesh`; under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of
-    the mesh that was set.
+    in `eqx.filter_jit`. Use `jax.jit` only if all leaves are arrays, since `jax.jit` turns Python
+    numbers into arrays. The returned function may also be called inside a jitted program. Each
+    argument is first laid out as its spec says, whatever its layout was. Results lie on `mesh`;
+    under `jax.set_mesh`, the mesh of the results has the axis types (Auto or Explicit) of the mesh
+    that was set.
 
     Args:
         f: a function of local blocks; `f` names the axes along which it communicates.
         mesh: the mesh.
-        in_specs: a tuple with a tree prefix of `PartitionSpec`s for each argument, such as
-            `rules.specs` returns.
+        in_specs: a tuple that has, for each argument, a tree prefix of `PartitionSpec`s.
+            `rules.specs` returns such a tree.
         out_specs: a tree prefix of `PartitionSpec`s for the result of `f`.
 
     Raises:
         ValueError: a spec names an axis that the mesh lacks, or one axis twice; a spec is longer
             than its array's rank, or splits a dim that is no multiple of the number of devices; or
-            an array has the spec None. The message names the leaf. It is raised too if the call is
-            inside another `spmd` or `shard_map`, or under `jax.set_mesh` of a mesh with other axes;
-            or if some axes are Auto and others Explicit.
+            an array has the spec None. In these cases the message names the leaf. The error is also
+            raised if the call is inside another `spmd` or `shard_map`; if `jax.set_mesh` has set a
+            mesh with other axes or sizes; or if some axes are Auto and others Explicit.
     """
 
     def mapped(*arguments):
@@ -225,19 +226,19 @@ def _uneven_axes(arrays: PyTree, specs: PyTree) -> frozenset[str]:
     """
 
     def axes(spec, leaves):
-        """Returns the axes that split the rows, if the leaves of this spec have unequal numbers of
-        rows; otherwise none.
-        """
+        """Returns the mesh axes over which `spec` splits the first dim of the arrays `leaves`, if
+        the first dims of these arrays differ in size; otherwise `()`."""
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(leaves) if leaf.ndim}
         return entry_axes(spec[0]) if len(spec) and len(rows) > 1 else ()
 
-    return frozenset(jax.tree.leaves(jax.tree.map(axes, specs, arrays, is_leaf=is_spec)))
+    return frozenset(jax.tree.leaves(jax.tree.map(axes, specs, arrays)))
 
 
 def _in_context(mesh: AnyMesh) -> AnyMesh:
     """Returns `mesh`; under `jax.set_mesh`, with the axis types of the mesh that was set.
 
-    Raises `ValueError` inside a map, under another mesh of `jax.set_mesh`, or for mixed axis types.
+    Raises `ValueError` if the call is inside an `spmd` or a `shard_map`; if `jax.set_mesh` has set
+    a mesh with other axes or sizes; or if some axes are Auto and others Explicit.
     """
     context = jax.sharding.get_abstract_mesh()
     # Inside a map, JAX would map over the other axes only, and there are none.
@@ -275,7 +276,8 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
     """
 
     def leaf(array, spec):
-        """Returns one array, laid out by its spec if its own mesh or `mesh` has Explicit axes."""
+        """Returns `array`. If `mesh` or the mesh of `array` has Explicit axes, the result is laid
+        out as `spec` says; otherwise it is `array` unchanged."""
         if AxisType.Explicit in mesh.axis_types:
             return jax.reshard(array, NamedSharding(mesh, spec))
         # Here `mesh` has Auto axes, which `jax.reshard` refuses in a spec.
@@ -283,13 +285,14 @@ def _laid_out(arrays: Tree, specs: PyTree, mesh: AnyMesh) -> Tree:
             return jax.device_put(array, NamedSharding(mesh, spec))
         return array
 
-    return jax.tree.map(leaf, arrays, jax.tree.broadcast(specs, arrays, is_leaf=is_spec))
+    return jax.tree.map(leaf, arrays, jax.tree.broadcast(specs, arrays))
 
 
 def place(tree: Tree, specs: PyTree, mesh: Mesh) -> Tree:
     """Returns `tree` with every array on the devices of `mesh`, split as `specs` says.
 
-    `specs` is a tree prefix. Leaves that are no arrays stay as they are.
+    `specs` is a tree prefix. Leaves that are no arrays stay as they are. While `jax_enable_x64` is
+    off, NumPy arrays of 64-bit numbers become 32-bit, as in `jnp.asarray`.
 
     Raises:
         ValueError: a spec does not fit its array or the mesh, as in `spmd`.
@@ -315,25 +318,53 @@ def move(tree: PyTree, specs: PyTree, mesh: Mesh) -> Moved:
     """Returns `(tree, bytes)`: `tree` on the devices of `mesh`, split as `specs` (a tree prefix)
     says, and the number of bytes that had to be moved, summed over devices.
 
-    The arrays may be on any devices of this process. `move` changes the layout of a model without a
-    disk, for example from training to generation: the axes and the number of devices may differ.
-    All values stay the same, to the bit, and the given arrays remain valid. The part that a device
-    has already is not counted among the moved bytes. A NumPy array is on no device, so all its
-    bytes count. For a model that was trained under `layout` and is to generate on the mesh `wide`
-    (`joined` joins the layers of the pipeline stages):
+    The arrays may be on any devices of this process. So no checkpoint is needed to use a model on
+    another mesh: the two meshes may have different axes and different numbers of devices. All
+    values stay the same, to the bit, and the given arrays remain valid. The part that a device has
+    already is not counted among the moved bytes. A NumPy array is on no device, so all its bytes
+    count. NumPy's 64-bit numbers become 32-bit while `jax_enable_x64` is off, if that changes no
+    value. In this example, a model that was trained under `layout` moves to the mesh `wide`, to
+    generate text there. `joined` joins the layers of the pipeline stages:
 
         whole = decoder.joined(gpt2.FAMILY, layout, state.model)
         model, moved = mesh.move(whole, rules.specs(whole, gpt2.rules("tensor"), wide), wide)
 
     Raises:
         ValueError: a spec does not fit its array or the mesh, as in `spmd`; or an array is deleted,
-            is traced by `jax.jit`, or lies on devices of other processes.
+            is traced by `jax.jit`, or lies on devices of other processes; or a NumPy array has a
+            value that a 32-bit type cannot represent, and `jax_enable_x64` is off.
     """
-    arrays, static = eqx.partition(tree, is_array)
+    arrays, static = eqx.partition(in_types_of_jax("mesh.move", tree), is_array)
     check_specs(arrays, specs, mesh)
     fitted = jax.tree.broadcast(shardings(specs, mesh), arrays)
     total = sum(jax.tree.leaves(jax.tree.map_with_path(_missing, arrays, fitted)))
     return Moved(eqx.combine(jax.device_put(arrays, fitted), static), total)
+
+
+def in_types_of_jax(name: str, tree: PyTree) -> PyTree:
+    """Returns `tree`, with its NumPy arrays in the types that JAX gives them: 32-bit types in place
+    of 64-bit ones while `jax_enable_x64` is off. Other leaves stay as they are.
+
+    Raises `ValueError`, which begins with `name`, if a value changes.
+    """
+
+    def leaf(path, leaf):
+        """Returns one leaf, in the type that JAX gives it."""
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if dtype == leaf.dtype:
+            return leaf
+        with np.errstate(all="ignore"):
+            narrow = np.asarray(leaf).astype(dtype)
+        if not np.array_equal(leaf, narrow, equal_nan=True):
+            raise ValueError(
+                f"{name} keeps all values; {dotted(path)} is {leaf.dtype}, and has a value that "
+                f"{dtype} cannot represent. Set jax_enable_x64, or cast this array yourself."
+            )
+        return narrow
+
+    return jax.tree.map_with_path(leaf, tree)
 
 
 def _missing(path: Sequence, leaf: Any, sharding: NamedSharding) -> int:
@@ -387,7 +418,7 @@ def check_specs(tree: PyTree, specs: PyTree, mesh: AnyMesh) -> None:
     `specs` is a tree prefix.
     """
     try:
-        fitted = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+        fitted = jax.tree.broadcast(specs, tree)
     except ValueError as error:
         # `_check_none` raises a clearer error for the most common mistake: `jax.jit` turned a
         # number into an array.
@@ -407,7 +438,7 @@ def _check_none(specs: PyTree, tree: PyTree) -> None:
     """Raises `ValueError` for an array whose spec is None. Only leaves that are no arrays may have
     this spec, and such leaves have been removed from `tree`."""
     # `specs` is a tree prefix: an array below the path of a None has the spec None.
-    specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None or is_spec(x))
+    specs_and_none = jax.tree.leaves_with_path(specs, is_leaf=lambda x: x is None)
     static = [tuple(path) for path, spec in specs_and_none if spec is None]
     for path, leaf in jax.tree.leaves_with_path(tree):
         if any(tuple(path[: len(prefix)]) == prefix for prefix in static):

@@ -4,11 +4,12 @@ The parameters and the optimizer's state stay in float32. `mixed` runs the model
 float16. Sums (gradients over microbatches and devices, norms, softmax, the loss) are computed in
 wide types: float32 or wider.
 
-float16 has no number above 65,504 and rounds numbers below 6e-8 to zero. So with float16 the loss
-is multiplied by a number, the loss scale, before the loss is differentiated. `Scale` holds this
-number and its history, as a part of a step's state. The scale falls when a gradient overflows, and
-that step is skipped; the scale rises when no gradient has overflowed for a while. A loss function
-returns the loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and g to aux.
+float16 has no number above 65,504, and rounds numbers below 2^-25 (3e-8) to zero. So with float16
+the loss is multiplied by a number, the loss scale, before the loss is differentiated. `Scale` holds
+this number and its history, as a part of a step's state. The scale falls when a gradient overflows,
+and that step is skipped; the scale rises when no gradient has overflowed for a while. A loss
+function returns the loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to the loss and
+g to aux.
 
     def grad_of(scale):  # a traced scalar
         grad = precision.mixed(jax.value_and_grad(precision.scaled(loss, scale)), jnp.float16)
@@ -19,6 +20,7 @@ returns the loss or (loss, aux): `map_loss_and_aux(value, f, g)` applies f to th
 Source: Micikevicius et al., Mixed precision training (arXiv 1710.03740).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -49,10 +51,10 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """Returns a function like `grad` that computes with the parameters cast to `dtype`, and returns
     gradients in the parameters' own dtypes.
 
-    Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`: then the parameters are
-    cast once per step, and the sums over microbatches stay in float32 or wider. Put `mixed` inside
-    `grads.averaged`, which then reduces gradients in float32 or wider. The loss is in float32 or
-    wider too; auxiliary values stay as they are.
+    Put `mixed` outside `grads.accumulated` and `pipeline.value_and_grad`, so that the parameters
+    are cast once per step, not once per microbatch. Both functions sum 16-bit gradients in float32.
+    Put `mixed` inside `grads.averaged`, which then reduces gradients in float32 or wider. The loss
+    is in float32 or wider too; auxiliary values stay as they are.
 
     The batch is not cast. A float32 input would make the matmuls run in float32, so cast such an
     input where the model reads it, as in `x.astype(weight.dtype)`.
@@ -70,7 +72,8 @@ def mixed(grad: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
             lambda g, w: g.astype(w.dtype), gradients, matching_parameters(gradients, params)
         )
 
-    return wrapped
+    # Sets only `__wrapped__`, through which `refuse_clipped` sees a `grad` that clips.
+    return functools.update_wrapper(wrapped, grad, assigned=(), updated=())
 
 
 def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
@@ -93,8 +96,8 @@ def scaled(loss: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., A
 
 
 def unscaled(grad: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `grad`, made from a `scaled` loss, with the loss and the gradients divided by
-    `scale`.
+    """Returns a function like `grad` whose loss and gradients are divided by `scale`. `grad` is the
+    gradient function of a `scaled` loss.
 
     The loss and the gradients are float32 or wider. A function that compares the size of gradients
     with a bound must get the unscaled gradients: `grads.clipped(unscaled(grad, scale), max_norm)`.
@@ -140,7 +143,8 @@ class Scale(eqx.Module):
 
     def __init__(self, value: float = 2.0**15):
         self.value = jnp.asarray(value, jnp.float32)
-        self.good = self.skipped = jnp.zeros((), jnp.int32)
+        # Two arrays: a step that is donated one array twice would be refused.
+        self.good, self.skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,9 @@ class ScaledGrad:
     """A gradient function for `step.make` that depends on the loss scale, as float16 needs.
 
     Args:
-        grad_of: a function that takes the scale, a scalar, and returns the gradient function, whose
-            gradients have been divided by the scale again (see `unscaled`). If the state of the
-            step has no scale, `grad_of` is called with None.
+        grad_of: a function that takes the scale, a scalar, and returns a gradient function. The
+            loss and the gradients of that gradient function are already divided by the scale (see
+            `unscaled`). If the state of the step has no scale, `grad_of` is called with None.
     """
 
     grad_of: Callable[[Any], Callable[..., Any]]
@@ -163,8 +167,8 @@ def adjusted(
 
     After an overflow the scale is divided by `factor`. After `interval` steps without an overflow
     the scale is multiplied by `factor`. The scale stays between `LEAST`, which is 1, and 2^24, so
-    it is always finite. A greater scale would help only gradients below 2^-48, since float16 has
-    numbers down to 2^-24; added in float32 to a gradient of 2^-24 or more, they vanish anyway.
+    it is always finite. At a scale of 2^24, float16 rounds only gradients below 2^-49 to zero. Such
+    gradients vanish anyway when float32 adds them to a gradient of 2^-24 or more.
 
     Args:
         scale: the `Scale` of this step.

@@ -1,9 +1,9 @@
 """Whether a record of a model's values is made, and the layer and microbatch that are traced now.
 
-The module `taps` makes the record; a *tap* is a place in the model that reports a value. While a
-loop over layers or microbatches traces the model, it sets the number of the layer or microbatch by
-`at`. The code of the loop imports only this file, not `taps`. Outside of `with taps.recording()`,
-this file adds nothing to a program.
+The module `taps` makes the record; a *tap* is a place in the model that reports a value. A loop
+over layers or microbatches traces the model inside `with at(...)`, a function of this file that
+sets the number of the layer or microbatch. The code of the loop imports only this file, not `taps`.
+Outside of `with taps.recording()`, this file adds nothing to a program.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ def is_on() -> bool:
 
 @contextlib.contextmanager
 def at(**tags: Any) -> Iterator[None]:
-    """Sets the `layer` or the `microbatch` that a tap (a place in the model that reports a value)
-    in the `with` block reports with the value.
+    """Sets the `layer` or the `microbatch` of the values that taps report in the `with` block. A
+    tap is a place in the model that reports a value.
 
     `layer` and `microbatch` are integers or arrays. None keeps the number that an enclosing `at`
     has set. Outside of `with taps.recording()`, `at` does nothing.
@@ -60,17 +60,18 @@ def numbered(count: int) -> Int[Array, " count"] | None:
 
 
 def job(microbatch: Int[Array, ""] | int, valid: Bool[Array, ""] | bool) -> Int[Array, ""] | None:
-    """Returns a number for `at`: the microbatch of a pipeline stage's job, or -1 if not `valid`.
+    """Returns the microbatch of a pipeline stage's job, or -1 if `valid` is false. The result is an
+    argument for the function `at`.
 
-    A stage without a job in this tick is not `valid`. Returns None outside of
-    `with taps.recording()`.
+    `valid` is false if the stage has no job in this tick. Outside of `with taps.recording()`, the
+    result is None.
     """
     return jnp.where(valid, microbatch, -1).astype(jnp.int32) if is_on() else None
 
 
 @contextlib.contextmanager
 def only_if(valid: Bool[Array, ""] | bool) -> Iterator[None]:
-    """In the `with` block, the values of taps count only on devices on which `valid` is true. On
-    the other devices, a tap reports -1 as the number of the microbatch."""
+    """Sets the number of the microbatch to -1 in the `with` block, on devices on which `valid` is
+    false. `bisect` ignores the values that taps report with the number -1."""
     with at(microbatch=job(AT.get().get("microbatch", 0), valid)):
         yield

@@ -2,7 +2,8 @@
 
 A list of `Split`s says which dims of a leaf are split, and over which axes. A whole leaf has an
 empty list. `A[I_X]` is split over axis X, and `{U_X}` is a sum over X that was not taken yet.
-`types.axes` makes a tuple of one axis name or several, and an `Axis` has names and an algorithm.
+An `Axis` is the names of some mesh axes, with the algorithm of the collectives over them.
+`types.axes` returns a tuple of axis names, also for a single name.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,9 @@ class Split(NamedTuple):
 def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) -> list[Split]:
     """Returns the split dims of the leaf at `path`, each with those axes of `axis` that split it.
 
-    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf. The error
-    names ZeRO, which makes such shards. `specs` maps the dotted path of a leaf to its spec; a leaf
-    that `specs` lacks is whole, and has no splits.
+    `axis` is the axis, or the axes, over which the caller gathers or scatters the leaf. `specs`
+    maps the dotted path of a leaf to its spec; a leaf that `specs` lacks is whole, and has no
+    splits.
 
     Raises:
         ValueError: a dim is split over `axis` first, and each part again over another axis.
@@ -43,7 +44,7 @@ def splits_of(path: Sequence[Any], specs: dict[str, PartitionSpec], axis: Axis) 
         if inside and names[-len(inside) :] != inside:
             outside = tuple(name for name in names if name not in inside)
             raise ValueError(
-                f"zero: dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r} "
+                f"Dim {dim} of {trees.dotted(path) or 'the leaf'} is split over {names!r} "
                 f"in this order, and gathered or scattered over {inside!r} only. The gathered "
                 "blocks would not be neighbours in the whole leaf. In the spec, name "
                 f"{inside!r} last, as in {(*outside, *inside)!r}, or split another dim over "

@@ -1,4 +1,4 @@
-"""Finds the line, or the file, of the function from which an equation of a program was traced.
+"""Finds the source line, or the source file, from which an equation of a program was traced.
 
 `frames(eqn)` are the stack frames of the Python calls that made an equation, the innermost first.
 """
@@ -76,8 +76,9 @@ def is_jax_function(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr was traced from a function of JAX, such as `jnp.where`.
 
     JAX keeps the trace of one of its own functions for later calls, so the lines in the trace may
-    belong to an earlier call. For this check, Equinox is not a part of JAX: `eqx.filter_jit` traces
-    a function of Equinox that calls the user's function, so the equations have the user's lines.
+    belong to an earlier call. The result is false for a function of Equinox. The function that
+    `eqx.filter_jit` traces is Equinox's; it calls the user's function, so its trace has the user's
+    lines.
     """
     # The first folder of `_LIBRARIES` is JAX's.
     return (jaxpr.debug_info.func_filename or "").startswith(_LIBRARIES[0])
@@ -88,8 +89,9 @@ def _is_users_file(file_name: str) -> bool:
     """Returns whether a file is the user's: it is not in this package, in `_LIBRARIES` or in
     Python's standard library. Files of any other installed package count as the user's."""
     # Frozen modules and functions made by beartype have names such as "<frozen ...>". Lines typed
-    # into a prompt ("<stdin>", "<ipython...") are the user's.
-    if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython")):
+    # into a prompt ("<stdin>", "<ipython...") or a doctest are the user's. "<string>", the name of
+    # code run by `python -c`, is also that of the methods that a dataclass gets.
+    if file_name.startswith("<") and not file_name.startswith(("<stdin>", "<ipython", "<doctest")):
         return False
     # Installed packages lie inside the folder of the standard library.
     standard = file_name.startswith(_STANDARD) and not file_name.startswith(_INSTALLED)

@@ -52,12 +52,13 @@ class Info(NamedTuple):
     """The measurements of a step.
 
     Attributes:
-        loss: the loss of the global batch, as the gradient function returned it. It is a scalar.
-        gradient_norm: the norm of all gradients together, before `make` clips the gradients. It is
-            a scalar.
-        skipped: whether the step left the model and the optimizer's state unchanged. It is a
-            scalar. A step is skipped if the loss or the norm was not finite, if the update would
-            have made a number infinite or NaN, or if the loss was above the limit.
+        loss: the loss of the global batch, a scalar, as the gradient function returned it.
+        gradient_norm: the norm of all gradients together, a scalar, before the step clips the
+            gradients.
+        skipped: whether the step left the model and the optimizer's state unchanged, a scalar. A
+            step is skipped if the loss or the norm is not finite, or if the update would turn a
+            finite number into infinity or NaN. A step that gets the argument `limit` is also
+            skipped if the loss is above `limit`.
         aux: the auxiliary values of the gradient function, if it has any.
     """
 
@@ -73,9 +74,7 @@ REDUCING = "grads.averaged, zero.reduce_scattered or ZeRO.grad"
 
 
 def unchanged(model: PyTree, aux: PyTree) -> PyTree:
-    """Returns the model: the default `after_update`, for a model that is changed only by its
-    gradients.
-    """
+    """Returns the model as it is. `make` uses this function as `after_update` by default."""
     return model
 
 
@@ -98,11 +97,13 @@ def make(
     """Returns the train step of `grad` and `optimizer`. Inside `mesh.spmd` the step runs on each
     device's blocks of the arrays; on one device the step runs without `mesh.spmd`.
 
-    A step is skipped if the loss or the gradient norm is infinite or NaN. It is also skipped if the
-    update would make a finite number of the model or of the optimizer's state infinite or NaN. A
-    skipped step changes only the number of the step (and the loss scale), and the `Info` of the
-    step says so. `step(state, batch, limit)` also skips a step whose loss is above `limit`, a
-    scalar (`run.spikes` computes such a limit). A leaf without a gradient stays unchanged.
+    A step is skipped if the loss or the gradient norm is infinite or NaN. A step is also skipped if
+    the update would turn a finite number in the model or in the optimizer's state into infinity or
+    NaN. A skipped step changes only the number of the step (and the loss scale), and its `Info` has
+    `skipped` set. `step(state, batch, limit)` also skips a step whose loss is above `limit`, a
+    scalar (`run.spikes` computes such a limit). A leaf without a gradient stays unchanged. The
+    model and the optimizer's state keep their dtypes: the sum of a weight and a wider update is
+    rounded, as in `optax.apply_updates`.
 
     Args:
         grad: a gradient function whose gradients are already reduced. For a scaled loss it is a
@@ -123,12 +124,12 @@ def make(
             right on shards of one dim and wrong on shards of another.
 
     Raises:
-        ValueError: the loss or a gradient varies along an axis, although the model is the same on
-            all devices of that axis, so it was not reduced; a gradient was already reduced over an
-            axis that shards its parameter; a Python number has a gradient; the auxiliary values
-            differ between devices; the optimizer would be wrong on these shards, or does not fit
-            the gradients (`optimizers.elementwise.UnfitOptimizer`); or `after_update` changes the
-            form of the model, or a leaf that is not an array.
+        ValueError: in each of these cases. The loss or a gradient was not reduced over an axis
+            whose devices have the same model. A gradient was reduced over an axis that shards its
+            parameter. A Python number has a gradient. The auxiliary values differ between devices.
+            The optimizer would be wrong on these shards, or does not fit the gradients
+            (`optimizers.elementwise.UnfitOptimizer`). `after_update` changes the form of the model,
+            or a leaf that is not an array.
     """
     if max_norm is not None:
         check_max_norm("step.make", max_norm)
@@ -160,7 +161,8 @@ def make(
         # This `skipped` is not final: the update may overflow, or the loss be above the limit.
         extra = extra_args(Info(loss, norm, skipped=~finite, aux=aux))
         updates, optimizer_state = update(gradients, state.optimizer, state.model, **extra)
-        model = eqx.apply_updates(state.model, updates)
+        model = _in_dtypes_of(state.model, eqx.apply_updates(state.model, updates))
+        optimizer_state = _in_dtypes_of(state.optimizer, optimizer_state)
         # The default, `unchanged`, needs no check.
         if after_update is not unchanged:
             model = _same_form(after_update(model, aux), state.model)
@@ -170,8 +172,10 @@ def make(
         finite &= ~_lost(new, old, norm, reduce_norm_over)
         taken = finite  # whether the model and the optimizer's state change
         if limit is not None:
-            # Cast, since under strict promotion JAX refuses to compare two dtypes.
-            taken &= loss <= jnp.asarray(limit).astype(loss.dtype)
+            # In float32 or wider, as `run.spikes` compares on the host. Both are cast, since under
+            # strict promotion JAX refuses to compare two dtypes.
+            wide = precision.accumulation_dtype(loss.dtype)
+            taken &= loss.astype(wide) <= jnp.asarray(limit).astype(wide)
         model, optimizer_state = precision.select(taken, new, old)
         count = state.step + 1
         # Only an overflow lowers the scale of the loss, not a loss above the limit.
@@ -179,6 +183,17 @@ def make(
         return State(model, optimizer_state, count, scale), Info(loss, norm, ~taken, aux)
 
     return step
+
+
+def _in_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
+    """Returns the tree `new`, with each array of floats cast to the dtype of its leaf in `old`."""
+
+    def cast(old, new):
+        # Most leaves have the dtype already, and stay the same object (see `_lost`).
+        is_other = trees.is_inexact(old) and trees.is_array(new) and new.dtype != old.dtype
+        return new.astype(old.dtype) if is_other else new
+
+    return jax.tree.map(cast, old, new)
 
 
 def _at_scale(grad: Grad | precision.ScaledGrad, scale: precision.Scale | None) -> Grad:
@@ -217,8 +232,8 @@ def _lost(
 
 
 def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
-    """Refuses with a `ValueError` gradients that were not reduced, and gradients that were summed
-    over the shards of their parameter."""
+    """Raises `ValueError` if a gradient was not reduced, or was summed over the shards of its
+    parameter."""
 
     def check(path, gradient, weight):
         """Raises `ValueError` if only one of the two varies along some axis: the gradient or its
@@ -245,7 +260,7 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
             raise ValueError(
                 f"step.make: the parameter {trees.dotted(path)} differs along {mixed}, and its "
                 "gradient is the same there, so the gradients of different shards were summed. "
-                "Reduce it only along the axes along which the parameter is the same, as "
+                "Reduce the gradient only along the axes along which the parameter is the same, as "
                 "grads.averaged and grads.summed do."
             )
 
@@ -253,8 +268,8 @@ def _check_reduced(gradients: PyTree, weights: PyTree) -> None:
 
 
 def _check_own(loss: Array, state: State) -> None:
-    """Refuses with a `ValueError` a loss that varies along an axis, if some leaf of the state is
-    the same on all devices of that axis."""
+    """Raises `ValueError` if the loss varies along an axis, and some leaf of the state is the same
+    on all devices of that axis."""
     # The leaves of the model may all vary because they are shards of one model, or because each
     # device trains a model of its own. The state's step number is no shard: only if it varies too,
     # each device has its own model, and the loss may vary.
@@ -267,21 +282,21 @@ def _check_own(loss: Array, state: State) -> None:
     ]
     if local:
         raise ValueError(
-            f"step.make: the loss differs along {local}, so each device has the loss of only its "
-            "own rows, although all devices of that axis have the same model. Wrap the gradient "
-            f"function in {REDUCING} over that axis."
+            "step.make needs the loss of the global batch, since the devices train one model; the "
+            f"loss differs along {local}, so each device has the loss of only its own rows. Wrap "
+            f"the gradient function in {REDUCING} over that axis."
         )
 
 
 def _check_joined(aux: PyTree) -> None:
-    """Refuses with a `ValueError` auxiliary values that vary along an axis of several devices."""
+    """Raises `ValueError` if an auxiliary value varies along an axis of several devices."""
     for path, leaf in jax.tree.leaves_with_path(eqx.filter(aux, trees.is_array)):
         if local := axes_of_several_devices(varying_axes(leaf)):
             raise ValueError(
                 f"step.make: the auxiliary value {trees.dotted(path) or 'itself'} differs along "
                 f"{local}, but every value of Info must be the same on all devices. Average or sum "
-                "it over the devices: grads.averaged(grad, axis, aux=...) takes a function of the "
-                "values and the axis."
+                "it over the devices, in a function f(values, axis) that you pass as "
+                "grads.averaged(grad, axis, aux=f)."
             )
 
 
@@ -304,8 +319,8 @@ def _same_form(model: PyTree, before: PyTree) -> PyTree:
 
 
 def _check_form(path: str, new: Any, old: Any) -> None:
-    """Refuses with a `ValueError` a leaf `new` whose shape, dtype or varying axes are not those of
-    the leaf `old`. A leaf that is not an array must be the same object, or equal."""
+    """Raises `ValueError` if the shape, the dtype or the varying axes of the leaf `new` are not
+    those of the leaf `old`. A leaf that is not an array must be the same object, or equal."""
     # `is` comes first, since some values, such as NaN, do not equal themselves.
     if trees.is_array(new) != trees.is_array(old) or (
         not trees.is_array(old) and not (new is old or new == old)
@@ -315,19 +330,20 @@ def _check_form(path: str, new: Any, old: Any) -> None:
             return f"{leaf.dtype}{list(leaf.shape)}" if trees.is_array(leaf) else repr(leaf)
 
         raise ValueError(
-            f"step.make: after_update must keep {path}, which is {shown(old)}; it returned "
+            f"step.make: after_update must return {path} as {shown(old)}; it returned "
             f"{shown(new)}. A leaf that is not an array is a constant of the compiled step, so no "
-            "step can change it. Make it an array in the model, so that it can change."
+            "step can change the leaf. Make the leaf an array in the model."
         )
 
     def form(x):
-        return jnp.shape(x), jnp.dtype(x.dtype), varying_axes(x)
+        return jnp.shape(x), x.dtype, varying_axes(x)
 
     if trees.is_array(old) and form(new) != form(old):
         raise ValueError(
-            f"step.make: after_update must keep the form of {path}, (shape, type, axes along which "
-            f"it differs) = {form(old)}; it returned {form(new)}. Take means over the axes first, "
-            "as aux=... of grads.averaged does."
+            f"step.make: after_update must keep three things of {path}: the shape, the dtype, and "
+            f"the axes along which the devices' values differ. It got {form(old)} and "
+            f"returned {form(new)}. If the axes differ, average the array over the new axes, as "
+            "grads.averaged does with auxiliary values."
         )
 
 
@@ -358,7 +374,7 @@ def init(
         scale: the first loss scale, for a `precision.ScaledGrad`.
         trainable: chooses the leaves for which the optimizer has state. It is a function of a leaf
             (a traced array), or a tree of booleans that is a prefix of the model. For all other
-            leaves the gradient function gives None.
+            leaves the gradient function must give None.
         batch_axes: the mesh axes that split the batch. Only `rules.fsdp` and `rules.experts` may
             split a parameter over these axes; `rules.specs` refuses any other rule that splits a
             parameter over them.
@@ -406,10 +422,10 @@ def planned(
     trainable: PyTree = trees.is_inexact,
     batch_axes: Sequence[str] = (),
 ) -> Planned:
-    """Returns the shapes and specs of the state that `init` makes, and a function that makes this
+    """Returns the shapes and specs of a new `State`, and `Planned.init`, a function that makes the
     state.
 
-    Nothing is computed yet.
+    No array is computed yet.
 
     Args:
         make_model: a function without arguments that makes the model.
@@ -472,7 +488,8 @@ def planned(
 
     def init(given=None):
         """Returns the state of the model `given`, whose arrays are whole; if `given` is None, the
-        state of a new model."""
+        state of a new model. Only the arrays of `given` are used: the static leaves are those of
+        `make_model` in any case."""
         return with_static(make_in_place(given))
 
     return Planned(init, with_static(shapes), specs)
@@ -485,8 +502,9 @@ def _in_place(
     makes the state by `make()`. Else the argument is a model with whole arrays, and the function
     makes the state by `begin(model)`. `shapes` is a state of `ShapeDtypeStruct`s, and gives the
     shardings."""
-    # The compiled functions return leaves, not a tree. If static fields of a model are functions,
-    # each `make_model()` may make new functions, and its tree then has another structure.
+    # The compiled functions return leaves, and `in_place` puts them into the tree of `shapes`: the
+    # tree of a new model may have another structure, which `jit` would return. For example, static
+    # fields that are functions may be new functions in each model.
     leaves, structure = jax.tree.flatten(shapes)
     target_shardings = [leaf.sharding for leaf in leaves]
     # Under `jit` each device makes its own shards, so no device holds a whole array.
@@ -514,23 +532,33 @@ def _placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def _placed_as(given: PyTree, shapes: PyTree) -> PyTree:
     """Returns the arrays of `given` on the devices, with the shardings of `shapes`, in a tree like
-    `shapes`. `shapes` are the shapes of the planned model. Each process must have every array of
-    `given` as a whole. Raises `ValueError` if the number, the shapes or the dtypes of the arrays
-    are not those of `shapes`."""
-    arrays = [leaf for leaf in jax.tree.leaves(given) if trees.is_array(leaf)]
+    `shapes`. `shapes` is a model with a `jax.ShapeDtypeStruct` in place of each array, and None in
+    place of each other leaf. Each process must have every array of `given` as a whole. Raises
+    `ValueError` if the number, the paths, the shapes or the dtypes of the arrays are not those of
+    `shapes`."""
+    arrays = [
+        (trees.dotted(path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(given)
+        if trees.is_array(leaf)
+    ]
     needed = jax.tree.leaves_with_path(shapes)
     if len(arrays) != len(needed):
         raise ValueError(
-            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}. Pass a model "
-            "of the configuration for which the state was planned."
+            f"init: the model has {len(arrays)} arrays; it must have {len(needed)}, as the "
+            "result of make_model has. Pass a model of the same configuration."
         )
     placed = []
-    for leaf, (path, like) in zip(arrays, needed, strict=True):
+    for (given_path, leaf), (path, like) in zip(arrays, needed, strict=True):
+        if given_path != trees.dotted(path):
+            raise ValueError(
+                f"init: the model has the array {given_path} where the result of make_model has "
+                f"{trees.dotted(path)}. Pass a model of the same class and configuration."
+            )
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"init: {trees.dotted(path)} must be of shape {like.shape} and {like.dtype}; it is "
-                f"{leaf.shape} and {leaf.dtype}. Plan the state for the configuration and the "
-                "dtype of this model."
+                f"{leaf.shape} and {leaf.dtype}. Pass a model of the same configuration and dtype "
+                "as the result of make_model."
             )
         # A random key has no NumPy array to cut into shards.
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

@@ -10,18 +10,25 @@ JAX's sense), so transformations treat it like any other operation. Users call `
 
 `tap_p` is the primitive. Its first operands are the value (a device's block of a whole array), the
 device's index along each axis, and the numbers of the microbatch and the layer. If some dims are
-not split into equal blocks in order, the last operands are the positions of the block's elements
-along each of these dims in the whole array. Its `way` says what the tap reports. A FORWARD tap
-reports the value, a BACKWARD tap the cotangent, and an AFTER tap a value that is computed after the
-backward pass. A LINEAR tap stands in the derivative, on the value's tangent. It reports nothing,
-and its transpose is the BACKWARD tap. Its `mark`, a `Mark`, has the name of the tap (`path`), and
-says how the value is split (`dims`, `terms`). Its `recorder` is the object to which the tap
-reports. `RECORDER` holds the recorder that is active now, and `AT` holds the numbers of the
-microbatch and the layer that `recording.at` set.
+not split into equal blocks in the order of the devices, the last operands are the positions of the
+block's elements along each of these dims in the whole array. The parameters of `tap_p` are `way`,
+`mark` and `recorder`:
+
+- `way` says what the tap reports. A FORWARD tap reports the value, a BACKWARD tap the cotangent,
+  and an AFTER tap a value that is computed after the backward pass. The derivative of a FORWARD
+  tap applies a LINEAR tap to the value's tangent. A LINEAR tap reports nothing, and its transpose
+  is the BACKWARD tap.
+- `mark`, a `Mark`, has the name of the tap (`path`), and says how the value is split (`dims`,
+  `terms`).
+- `recorder`, a `Recorder`, is the object to which the tap reports.
+
+`RECORDER` holds the recorder that is active now, and `AT` holds the numbers of the microbatch and
+the layer that `recording.at` set.
 """
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
@@ -44,20 +52,24 @@ BATCH = "batch"
 WHOLE = P()
 # The ways of a tap. The transpose of LINEAR, the tap of a tangent, is BACKWARD.
 FORWARD, LINEAR, BACKWARD, AFTER = "forward", "linear", "backward", "after"
+_RECORDINGS = itertools.count()  # a new number for each `recording`
 
 
 class Mark(NamedTuple):
     """The facts about a tap that are known when the program is traced.
 
     Attributes:
-        path: the name of the tap; "*" stands for the layer.
+        path: the name of the tap. A "*" in the name stands for the number of the layer.
         dims: for each dim of the value, the axes that split this dim.
         terms: the axes over which the value is still to be summed, since each device has a term.
         varying: the axes along which the value may differ.
         sizes: the mesh's axes, with their sizes.
-        placed: the dims for which a report gives the positions of the block's elements in the whole
-            array.
-        differentiated: whether the tap was differentiated, so that its cotangent has a tap.
+        placed: the dims that are not split into equal blocks in the order of the devices. For each
+            of them, a report has the positions of the device's elements in the whole array.
+        in_microbatch: whether the tap is in a loop over microbatches. Outside of one, the value has
+            the rows of all microbatches of the device.
+        differentiated: whether the tap was differentiated. The first derivative adds a tap on the
+            value's tangent; derivatives of higher order add no taps.
     """
 
     path: str
@@ -66,6 +78,7 @@ class Mark(NamedTuple):
     varying: frozenset[str]
     sizes: tuple[tuple[str, int], ...]
     placed: tuple[int, ...]
+    in_microbatch: bool
     differentiated: bool = False
 
 
@@ -81,8 +94,8 @@ class Report(NamedTuple):
             an idle tick of a pipeline.
         layer: the number of the layer; -1 if the value belongs to no layer.
         value: the device's block of the value.
-        places: for each dim in the mark's `placed`, the positions of the block's elements in the
-            whole array.
+        places: for each dim in the mark's `placed`, the positions of the elements of `value` along
+            this dim in the whole array.
     """
 
     mark: Mark
@@ -98,9 +111,9 @@ class Recorder:
     """The object to which taps report.
 
     Attributes:
-        paths: the index of each path. Indices count from 0, in the order in which the taps were
-            first traced.
-        marks: for each path, the mark of the tap that was traced first.
+        paths: a dict from the name of each tap (its `path`) to an index. Indices count from 0, in
+            the order in which the names were first traced.
+        marks: a dict from the name of each tap to its `Mark`, from the first trace of the tap.
         reports: the reports of all devices, in any order.
     """
 
@@ -116,12 +129,16 @@ def recording() -> Iterator[Recorder]:
     """Yields a recorder, and makes taps report to it, in programs that are traced inside the `with`
     block.
 
-    A program that `jax.jit` traced before is not traced again, and reports nothing.
+    A function that ran before is traced again in the block. A jaxpr that was made before reports
+    nothing.
     """
     recorder = Recorder()
     token = RECORDER.set(recorder)
     try:
-        yield recorder
+        # JAX keeps the traces of a function, such as the body of a loop. Its cache also compares
+        # this metadata, so no trace is used both in a recording and outside of it.
+        with set_xla_metadata(tapped_run=str(next(_RECORDINGS))):
+            yield recorder
     finally:
         RECORDER.reset(token)
 
@@ -139,20 +156,22 @@ def tap(
 
     Args:
         x: a value of the model; on each device, the device's block of it.
-        path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the layer
-            that `at` gives.
+        path: the name, such as "blocks.3.attention.out". A "*" in the name stands for the number
+            of the layer, which is set by `with bisect.at(layer=...)` around the call.
         spec: the split of the whole value. In the spec, "batch" marks the dim of the batch's rows,
             which the data axis and the cut into microbatches may split. `P(unreduced={"tensor"})`
             says that each device of that axis has a term of a sum. `P(unreduced={"batch"})` says
             that each part of the batch has its own value, and that the whole value is the mean of
             these values, as for a loss. Along all axes that the spec does not name, the devices
             must have the same value.
-        places: for each dim that is not split into equal blocks in order, the positions of this
-            device's elements in the whole array.
+        places: a dict from a dim to the positions of this device's elements along this dim of the
+            whole array. Dims that are split into equal blocks in the order of the devices, or are
+            not split, need no entry.
 
     Raises:
-        ValueError: the spec has more dims than `x`, or a value that is split differently has the
-            same path.
+        ValueError: the spec has more dims than `x`; or `x` lacks a dim of `places`, or the number
+            of positions differs from the number of elements along the dim; or another value with
+            the same path is split differently.
     """
     return x if not is_on() else _tap(x, path, spec, dict(places or {}), FORWARD)
 
@@ -212,9 +231,10 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
-    """Returns `x`, tapped as `path`, and adds the tap's mark to the recorder. `spec` is the split
-    of the whole value over the mesh's axes. `places` has, for dims that are not split into equal
-    blocks in order, the positions of the elements of `x` in the whole array. `way` is FORWARD or
+    """Returns `x` with a tap of the name `path`. Adds the tap's `Mark` to the active `Recorder`, if
+    the recorder has no mark of this name yet. `spec` is the split of the whole value over the
+    mesh's axes. If a dim is not split into equal blocks in the order of the devices, `places[dim]`
+    has the positions of the elements of `x` along this dim in the whole array. `way` is FORWARD or
     AFTER."""
     recorder = RECORDER.get()
     assert recorder is not None  # the callers tested `is_on`
@@ -223,6 +243,7 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
             f"bisect.tap: {path} of shape {x.shape} has {x.ndim} dims, and its spec {spec} has "
             f"{len(spec.partitions)}. Shorten the spec."
         )
+    places = _counted_from_first(x, path, places)
     # The axes of the `shard_map` around the tap; none outside of one.
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
@@ -231,7 +252,9 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     entries = (*spec.partitions, *[None] * (x.ndim - len(spec.partitions)))
     dims = tuple(map(_axes, entries))
     terms, varying = frozenset[str](spec.unreduced), frozenset(varying_axes(x))
-    mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)))
+    tags = AT.get()
+    in_microbatch = "microbatch" in tags
+    mark = Mark(path, dims, terms, varying, sizes, tuple(sorted(places)), in_microbatch)
     # The order of tracing is the order in which the model computes. A path that was traced before,
     # as in a second trace of a loop's body, keeps its first index and mark. The second mark must
     # have the same split, but its `varying`, `sizes` and `placed` may differ, such as under another
@@ -240,10 +263,10 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     first = recorder.marks.setdefault(path, mark)
     if (first.dims, first.terms) != (mark.dims, mark.terms):
         raise ValueError(
-            f"bisect.tap: two values are named {path}, split as {first.dims} and {mark.dims}. "
-            "Rename one."
+            f"bisect.tap: two values are named {path}. The dims of one are split over {first.dims} "
+            f"(unreduced over {sorted(first.terms)}); the dims of the other are split over "
+            f"{mark.dims} (unreduced over {sorted(mark.terms)}). Rename one."
         )
-    tags = AT.get()
     # Without tags, a value belongs to microbatch 0 and to no layer.
     numbers = [
         jnp.asarray(tags.get(name, -1 if name == "layer" else 0), jnp.int32)
@@ -262,6 +285,20 @@ def _tap(x: Any, path: str, spec: P, places: dict[int, Any], way: str) -> Any:
     )
 
 
+def _counted_from_first(x: Any, path: str, places: dict[int, Any]) -> dict[int, Any]:
+    """Returns `places` with each dim counted from the first: -1 becomes the number of the last dim.
+    Raises `ValueError` if `x` lacks the dim, or if the number of positions differs from the number
+    of elements of `x` along the dim."""
+    for dim, positions in places.items():
+        if not -x.ndim <= dim < x.ndim or positions.shape != (x.shape[dim],):
+            raise ValueError(
+                f"bisect.tap: each entry of `places` needs a dim of {path}, whose shape is "
+                f"{x.shape}, and one position for each element along this dim; got dim {dim} and "
+                f"positions of shape {positions.shape}. Pass this device's positions along the dim."
+            )
+    return {dim % x.ndim: positions for dim, positions in places.items()}
+
+
 def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) -> Any:
     """Returns `x`. Also reports `x`, unless it is a tangent."""
     if way != LINEAR:
@@ -272,7 +309,8 @@ def _reported(x: Any, *others: Any, mark: Mark, way: str, recorder: Recorder) ->
 def _lowered(
     context: mlir.LoweringRuleContext, *operands: Any, mark: Mark, way: str, recorder: Recorder
 ) -> Any:
-    """Returns the lowering of a tap: `x`, and a callback to Python that reports `x`.
+    """Returns the lowering of a tap: its first operand. Adds a callback to Python that reports the
+    first operand, unless `way` is LINEAR.
 
     The callback gets NumPy arrays and calls no function of JAX. `jax.debug.callback` would make JAX
     arrays first. A read of such an array needs a thread, and if callbacks of other devices occupy
@@ -318,14 +356,15 @@ def _keep(mark: Mark, way: str, recorder: Recorder, x: Any, *others: Any) -> tup
 
 
 def _differentiated(primals, tangents, **params):
-    """Returns the tapped `x` and the tapped tangent of `x`: the forward derivative of `tap_p`.
-    `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents; `params` are
-    the `mark`, the `way` and the `recorder` of the tap."""
+    """Returns the result of a tap, and the tangent of this result: the forward derivative of
+    `tap_p`. `primals` are the operands of `tap_p`, and `tangents` are the operands' tangents;
+    `params` are the `mark`, the `way` and the `recorder` of the tap."""
     x, *others = primals
-    # The tangent of a FORWARD tap gets a LINEAR tap, which reports nothing; the transpose of the
-    # LINEAR tap is the tap of the cotangent. A second derivative differentiates a FORWARD tap
-    # again, and taps of other ways: the new tangents get no tap, since reports of their cotangents
-    # would be added to those of the first derivative.
+    # The first derivative of a FORWARD tap puts a LINEAR tap on the tangent. The LINEAR tap reports
+    # nothing, and its transpose is the tap of the cotangent. The mark of the result is then
+    # `differentiated` (see below). A tap with such a mark, or of another way, is differentiated
+    # only in a second derivative. There the tangent gets no tap: reports of its cotangent would be
+    # added to those of the first derivative.
     mark, tangent = params["mark"], tangents[0]
     is_first = params["way"] == FORWARD and not mark.differentiated
     # `ad.Zero`, JAX's symbol for a tangent that is 0, is not tapped.
@@ -336,22 +375,26 @@ def _differentiated(primals, tangents, **params):
 
 
 def _transposed(cotangent, x, *others, **params):
-    """Returns the cotangents of the operands of `tap_p`: the cotangent of `x` (tapped, unless it is
-    zero), and None for each other operand, which is an integer. Only the transpose of the tap of a
-    tangent (LINEAR) is the tap of a cotangent (BACKWARD); other taps report no cotangent."""
+    """Returns the cotangents of the operands of `tap_p`. The first is `cotangent`, the cotangent of
+    the tapped value `x`. The operands in `others` are integers, so their cotangents are None. The
+    transpose of a LINEAR tap adds a BACKWARD tap on `cotangent`, unless `cotangent` is zero. The
+    transpose of any other tap adds no tap."""
     if not isinstance(cotangent, ad.Zero) and params["way"] == LINEAR:
         cotangent = tap_p.bind(cotangent, *others, **{**params, "way": BACKWARD})
     return [cotangent, *[None] * len(others)]
 
 
 def _batched(arguments, dims, *, mark, way, recorder):
-    """Returns the tap under `jax.vmap`, and the result's mapped dim: the batching rule of `tap_p`.
-    The mark of the new tap describes the mapped dim as a dim of the batch. `arguments` are the
-    operands of `tap_p`, and `dims` the mapped dim of each, or None."""
+    """Returns the result of a tap under `jax.vmap`, and the result's mapped dim. This function is
+    the batching rule of `tap_p`: it binds `tap_p` to the mapped operands. In the new tap's `Mark`,
+    the axis "batch" splits the mapped dim. `arguments` are the operands of `tap_p`, and `dims` has
+    the mapped dim of each operand, or None."""
     dim, *others = dims
     # A `vmap` in a model is taken to run over rows of the batch, so its dim gets `BATCH` below.
     # If the layer, the microbatch or a position were mapped, one callback would report several.
     mapped = [other_dim is not None for other_dim in others]
+    # First the device's index along each axis in `mark.sizes`, then two numbers: the microbatch and
+    # the layer. All other operands are positions.
     if any(mapped[len(mark.sizes) + 2 :]):
         raise ValueError(
             f"bisect.tap: jax.vmap maps the argument `places` of the tap {mark.path}. Pass "
@@ -360,7 +403,7 @@ def _batched(arguments, dims, *, mark, way, recorder):
     if any(mapped):
         raise ValueError(
             "bisect.tap: jax.vmap maps the number of the layer or of the microbatch at the tap "
-            f"{mark.path}. Call `at` outside the vmap."
+            f"{mark.path}. Call `bisect.at` outside the vmap."
         )
     # The dims in `placed` are counted without the mapped dim, so the dims at or after the mapped
     # dim move by one.

@@ -8,9 +8,10 @@ after the pair (all-reduce forward, identity backward). In place of one axis, se
 With `()` nothing is split, and the same code runs on one device.
 
 Legend: B batch, T tokens, D width, I inputs and J outputs of a layer, V rows of a table, X the
-axis: `[I_X]` is split over X, and `{U_X}` is a sum over X that was not taken yet. An array varies
-along an axis if the array's type says that it may differ between devices. `Axis.of(axis)` has the
-axis's names (`names`), its number of devices (`size()`) and this device's index (`index()`).
+axis. `[I_X]` is split over X. `{U_X}` after an array says that the array on each device is one term
+of a sum over X. An array varies along an axis if the array's type says that it may differ between
+devices. `Axis.of(axis)` has the axis's names (`names`), its number of devices (`size()`) and this
+device's index (`index()`).
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -55,8 +56,8 @@ class Comms(NamedTuple):
             Each device may then compute something different with these tokens.
         sum_partials: `sum_partials(x)` takes partial sums for all tokens, [B, T, D], and returns
             the residual stream.
-        column: `column(x, weight, bias)` is a column-parallel layer of the residual stream.
-        row: `row(x, weight, bias)` is a row-parallel layer, whose result is the residual stream.
+        column: `column(x, weight, bias)` applies a column-parallel layer to the residual stream.
+        row: `row(x, weight, bias)` applies a row-parallel layer, and returns the residual stream.
         local_tokens: `local_tokens(x, dim)` is the part of `x` for this device's tokens of the
             residual stream; `dim` is the dim of tokens.
         copy_to: `copy_to(weight)` takes a weight that all devices of `axis` have whole, and returns
@@ -64,8 +65,8 @@ class Comms(NamedTuple):
             gradients of it are summed.
         token_shards: the number of devices that split the tokens of the residual stream.
         context_tokens: `context_tokens(x, dim)` is the part of `x` for the tokens that this
-            device's layers process, which are all tokens unless `context.comms` splits the sequence
-            over a further axis, the context axis.
+            device's layers process. These are all tokens, unless `context.comms` splits the
+            sequence over a further axis, the context axis.
         wrap_attention: takes the model's attention function and returns a function that attends
             over the context axis.
         context_shards: the number of devices of the context axis, over which the tokens that the
@@ -103,7 +104,7 @@ def comms(axis: AxisLike, *, shared: AxisLike = (), on_tpu: bool = False) -> Com
     and `local_tokens` is the identity. The vocabulary is split over `axis` and also over the axes
     `shared`, such as the stages of a pipeline. Both `sum_partials` (after the look-up of the
     embeddings) and `all_tokens` (before the output layer) communicate over all these axes. `on_tpu`
-    is that of `column` and `row`.
+    makes the layers compute in the way that is fastest on TPUs (see `column`).
     """
     axis, everywhere = Axis.of(axis), combined_axis(shared, axis)  # all these axes as one `Axis`
     return Comms(
@@ -159,7 +160,7 @@ def reduce_from(x: Inexact[Array, "*dims"], axis: AxisLike) -> Inexact[Array, "*
         raise ValueError(
             f"tensor.reduce_from needs partial sums that differ along {axis.names!r}; this x, of "
             f"shape {x.shape}, is the same along {sorted(same)}, and would be counted once per "
-            "device. Split the weights of the layer before `reduce_from`, or leave out "
+            "device. Split the weights of the layer whose result `reduce_from` sums, or leave out "
             "`reduce_from`."
         )
     return axis.all_reduce(x)
@@ -173,7 +174,8 @@ def column(
     *,
     on_tpu: bool = False,
 ) -> Float[Array, "*batch_and_outputs_shard"]:
-    """Returns a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B, J_X]`.
+    """Returns the result of a column-parallel linear layer: `A[B, I] · W[I, J_X] + b[J_X] -> [B,
+    J_X]`.
 
     The backward pass takes one all-reduce of the size of `x`.
 
@@ -181,9 +183,11 @@ def column(
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
     `tensor.column(x, linear, None, axis)` computes the same as `ColumnLinear`.
 
-    `on_tpu` chooses what is fastest on TPUs. A weight `[I, n, H, K]`, such as that of queries, keys
-    and values, is applied in n separate products, and the gradient of a bias is computed as a
-    product with ones.
+    With `on_tpu` the layer computes in the way that is fastest on TPUs. A weight `[I, n, H, K]`,
+    such as that of queries, keys and values, is applied in n separate products, so no copy is
+    needed to separate the n results. The gradient of a bias is computed as a product with ones,
+    since the matrix units add up numbers faster than the vector units. `on_tpu` has no effect on a
+    `Linear`.
 
     Raises:
         ValueError: `x` varies along `axis` already; the weight does not take all inputs of `x`; or
@@ -204,7 +208,7 @@ def row(
     *,
     on_tpu: bool = False,
 ) -> Float[Array, "... outputs"]:
-    """Returns a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
+    """Returns the result of a row-parallel linear layer: `A[B, I_X] · W[I_X, J] + b[J] -> [B, J]`.
 
     The forward pass takes one all-reduce of the size of the result.
 
@@ -212,7 +216,8 @@ def row(
     weight may be an `eqx.nn.Linear`, which is stored [outputs, inputs] and brings its own bias:
     `tensor.row(x, linear, None, axis)` computes the same as `RowLinear`.
 
-    With `on_tpu` the gradient of the bias is a product with ones, which is faster on TPUs.
+    With `on_tpu` the gradient of `bias` is a product with ones, which is faster on TPUs. `on_tpu`
+    has no effect on a `Linear`.
 
     Raises:
         ValueError: `x` or the weight is the same along `axis`; the weight does not take the inputs
@@ -231,12 +236,12 @@ class ColumnLinear(eqx.Module):
     """`eqx.nn.Linear` with its outputs split over an axis: `W[J_X, I] · A[B, I] + b[J_X] -> [B,
     J_X]`.
 
-    `ColumnLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
-    gives its specs.
+    Replace `linear` in a model by `ColumnLinear(linear, axis)`, for example with `eqx.tree_at`.
+    `tensor.rule(model)` gives the specs of the new layer.
 
     Attributes:
-        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Both have all outputs
-            outside `shard_map`, and this device's outputs inside.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Outside `shard_map`
+            both have all outputs; inside, both have only this device's outputs.
         axis: the axis or axes that the outputs are split over; `()` on one device.
     """
 
@@ -261,12 +266,12 @@ class RowLinear(eqx.Module):
     """`eqx.nn.Linear` with its inputs split over an axis, and its bias added once: `W[J, I_X] ·
     A[B, I_X] + b[J] -> [B, J]`.
 
-    `RowLinear(linear, axis)` takes the place of `linear` in a model, as by `eqx.tree_at`. `rule`
-    gives its specs.
+    Replace `linear` in a model by `RowLinear(linear, axis)`, for example with `eqx.tree_at`.
+    `tensor.rule(model)` gives the specs of the new layer.
 
     Attributes:
-        linear: the layer, with weight [outputs, inputs] and bias [outputs]. The weight has all
-            inputs outside `shard_map`, and this device's inputs inside.
+        linear: the layer, with weight [outputs, inputs] and bias [outputs]. Outside `shard_map`
+            the weight has all inputs; inside, it has only this device's inputs.
         axis: the axis or axes that the inputs are split over; `()` on one device.
     """
 
@@ -291,12 +296,13 @@ class Embedding(eqx.Module):
 
     A call takes one all-reduce of the size of the result.
 
-    `Embedding(embedding, axis)` takes the place of `embedding` in a model, as by `eqx.tree_at`.
-    `rule` gives its specs. A call takes one id, as `eqx.nn.Embedding` does, or an array of ids.
+    Replace `embedding` in a model by `Embedding(embedding, axis)`, for example with `eqx.tree_at`.
+    `tensor.rule(model)` gives the specs of the new layer. A call takes one id, as
+    `eqx.nn.Embedding` does, or an array of ids.
 
     Attributes:
-        embedding: the table, with weight [rows, width]. It has all rows outside `shard_map`, and
-            this device's rows inside.
+        embedding: the table, with weight [rows, width]. Outside `shard_map` the weight has all
+            rows; inside, it has only this device's rows.
         axis: the axis or axes that the rows are split over; `()` on one device.
     """
 
@@ -320,11 +326,11 @@ class Embedding(eqx.Module):
         weight = self.embedding.weight
         if len(weight) * devices != rows:
             raise ValueError(
-                f"tensor.Embedding needs the {rows} rows of its eqx.nn.Embedding split over the "
+                f"tensor.Embedding needs an eqx.nn.Embedding whose {rows} rows are split over the "
                 f"{devices} devices of {self.axis!r}, {rows} / {devices} on each; got a weight of "
-                f"{list(weight.shape)}. Give it the specs of tensor.rule(model), and a number of "
-                "rows that is a multiple of the devices. If ZeRO-3 also splits the table, gather "
-                "it first with ZeRO.loss or zero.gathered."
+                f"{list(weight.shape)}. Give the embedding the specs of tensor.rule(model), and a "
+                f"number of rows that is a multiple of {devices}. If ZeRO-3 also splits the table, "
+                "gather the table first with ZeRO.loss or zero.gathered."
             )
         return embed(weight, ids, self.axis)
 
@@ -373,11 +379,11 @@ def _check_attention(model: PyTree) -> None:
     """Raises `ValueError` if an `eqx.nn.MultiheadAttention` has a split projection."""
 
     def is_attention(node):
-        """Returns whether a node of the model is an attention of Equinox."""
+        """Returns whether a node of the model is an `eqx.nn.MultiheadAttention`."""
         return isinstance(node, eqx.nn.MultiheadAttention)
 
     def is_split(node):
-        """Returns whether a node of an attention is a split layer."""
+        """Returns whether a node in the tree of an attention module is a split layer."""
         return isinstance(node, ColumnLinear | RowLinear)
 
     for path, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_attention):
@@ -410,22 +416,22 @@ def _check_linear(name: str, linear: eqx.nn.Linear, axis: Axis, *, split: int) -
     if shape != whole:
         dim = ("outputs", "inputs")[split]
         raise ValueError(
-            f"tensor.{name} needs the {whole[split]} {dim} of its eqx.nn.Linear split over the "
-            f"{devices} devices of {axis.names!r}: a weight [outputs, inputs] of "
-            f"[{', '.join(map(str, needed))}] on each; got {list(linear.weight.shape)}. Give it "
-            f"the specs of tensor.rule(model), and a number of {dim} that is a multiple of the "
-            "devices. If ZeRO-3 also splits the weight, gather it first with ZeRO.loss or "
-            "zero.gathered."
+            f"tensor.{name} needs an eqx.nn.Linear whose {whole[split]} {dim} are split over the "
+            f"{devices} devices of {axis.names!r}: on each device a weight [outputs, inputs] of "
+            f"[{', '.join(map(str, needed))}]; got {list(linear.weight.shape)}. Give the layer "
+            f"the specs of tensor.rule(model), and a number of {dim} that is a multiple of "
+            f"{devices}. If ZeRO-3 also splits the weight, gather the weight first with ZeRO.loss "
+            "or zero.gathered."
         )
 
 
 def _with_own_bias(layer: eqx.nn.Linear, bias, name: str) -> eqx.nn.Linear:
-    """Returns `layer`, which has its own bias. Raises `ValueError` if another `bias` is given.
-    `name` is the name of the calling function, for the message."""
+    """Returns `layer` unchanged. Raises `ValueError` if `bias` is not None, since `layer` brings
+    its own bias. `name` is the name of the calling function, for the message."""
     if bias is not None:
         raise ValueError(
-            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of "
-            f"shape {bias.shape}."
+            f"tensor.{name}: an eqx.nn.Linear brings its own bias. Pass bias=None; got a bias "
+            f"of shape {bias.shape}."
         )
     return layer
 
@@ -435,8 +441,8 @@ def check_column(
 ) -> None:
     """Raises `ValueError` if the weight of a column-parallel layer does not take all inputs.
 
-    `inputs` is a tuple of one number, the number of inputs of `x`. The first dim of the weight must
-    have this size. `name` is the name of the calling function, for the message.
+    `inputs` has one number, the size of the last dim of the layer's argument. The weight's first
+    dim must have this size. `name` is the name of the calling function, for the message.
     """
     if weight.shape[:1] != inputs:
         raise ValueError(
@@ -452,18 +458,19 @@ def check_row(
 ) -> None:
     """Raises `ValueError` if the weight of a row-parallel layer does not fit `x`.
 
-    The weight must take the inputs of this device, and the same axes of `axis` must split the
-    inputs of the weight and the inputs of `x`. The inputs are the first dims of the weight and the
-    last dims of `x`. `name` is the name of the calling function, for the message.
+    The input dims of the weight are all its dims but the last. The input dims of `x` are its last
+    `weight.ndim - 1` dims, and must have the same sizes as the weight's on this device. Each mesh
+    axis in `axis` must split the inputs of both, or of neither. `name` is the name of the calling
+    function, for the message.
     """
     axis, dims = Axis.of(axis), weight.ndim - 1  # the number of dims that are inputs
     if x.shape[x.ndim - dims :] != weight.shape[:-1]:
         raise ValueError(
             f"{name} needs a weight [inputs of this device, outputs]: x, of shape {x.shape}, has "
-            f"{x.shape[x.ndim - dims :]} inputs here, and the weight is of shape {weight.shape}. "
-            f"Split its inputs over {axis.names!r} and not its outputs. If you have an "
-            "eqx.nn.Linear, pass the layer and not its weight, which is stored as "
-            "[outputs, inputs]."
+            f"inputs of shape {x.shape[x.ndim - dims :]} on this device, and the weight, of shape "
+            f"{weight.shape}, takes inputs of shape {weight.shape[:-1]}. Split the weight's inputs "
+            f"over {axis.names!r} and not its outputs. If you have an eqx.nn.Linear, pass the "
+            "layer and not its weight, which is stored as [outputs, inputs]."
         )
     # If only one of the two varies along an axis, the sum over this axis is wrong. If neither
     # varies, `reduce_from` refuses the product.
@@ -471,16 +478,17 @@ def check_row(
     of_x, of_weight = names.intersection(varying_axes(x)), names.intersection(varying_axes(weight))
     if same := sorted(of_weight - of_x):
         raise ValueError(
-            f"{name} needs an x whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{x.shape}, is the same along {', '.join(map(repr, same))}, so devices would multiply "
-            "the same inputs by different weights. Use the result of the column-parallel layer "
-            "before it, or give each device its slice of the inputs."
+            f"{name} needs an x that is split over {axis.names!r} along the layer's inputs; this "
+            f"x, of shape {x.shape}, is the same along {', '.join(map(repr, same))}, so devices "
+            "would multiply the same inputs by different weights. As x, pass the "
+            "result of a column-parallel layer, or pass each device's slice of the inputs."
         )
     if same := sorted(of_x - of_weight):
         raise ValueError(
-            f"{name} needs a weight whose inputs are split over {axis.names!r}; this one, of shape "
-            f"{weight.shape}, is the same along {', '.join(map(repr, same))}, so the sum would "
-            f"count it once for each device. Split it by P({axis.names!r})."
+            f"{name} needs a weight whose inputs are split over {axis.names!r}; this weight, of "
+            f"shape {weight.shape}, is the same along {', '.join(map(repr, same))}, so devices "
+            "would multiply different inputs by the same weights. Split the weight by "
+            f"P({axis.names!r})."
         )
 
 
@@ -513,7 +521,8 @@ def embed_partial(
     weights: Shaped[Array, "*batch"] | None = None,
     vocabulary: int | None = None,
 ) -> Float[Array, "*batch width"]:
-    """Returns this device's part of `embed`: `W[V_X, D], ids[B] -> [B, D] {U_X}`. Nothing is sent.
+    """Returns this device's term of the sum that `embed` returns: `W[V_X, D], ids[B] -> [B, D]
+    {U_X}`. Nothing is sent.
 
     Each device looks up the rows that it holds, and gives zeros for ids whose rows other devices
     hold. An id outside the vocabulary gives nan on every device, or zeros if the id's weight is 0.
@@ -527,13 +536,15 @@ def embed_partial(
         vocabulary: the number of rows without padding; by default all rows.
 
     Raises:
-        ValueError: the ids are not whole numbers.
+        ValueError: the ids are not whole numbers; the table is the same along an axis of several
+            devices; or `vocabulary` is below 1 or above the number of all rows.
     """
     axis, rows = Axis.of(axis), table.shape[0]
+    vocabulary = checked_vocabulary("tensor.embed", table, rows, axis, vocabulary)
     # For another device's id, `row` is outside this table, and the look-up clips `row` to some row
     # of the table. The `where` after the look-up keeps that row from getting a gradient.
     row, is_here = _held(ids, rows, axis)
-    unknown = _outside(ids, rows * axis.size() if vocabulary is None else vocabulary)
+    unknown = _outside(ids, vocabulary)
     is_wrong = unknown if weights is None else unknown & weights.astype(bool)
     # A wrong id gives nan on every device, and so a loss of nan. An error at run time would be
     # possible too, but it would stop all devices.
@@ -555,7 +566,7 @@ def cross_entropy(
 
     The logits are never gathered. For each position, one maximum (`lax.pmax`) and two sums (in one
     all-reduce) are sent. Columns from `vocabulary` on are padding and count as logits of minus
-    infinity.
+    infinity. The softmax and the losses are float32 or wider.
 
     A target outside the vocabulary has a loss of nan, or 0 if its weight is 0. Some data marks
     ignored positions by -100: pass `weights=(targets != -100).astype(logits.dtype)`.
@@ -567,9 +578,15 @@ def cross_entropy(
         weights: the factors of the positions' losses. For a weighted mean over tokens, see
             `parallax.cross_entropy.normalized`.
         vocabulary: the number of columns without padding; by default all columns.
+
+    Raises:
+        ValueError: there is not one target for each position of the logits, or not one weight for
+            each target; the targets are not whole numbers; the logits are the same along an axis of
+            several devices; or `vocabulary` is below 1 or above the number of all columns.
     """
     axis, columns_here = Axis.of(axis), logits.shape[-1]
-    vocabulary = columns_here * axis.size() if vocabulary is None else vocabulary
+    check_positions("tensor.cross_entropy", logits, targets, weights)
+    vocabulary = checked_vocabulary("tensor.cross_entropy", logits, columns_here, axis, vocabulary)
     # The target's column, counted from this device's first column. It is outside the logits if
     # another device has the column.
     column_here, _ = _held(targets, columns_here, axis)
@@ -579,7 +596,9 @@ def cross_entropy(
         logits = jnp.where(columns + axis.index() * columns_here < vocabulary, logits, -jnp.inf)
     # The maximum cancels in the softmax, so it may be a constant for the gradient.
     peak = axis.all_max(jnp.max(lax.stop_gradient(logits), axis=-1))
-    shifted = logits - peak[..., None]
+    # In 16 bits, the exponentials, their sum and the losses would be rounded at each step.
+    wide = accumulation_dtype(logits.dtype)
+    shifted = logits.astype(wide) - peak.astype(wide)[..., None]
     # The target's logit is a sum in which all other terms are 0: XLA fuses this sum and its
     # transpose with the softmax. The transpose of a look-up would be a scatter, which XLA does not
     # fuse.
@@ -595,6 +614,49 @@ def cross_entropy(
     return losses if weights is None else weights.astype(losses.dtype) * losses
 
 
+def check_positions(name: str, x: Array, targets: Array, weights: Array | None) -> None:
+    """Raises `ValueError` unless `targets` and `weights` have the shape `x.shape[:-1]`, one number
+    for each position of `x`. JAX would repeat an array of fewer dims for all rows of the batch.
+    `name` is the name of the calling function, for the message."""
+    for argument, array in (("targets", targets), ("weights", weights)):
+        if array is not None and array.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{name} needs {argument} of shape {x.shape[:-1]}, one for each position of an "
+                f"array of shape {x.shape}; got {array.shape}. If one row is meant for the whole "
+                "batch, use jnp.broadcast_to."
+            )
+
+
+def checked_vocabulary(
+    name: str, shard: Array, rows: int, axis: AxisLike, vocabulary: int | None
+) -> int:
+    """Returns `vocabulary`, or the number of all rows if it is None.
+
+    `shard` has this device's `rows` rows of the table, or the logits of these rows. `name` is the
+    name of the calling function, for the message.
+
+    Raises:
+        ValueError: `shard` is the same along an axis of several devices, so each of its rows would
+            count once per device; or `vocabulary` is below 1 or above the number of all rows.
+    """
+    axis = Axis.of(axis)
+    split = varying_axes(shard)
+    same = [name for name in axes(axis.names) if name not in split and lax.axis_size(name) > 1]
+    if same:
+        raise ValueError(
+            f"{name} needs a vocabulary that is split over {axis.names!r}; this array, of shape "
+            f"{shard.shape}, is the same along {same}, so each of its {rows} rows would count once "
+            f"per device. Split the rows of the table by P({axis.names!r}), or pass axis=()."
+        )
+    whole = rows * axis.size()
+    if vocabulary is not None and not 1 <= vocabulary <= whole:
+        raise ValueError(
+            f"{name} needs a vocabulary of 1 to {whole}, the number of rows of the whole table; "
+            f"got {vocabulary}. Pass the number of rows that are not padding."
+        )
+    return whole if vocabulary is None else vocabulary
+
+
 def _held(ids, rows: int, axis: Axis):
     """Returns, for each id, the index of its row counted from this device's first row, and whether
     the row is one of the `rows` rows of this device. Raises `ValueError` for ids that are not whole
@@ -602,7 +664,7 @@ def _held(ids, rows: int, axis: Axis):
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"ids are whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
+            f"ids must be whole numbers; got {ids.dtype}{list(ids.shape)}. Encode a text with a "
             "tokenizer."
         )
     # An int64 id that does not fit in int32 gives some other row. The callers find such an id by
@@ -614,8 +676,9 @@ def _held(ids, rows: int, axis: Axis):
 def _outside(ids, vocabulary: int):
     """Returns whether each id is outside the vocabulary.
 
-    Ids are compared in the dtype that they have: an int64 id may not fit in int32, and the last id
-    of the vocabulary may not fit in a narrow dtype.
+    Ids are compared in their own dtype, since an int64 id may not fit in int32. The last id of the
+    vocabulary may not fit in the ids' dtype. It is then replaced by the largest number of this
+    dtype, such as 127 for int8.
     """
     return (ids < 0) | (ids > min(vocabulary - 1, jnp.iinfo(ids.dtype).max))
 
@@ -627,12 +690,12 @@ def affine(
     *,
     on_tpu: bool,
 ) -> Float[Array, "*batch_and_outputs"]:
-    """Returns `x · weight + bias`, summed over the inputs: `A[B, I] · W[I, *J] + b[*J] -> [B, *J]`.
+    """Returns `jnp.tensordot(x, weight, axes=1) + bias`: `A[B, I] · W[I, *J] + b[*J] -> [B, *J]`.
 
     A weight of four dims, `[I, n, H, K]`, has n arrays of heads, such as queries, keys and values.
-    With `on_tpu` each has its own product, and the n results are stacked. A caller that takes them
-    apart by `unstacked` gets the results themselves: XLA leaves out the stack. One product would
-    give one array, and each of the n parts would be copied out of it for an attention kernel.
+    With `on_tpu` each array has its own product, and the n products are stacked. If the caller
+    takes the stack apart by `unstacked`, XLA leaves out the stack. One product would give one
+    array, and each of the n parts would be copied out of this array for an attention kernel.
     """
     if not on_tpu or weight.ndim < 4:
         y = jnp.tensordot(x, weight, axes=1)  # over the inputs: x's last dim, weight's first
@@ -643,9 +706,9 @@ def affine(
 
 
 def unstacked(x: Shaped[Array, "..."], dim: int) -> list[Shaped[Array, "..."]]:
-    """Returns the arrays that `jnp.stack` along `dim` joins to `x`. In the backward pass, the
-    gradients of these arrays are stacked again. With indexing, as in `x[0], x[1]`, the backward
-    pass would sum arrays padded with zeros.
+    """Returns the arrays whose `jnp.stack` along `dim` is `x`. In the backward pass, the gradients
+    of these arrays are stacked again. With indexing, as in `x[0], x[1]`, the backward pass would
+    sum arrays padded with zeros.
     """
     return [jnp.squeeze(part, dim) for part in lax.split(x, (1,) * x.shape[dim], dim)]
 
@@ -663,7 +726,7 @@ def add_bias(
     rows = y.shape[: y.ndim - bias.ndim]
 
     def repeated(bias):
-        """Returns the bias for each row of `y`."""
+        """Returns `bias` broadcast to the shape of `y`, the array to which `add_bias` adds it."""
         return jnp.broadcast_to(bias, y.shape)
 
     def sum_of_rows(cotangent):

@@ -5,17 +5,20 @@ The devices along an axis form a box in the torus. The box has a *side* along ea
 of the side is the axis's piece of that dim. The ring of an axis is a closed path through the axis's
 box: it goes out along one side, and comes back through all other points, by steps to neighbouring
 points if possible. A *cut* is one choice of all pieces; `cut[dim][axis]` is one piece. All cuts are
-tried, and the cut whose hops cross the fewest links is taken. If two cuts cross equally many links,
-the cut with shorter hops along the last axes of the mesh is taken. If these hops are equally long
-too, the cut with fewer pieces above 1 is taken: in this cut fewer axes share a dim, and the long
-hops of axes that share a dim would cross the same links.
+tried, and the cut with the lowest cost is taken. The cost adds up, over the axes, the mean number
+of links that a hop of the axis's ring crosses. For axis k the number is multiplied by 1 + 1e-5 k.
+So of two cuts that cross equally many links, the cut with shorter hops along later axes is taken.
+If two cuts have equal costs, the cut with fewer pieces above 1 is taken. In this cut fewer axes
+share a dim of the torus. Sharing is worse because the hops of two axes that share a dim may cross
+the same links.
 
-Along each dim, a device has one coordinate for each axis, from 0 to the axis's piece of the dim
-minus 1. A *laying* of a dim is an array that holds the place along the dim for each combination of
-these coordinates. For pieces (2, 4), [[0, 1, 2, 3], [7, 6, 5, 4]] is a laying: the coordinates
-(1, 0) are at place 7. In the code, `line` is a laying, and `lines` are several. A *path* is the
-order in which the ring of an axis visits the points of the axis's box. `metrics[dim]` is an array
-with the number of links between each two places of the dim.
+Along each dim, a device has one coordinate for each axis. The axis's piece of the dim is the number
+of values that the coordinate can have, from 0 on. A *laying* of a dim is one way to place the
+devices along the dim. The laying is an array of places along the dim: a device's coordinates along
+the dim are the index of its place. For pieces (2, 4), [[0, 1, 2, 3], [7, 6, 5, 4]] is a laying: a
+device with the coordinates (1, 0) is at place 7. In the code, `line` is a laying, and `lines` are
+several. A *path* is the order in which the ring of an axis visits the points of the axis's box.
+`metrics[dim]` is an array with the number of links between each two places of the dim.
 
     torus.device_array(jax.devices(), (4, 2))        # an array of devices; mesh.make takes it
 """
@@ -44,7 +47,7 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
 
     A dim closes if a link joins its last chip to its first chip. On a torus of two dims, a dim
     closes if it has 16 chips. On a torus of three dims, all dims close if the size of each is a
-    multiple of 4 chips; else none closes.
+    multiple of 4 chips; else none closes. A third size that is not given is 1.
 
     Args:
         flat: whether the torus has two dims, as a v5e or v6e has.
@@ -52,52 +55,56 @@ def closed_dims(flat: bool, sizes: Sequence[int]) -> tuple[bool, ...]:
     """
     if flat:
         return tuple(size == 16 for size in sizes)
-    return (all(size % 4 == 0 for size in sizes),) * len(sizes)
+    return (len(sizes) > 2 and all(size % 4 == 0 for size in sizes),) * len(sizes)
 
 
 def device_array(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """Returns `devices` in an array of the shape `sizes`: TPUs are placed by their coordinates.
 
-    Devices that are not TPUs keep the order given. For GPUs this order is machine by machine, so
-    the last axes stay inside a machine. A slice is a group of TPUs on one torus. Devices of several
-    slices are taken slice by slice, so that only the first axes of the mesh connect devices of
-    different slices. TPUs are not placed by their coordinates if the coordinates do not form a
-    complete box, or if the axes cannot be split between the slices.
+    Devices of several slices are taken slice by slice, so that only the first axes of the mesh
+    connect devices of different slices. A slice is a group of TPUs on one torus, or a group of GPUs
+    with the same `slice_index`. Inside a slice, devices that are not TPUs keep the order given. For
+    GPUs this order is machine by machine, so the last axes stay inside a machine. TPUs are not
+    placed by their coordinates if the coordinates do not form a complete box, or if the axes cannot
+    be split between the slices.
 
     Args:
-        devices: the devices, as many as the product of `sizes`. A TPU has `coords`, `core_on_chip`,
-            `device_kind` and perhaps `slice_index`.
+        devices: the devices, as many as the product of `sizes`. A TPU has `coords`, `core_on_chip`
+            and `device_kind`; a TPU or GPU may have `slice_index`.
         sizes: the sizes of the mesh's axes.
     """
     slices: dict[int, list[Any]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
     in_order = [slices[k] for k in sorted(slices)]
+    # For each axis, the number of slices that it extends over, and its size inside a slice. If the
+    # axes cannot be split between the slices, `inner` has more devices than a slice, so `are_equal`
+    # is false.
     outer = _leading(len(slices), sizes)
     inner = tuple(size // count for size, count in zip(sizes, outer, strict=True))
-    # `inner` is the shape of one slice: each must have that many devices.
     are_equal = all(len(devices_of_slice) == math.prod(inner) for devices_of_slice in in_order)
     # Devices of unequal slices, and devices that are no TPUs, are not placed by coordinates. They
     # stay slice by slice, in the order given.
     if not are_equal or any(device.platform != "tpu" for device in devices):
         return _array(list(itertools.chain(*in_order)), tuple(sizes))
+    # `_in_a_slice` keeps the order given if the coordinates do not form a complete box.
     arrays = [_in_a_slice(devices_of_slice, inner) for devices_of_slice in in_order]
     stacked = np.stack(arrays).reshape(*outer, *inner)
-    # An axis's size is its outer factor, over slices, times its inner factor, inside a slice. The
-    # dims of the two become neighbours, and the reshape joins them.
+    # For two axes, the dims (outer 0, outer 1, inner 0, inner 1) become (outer 0, inner 0, outer 1,
+    # inner 1). Then the reshape joins the two dims of each axis.
     order = [k + part for k in range(len(sizes)) for part in (0, len(sizes))]
     return stacked.transpose(order).reshape(tuple(sizes))
 
 
 def _leading(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns, for each axis of the mesh, over how many slices the axis extends: a factor of its
-    size.
+    """Returns one factor of each axis's size. The factor is the number of slices over which the
+    axis extends.
 
     A slice is a group of TPUs on one torus; slices are joined by a slower network. `count` is the
-    number of slices, and `sizes` are the sizes of the axes. The first axes get the largest factors
-    that are possible. The product of all factors is `count`. If no factors of the sizes have this
-    product, the product of the result is a smaller divisor of `count`, and `device_array` does not
-    place the TPUs by their coordinates.
+    number of slices, and `sizes` are the sizes of the mesh's axes. The first axes get the largest
+    factors that are possible. The product of all factors is `count`. If no factors of the sizes
+    have this product, the product of the result is a smaller divisor of `count`, and `device_array`
+    does not place the TPUs by their coordinates.
     """
     factors = []
     for size in sizes:
@@ -146,7 +153,7 @@ def hops(
     An axis of one device has no hop. The result for it is 1, a factor that changes no cost.
 
     Args:
-        box: the chips along each dim of the torus.
+        box: the number of chips along each dim of the torus.
         rings: whether each dim closes in a ring.
         cores: the number of devices on a chip.
         sizes: the sizes of the mesh's axes.
@@ -166,12 +173,12 @@ def hops(
 def coordinates(
     box: tuple[int, ...], rings: tuple[bool, ...], cores: int, sizes: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns the coordinates of each device of a mesh: an array [*sizes, dims + 1].
+    """Returns the coordinates of each device of a mesh: an array [*sizes, dims of the torus + 1].
 
-    The last coordinate is the core on the chip.
+    The last coordinate is the core on the chip; the others are the chip's place on the torus.
 
     Args:
-        box: the chips along each dim of the torus.
+        box: the number of chips along each dim of the whole torus.
         rings: whether each dim closes in a ring.
         cores: the number of devices on a chip; a message between two of them crosses no link.
         sizes: the sizes of the mesh's axes. Their product is the number of devices in the box.
@@ -184,8 +191,9 @@ def coordinates(
     ]
     for cut in _cuts((*box, cores), sizes):
         layings = [_lines(pieces) for pieces in cut]  # for each dim, all its layings
-        # For each axis, an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis takes
-        # its best path, but all axes share the layings of the dims.
+        # For each axis, the mean cost of a hop for each path of the axis's ring and each choice of
+        # one laying per dim: an array [paths, layings of dim 0, layings of dim 1, ...]. Each axis
+        # takes its best path, but all axes share the layings.
         costs = [_costs(axis, cut, layings, metrics) for axis in range(len(sizes))]
         # If two cuts have equal sums, this weight makes the sum with shorter hops along later axes
         # smaller. `min(0)` is the cost by the best path of the axis.
@@ -210,12 +218,12 @@ def _laid(
     """Returns the coordinates of each device of the mesh: an array [*sizes, len(cut)].
 
     Args:
-        cut: for each dim of the torus, its pieces: the factors of the dim's length, one for each
-            axis. The last entry has the pieces of the cores on a chip, which count as one more dim.
-        lines: for each dim, the place along the dim of each combination of the axes' coordinates.
-            It is one of the results of `_lines`.
-        paths: for each axis, the order in which its ring visits its devices. It is one of the
-            results of `_paths`.
+        cut: for each dim of the torus, its pieces: factors of the dim's length, one for each axis
+            of the mesh. The cores on a chip count as one more dim, the last.
+        lines: for each dim of the torus, one array from `_lines`. The shape of the array is
+            `cut[dim]`, the pieces of this dim. Its elements are places along the torus's dim.
+        paths: for each axis, one array from `_paths`, the order in which the axis's ring visits the
+            axis's devices.
         sizes: the sizes of the mesh's axes.
     """
     places = np.zeros((*sizes, len(cut)), int)
@@ -229,7 +237,7 @@ def _laid(
                 digits.append(path[:, dims_of_axis.index(dim)])
             else:
                 digits.append(np.zeros(sizes[axis], int))
-        # A line has the place along the dim for each combination of the axes' coordinates.
+        # A line is indexed by a device's coordinates along the dim, one for each axis.
         places[..., dim] = lines[dim][np.ix_(*digits)]
     return places
 
@@ -278,18 +286,24 @@ def _factors(size: int, limits: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @functools.cache
 def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
-    """Returns the layings of a dim: arrays of shape `pieces` that hold places along the dim.
+    """Returns several *layings* of one dim of the torus. A laying is one way to place the devices
+    along the dim: an array of places, of shape `pieces`.
 
-    Axis k of the mesh has the coordinates from 0 to `pieces[k] - 1` along the dim. A laying holds
-    the place for each combination of these coordinates: `line[i, j]` is the place of coordinate i
-    of the first axis and coordinate j of the second.
+    `pieces` are factors of the dim's length, one for each axis of the mesh. A device has one
+    coordinate for each axis; for axis k, it goes from 0 to `pieces[k] - 1`. If the mesh has two
+    axes, element [i, j] of a laying is the place of each device with coordinate i for the first
+    axis and coordinate j for the second axis.
 
     The axes are nested: for each coordinate of an outer axis, the coordinates of the inner axes
-    fill a stretch of neighbouring places. Up to three axes are nested in all orders, and more axes
-    in one order. In every second stretch the inner coordinates may be in reverse order. If they
-    are, and there are two axes, the end of a stretch and the beginning of the next have the same
-    inner coordinate. So the outer axis goes from one stretch to the next by a hop of one link. With
-    three axes or more, not all stretches follow each other like this.
+    fill a stretch of neighbouring places. If at most three axes have a piece above 1, they are
+    nested in every order; otherwise only in the order of the mesh. With two axes or more, each
+    order gives two layings: in the second one, every second stretch runs backward. For the pieces
+    (2, 4), with the first axis as the outer axis, the two layings are
+
+        [[0, 1, 2, 3], [4, 5, 6, 7]]  and  [[0, 1, 2, 3], [7, 6, 5, 4]].
+
+    In the second laying, coordinate 3 of the inner axis is at the places 3 and 4, so there a hop
+    along the outer axis crosses one link.
     """
     axes = [axis for axis, piece in enumerate(pieces) if piece > 1]
     layings = []
@@ -299,8 +313,8 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
         for fold in (False, True) if len(axes) > 1 else (False,):
             line = np.zeros(pieces, int)
             for digits in np.ndindex(*pieces):
-                # From the outermost axis to the innermost; after an odd digit the next stretch runs
-                # backward.
+                # `place` is a number whose digits are the coordinates, the outermost axis first.
+                # With `fold`, the digit after an odd digit counts backward.
                 place, backward = 0, False
                 for axis in order:
                     digit = pieces[axis] - 1 - digits[axis] if backward else digits[axis]
@@ -311,8 +325,9 @@ def _lines(pieces: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
-    """Returns the lengths of the box that an axis's devices form: the axis's factor of the length
-    of each dim, without factors of 1.
+    """Returns the lengths of the sides of the box that an axis's devices form in the torus. The
+    side along a dim has the length `cut[dim][axis]`, which is the axis's factor (piece) of the
+    dim's length. Sides of length 1 are left out.
     """
     return tuple(pieces[axis] for pieces in cut if pieces[axis] > 1)
 
@@ -320,16 +335,18 @@ def _sides(axis: int, cut: Cut) -> tuple[int, ...]:
 def _costs(
     axis: int, cut: Cut, lines: list[list[np.ndarray]], metrics: list[np.ndarray]
 ) -> np.ndarray:
-    """Returns the mean cost of a hop along an axis, in links, for each path of the axis's ring and
-    each combination of layings, one for each dim.
+    """Returns the mean cost of a hop of an axis's ring: an array [paths, layings of dim 0, layings
+    of dim 1, ...].
 
-    A laying, from `_lines`, says which coordinates of the axes are at which place along a dim. The
-    returned array has the shape [paths, layings of dim 0, layings of dim 1, ...].
+    `_paths` gives the paths that the ring may take. A *laying* of a dim is one way to place the
+    devices along the dim: an array of their places, from `_lines`. The cost of a hop is the number
+    of links that the hop crosses, with a small addition for long hops.
 
     Args:
         axis: the index of the axis.
-        cut: for each dim, the factors of its length, one for each axis.
-        lines: for each dim, the arrays that `_lines` returns, its layings.
+        cut: for each dim of the torus, its pieces: factors of the dim's length, one for each axis
+            of the mesh.
+        lines: for each dim, its layings.
         metrics: for each dim, the number of links between each two places.
     """
     # `side` counts the dims in which the axis has a piece above 1; a path has a column for each.
@@ -343,9 +360,10 @@ def _costs(
         steps = _steps(sides)[:, side, : pieces[axis], : pieces[axis]]
         costs_of_dim = np.zeros((len(steps), len(lines[dim])))
         for k, line in enumerate(lines[dim]):
-            # `places` is [digit of this axis, digits of all other axes]; a digit is an axis's
-            # coordinate in its piece. The links between two digits of the axis are the mean over
-            # the other digits.
+            # `places` is [i, others]: the place along the dim of each device, by its coordinate i
+            # along this axis and its coordinates along all other axes. `links`, [i, j, others], is
+            # the number of links between the devices with the coordinates i and j. `mean(-1)` is
+            # the mean over the others, and `tensordot` adds up over i and j.
             places = np.moveaxis(line, axis, 0).reshape(pieces[axis], -1)
             links = metrics[dim][places[:, None], places[None]]
             # The square, with the small weight `FAR`, makes one long hop among short ones worse
@@ -359,13 +377,13 @@ def _costs(
 
 @functools.cache
 def _steps(sides: tuple[int, ...]) -> np.ndarray:
-    """Returns, for each path through a box, the fraction of the path's steps that go from
-    coordinate i to coordinate j along a side of the box.
+    """Returns an array [paths, sides, n, n] that says how the steps of each path of `_paths` move
+    along each side. n is the length of the longest side.
 
-    The returned array has the shape [paths, sides, n, n], where n is the length of the longest
-    side. A step along another side does not change the coordinate along this side, so it counts as
-    a step from i to i. The sum of the fractions, each times the links between i and j, is the mean
-    number of links of a hop.
+    Element [path, side, i, j] is the fraction of the path's steps that change the coordinate along
+    the side from i to j. A step along another side keeps this coordinate, so the step counts
+    as one from i to i. To get the mean number of links that a step of a path crosses, multiply each
+    fraction by the number of links between i and j, and add up.
     """
     paths = _paths(sides)
     shares = np.zeros((len(paths), len(sides), max(sides), max(sides)))
@@ -382,11 +400,11 @@ def _paths(sides: tuple[int, ...]) -> list[np.ndarray]:
     """Returns paths that visit each point of a box once. Each path is an array [points, sides].
 
     `sides` are the lengths of the box's sides. The ring of an axis follows a path, and goes from
-    the path's last point back to its first. A first path goes row by row; a second one, for most
-    boxes, goes out along one side and comes back through all other points. The sides may be taken
-    in any order: the rows lie along the last side, and the second path goes out along the first.
-    For each order there are such paths. Of all these paths `coordinates` takes the one that costs
-    least.
+    the path's last point back to its first. Each order of the sides gives two paths. The first path
+    goes row by row; the rows lie along the side that is last in this order. The second path goes
+    out along the side that is first in this order, and comes back through all other points. In a
+    box of one side, the second path goes out over every second point. A box of one or two points
+    has no second path. Of all these paths `coordinates` takes the one that costs least.
     """
     paths = []
     for order in itertools.permutations(range(len(sides))):

@@ -1,7 +1,7 @@
 """The leaves of a tree: paths, `PartitionSpec`s, and whether a leaf is an array."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -44,32 +44,21 @@ def is_inexact(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def is_spec(leaf: Any) -> bool:
-    """Returns whether a leaf is a `PartitionSpec`.
-
-    The function serves as `is_leaf` for trees of specs, since JAX would otherwise open a spec as a
-    tuple.
-    """
-    return isinstance(leaf, PartitionSpec)
-
-
 def shardings(specs: PyTree, mesh: AnyMesh) -> PyTree:
     """Returns the `NamedSharding` of each `PartitionSpec` in the tree `specs`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     """Returns a dict from the dotted path of each spec of a tree to the spec.
 
     Raises:
-        ValueError: two specs have the same dotted path, as the spec at the key "a.b" and the spec
-            at a key "b" inside "a" have.
+        ValueError: two specs have the same dotted path. For example, the key "a.b" and the key "b"
+            of a dict at "a" have the same path.
     """
-    named = [
-        (dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_spec)
-    ]
+    named = [(dotted(path), spec) for path, spec in jax.tree.leaves_with_path(specs)]
     if same := twice([path for path, _ in named]):
-        raise ValueError(f"The specs have two leaves of the path {same[0]}: {RENAME}.")
+        raise ValueError(f"The specs have two leaves with the same path, {same[0]}: {RENAME}.")
     return dict(named)
 
 
@@ -87,8 +76,8 @@ def twice(paths: Sequence[str]) -> list[str]:
 class SpecsByPath(dict[str, PartitionSpec]):
     """A dict from path to spec that is also a rule: a function of (path, leaf) that returns a spec.
 
-    For a path that is not in the dict the rule returns None. `rules.specs` refuses most rules that
-    give no leaf a spec; an empty dict is allowed.
+    For a path that is not in the dict the rule returns None. `rules.specs` refuses a dict that
+    gives no leaf a spec, unless the dict is empty.
     """
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
@@ -106,26 +95,39 @@ UNEVEN_AXES = jax.make_user_context(frozenset())
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the axis names in one entry of a `PartitionSpec`: none, one, or a tuple of them."""
+    """Returns a tuple of the axis names in an entry (None, name or tuple) of a `PartitionSpec`."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """Returns a pytree path as `blocks.attention.qkv.weight`."""
+    """Returns a pytree path as a string with dots, such as `blocks.attention.qkv.weight`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 
-def parameter_index(path: Sequence[Any], paths: Sequence[Sequence[Any]]) -> int | None:
+def parameter_index(
+    path: Sequence[Any], paths: Sequence[Sequence[Any]], of_state: Collection[Any] = ()
+) -> int | None:
     """Returns the index in `paths` of the parameter to which an array of an optimizer's state
     belongs, or None.
 
     Optimizers keep trees of the same structure as the tree of the parameters: the state's
     `0.mu.blocks.weight` belongs to the parameter `blocks.weight`. So the array's `path` ends with
-    the parameter's path. If several of the `paths` fit, the longest is taken.
+    the parameter's path, after the path of a tree, here `0.mu`. Several of the `paths` may fit,
+    such as `w` and `nu.w` for `0.nu.w`: with each of them, another part of the state, `0.nu` or
+    `0`, would be the tree. The function takes the parameter whose tree has the most parameters. If
+    the trees have equally many, it takes the parameter with the longest path. `of_state` has all
+    paths of the state, as tuples.
     """
     fitting = [
         i
         for i, parameter in enumerate(paths)
         if tuple(path[len(path) - len(parameter) :]) == tuple(parameter)
     ]
-    return max(fitting, key=lambda i: len(paths[i]), default=None)
+
+    def rank(i):
+        """Returns two numbers for parameter `i`: the number of parameters that the tree has if the
+        array at `path` belongs to this parameter, and the length of the parameter's path."""
+        above = tuple(path[: len(path) - len(paths[i])])
+        return sum((*above, *parameter) in of_state for parameter in paths), len(paths[i])
+
+    return max(fitting, key=rank, default=None) if len(fitting) > 1 else next(iter(fitting), None)

@@ -57,7 +57,8 @@ class Fault(NamedTuple):
 
     Attributes:
         needed: the sentence that says what was needed and what was given. The sentence is a format
-            string: a name in braces is replaced by that name with its value.
+            string: a name in braces, such as {stage}, is replaced by the name and its value, such
+            as `stage=4`.
         changes: the cures, the best first. A cure is a change of fields or sizes that removes the
             fault, as a dict of new values by name.
         note: words that follow the first cure in the message.
@@ -69,7 +70,7 @@ class Fault(NamedTuple):
 
 
 class Wording(NamedTuple):
-    """The form in which the caller writes sizes, and the sizes that the caller can change.
+    """The form in which the caller writes sizes, and the sizes that the caller cannot change.
 
     Attributes:
         value: a function that takes a name and its value, and returns a text such as `data=4` or
@@ -133,18 +134,19 @@ def refusal(
 
     Args:
         fields: a layout's fields by name.
-        sizes: an empty dict, to check the fields alone; or a dict with layers, heads, hidden, rows
-            (of the embedding: the vocabulary's size with padding), batch (sequences) and tokens (of
-            a sequence), and perhaps experts, devices and processes.
-        wording: how the message writes sizes and changes: for Python or for a command line, for
-            example.
+        sizes: the sizes in `SIZES`, and perhaps those in `OPTIONAL_SIZES`, by name. `hidden` counts
+            the hidden units of a feed-forward, `rows` the rows of the padded vocabulary, `batch`
+            the sequences, and `tokens` the tokens per sequence. With an empty dict, only the fields
+            are checked.
+        wording: the form in which the message writes sizes and changes: `PYTHON`, `TEXT` (for a
+            command line), `JSON` or a form of the caller's own.
         written: the fields that the caller wrote, by name; all other fields have their defaults. A
             `wording` may repeat these fields in the proposed change, so that it is complete.
         misread: a sentence that reports a mistake in the text that the caller wrote, such as a
             misspelt name; "" if there is none. The `fields` were read from this text with the
             mistake corrected.
     """
-    sizes = _with_experts(sizes)  # 1 expert if the model gives no number
+    sizes = _with_experts(sizes)  # 1 expert if a model gives no number; an empty dict stays empty
     # A mistake in the text comes first. The cure of this fault changes nothing, since `fields` are
     # right already. `format_map` below reads braces as names, so the braces of the text are
     # escaped.
@@ -155,6 +157,10 @@ def refusal(
     needed = fault.needed.format_map(values)
     repairs = [repaired(fields, sizes, change, wording.fixed) for change in fault.changes]
     working = [repair for repair in repairs if repair is not None and wording.accepts(repair)]
+    # A repair that contains all of another one changes more than is needed.
+    working = [
+        repair for repair in working if not any(less.items() < repair.items() for less in working)
+    ]
     if not working:
         return needed
     # The note is about the first cure. It is left out if the proposal does not contain this cure,
@@ -173,8 +179,7 @@ def proposal(texts: Sequence[str], note: str = "") -> str:
 
 
 def fits(fields: Fields, sizes: Fields) -> bool:
-    """Returns whether these fields are valid for a layout, and whether this layout fits these
-    sizes."""
+    """Returns whether these fields make a valid layout that fits these sizes."""
     return next(faults(fields, _with_experts(sizes)), None) is None
 
 
@@ -195,8 +200,9 @@ def repaired(
         # With `to_repair`, the first fault is the one to cure next.
         fault = next(faults(new_fields, new_sizes, to_repair=True), None)
         if fault is None:
-            # A name that is both a field and a size, `processes`, has the value of the field. From
-            # True to 1 is a change too, so `_differs` compares the types as well.
+            # Only `processes` is both a field and a size. The field counts: in `before` the fields
+            # come last, and in `after` `_without_fields` leaves out the size. From True to 1 is a
+            # change too, so `_differs` compares the types as well.
             before, after = {**sizes, **fields}, {**new_fields, **_without_fields(new_sizes)}
             differing = {
                 name: value for name, value in after.items() if _differs(value, before[name])
@@ -218,9 +224,9 @@ def faults(fields: Fields, sizes: Fields, *, to_repair: bool = False) -> Iterato
     The other faults are fields without effect, fields that exclude each other, and sizes that do
     not fit the layout.
 
-    With `to_repair`, the faults come in the order in which `repaired` cures them: first those of
-    the axes, whose product is the number of devices, and then those of the sizes (such as the
-    batch) that must be multiples of the sizes of axes.
+    With `to_repair`, the faults come in the order in which `repaired` cures them. Faults of the
+    axes then come before faults of the model and the batch, since the sizes of the model and the
+    batch must be multiples of the sizes of axes.
     """
     # The later checks compute with the numbers, so all values must be right first.
     unreadable = list(_values(fields)) or list(_counts(fields, sizes))
@@ -400,7 +406,7 @@ def _model_and_batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     """Yields a fault if the number of sequences of the batch is not a multiple of the number of
     parts into which the batch is split. Yields another if the number of tokens of a sequence is not
-    a multiple of the parts into which a sequence is split."""
+    a multiple of the number that `_tokens_divisor` returns."""
     if "batch" in sizes and sizes["batch"] % _batch_divisor(fields):
         # The axes that split sequences: `data`, which every mesh has, and those of several devices.
         names = [name for name in BATCH_AXES if name in ALWAYS or fields[name] > 1]
@@ -415,8 +421,8 @@ def _batch(fields: Fields, sizes: Fields) -> Iterator[Fault]:
 
 
 def _tokens_divisor(fields: Fields) -> tuple[int, str]:
-    """Returns the number that must divide the tokens of a sequence, and the sentence of the fault
-    for tokens that are not a multiple of this number."""
+    """Returns the number that must divide the number of tokens of a sequence, and the sentence that
+    says so, for a `Fault`."""
     c = fields["context"]
     t = fields["tensor"] if fields["sequence"] else 1
     if c == 1:
@@ -452,7 +458,7 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     devices, processes = _devices(fields), fields["processes"]
     if devices % processes == 0:
         return
-    fewer_processes = {"processes": closest_divisor(devices, processes)}
+    closest_processes = {"processes": closest_divisor(devices, processes)}
     # If the machine fixes the number of processes, another `data` is the cure, the smaller one
     # first, since it needs no more devices than there are now. `data` must be a multiple of
     # processes / gcd(others, processes): the product of the other axes, `others`, has the other
@@ -464,7 +470,7 @@ def _processes(fields: Fields, sizes: Fields) -> Iterator[Fault]:
     yield Fault(
         "Layout: each process must have as many devices as the others; got {processes} for "
         f"{devices} devices.",
-        other_data[::-1] if "processes" in sizes else (fewer_processes,),
+        other_data[::-1] if "processes" in sizes else (closest_processes,),
     )
 
 
@@ -493,8 +499,8 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
     """Returns new sizes of axes, by name, so that the product of all axes is the machine's number
     of devices. If possible, only `data` changes.
 
-    If the product of all axes but `data` does not divide the number of devices, each of these axes
-    gets the size closest to its old size by which both the devices and the model can be split.
+    If the product of all axes but `data` does not divide the number of devices, these axes get new
+    sizes: those that fit the devices and the model, as close as possible to the old ones.
     """
     devices = sizes["devices"]
     others = _devices(fields) // fields["data"]
@@ -502,6 +508,7 @@ def _on_devices(fields: Fields, sizes: Fields) -> dict[str, int]:
         return {"data": devices // others}
     splits = {
         "tensor": math.gcd(*(sizes[name] for name in ("heads", "hidden") if name in sizes)),
+        "context": sizes.get("tokens", 0),
         "stage": sizes.get("layers", 0),
         "expert": sizes.get("experts", 0),
     }

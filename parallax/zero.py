@@ -1,26 +1,32 @@
 """ZeRO: the replicas split the optimizer's state, the gradients and the parameters.
 
 The n devices of an axis split the batch. Plain data parallelism all-reduces every gradient and
-keeps n equal copies of everything. Here each device keeps a share:
+keeps n equal copies of everything. Here each device keeps only a share, 1/n:
 
-    ZeRO-1  `reduce_scattered` around `accumulated`; `sharded` optimizer   state 1/n
-    ZeRO-2  `accumulated` around `reduce_scattered`; `sharded` optimizer   also gradients 1/n
-    ZeRO-3  `averaged` around `gathered` blocks; `gathered_once` the rest  also parameters 1/n
+    stage   share of            gradient function                           optimizer
+    ZeRO-1  optimizer's state   reduce_scattered(accumulated(grad))         sharded(optimizer)
+    ZeRO-2  also gradients      accumulated(reduce_scattered(grad))         sharded(optimizer)
+    ZeRO-3  also parameters     averaged(gathered_once(accumulated(grad)))  optimizer
+
+`accumulated` and `averaged` are in the module `grads`. In ZeRO-3 the loss wraps its blocks in
+`gathered`, and `gathered_once` gathers all other parameters.
 
 ZeRO-1 sends as many bytes as data parallelism: over n devices, 2 (n - 1)/n of the parameters' bytes
-per step, by one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. ZeRO-3
-gathers twice per microbatch (again in the backward pass) and scatters once.
+per step, by one reduce-scatter and one all-gather. ZeRO-2 scatters once per microbatch. In each
+microbatch, ZeRO-3 gathers the blocks in the forward pass and (with `remat.gathers`) again in the
+backward pass, and scatters the blocks' gradients once.
 
 A tree of specs, as `rules.specs` makes with `rules.fsdp`, says which dim of each leaf is split: the
 entry of this dim in the spec names the axis. A leaf without such a dim stays whole (`rules.explain`
-says why) and is all-reduced. `A[I_X]` is split over the axis X, and `{U_X}` is a sum over X that
-was not taken yet. Sums are taken in float32 or wider. With a tuple of axes each leaf is scattered
-over the axes that its spec names, and summed over the other axes. A leaf is not summed over axes
-that split the parameter itself (experts). A mean divides by the product of the sizes of all axes of
-the tuple. `splits_of(path, by_path, axis)` gives the dims of a leaf that `axis` splits, each as a
-`Split`: the dim, and those axes of `axis` that split this dim. `sequence_after(x, y)` is `x`; on a
-CPU each array of `x` waits for all of `y`, so that all devices send in one order: else they could
-wait for each other forever.
+says why), and its gradient is all-reduced. `A[I_X]` is split over the axis X. `{U_X}` after an
+array says that the array on each device is one term of a sum over X. Sums are taken in float32 or
+wider. With a tuple of axes each gradient is scattered over the axes that its leaf's spec names, and
+summed over the other axes. Over an axis that splits the parameter even without ZeRO, such as the
+experts' axis, the gradient is neither scattered nor summed. A mean divides by the product of the
+sizes of all axes of the tuple. `splits_of(path, by_path, axis)` takes the spec of a leaf from the
+dict `by_path`. It returns one `Split` for each dim that is split over axes in `axis`: the dim, and
+those axes. `sequence_after(x, y)` is `x`; on a CPU each array of `x` waits for all of `y`, so that
+all devices send in one order. Otherwise the devices could wait for each other forever.
 
 The functions of this module that are used together must get the same axis and specs. The class
 `ZeRO` makes all these functions, from a stage, an axis and the model's sharding rule.
@@ -30,6 +36,7 @@ Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +55,8 @@ from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import accumulation_dtype, linear, varying_axes
 from parallax.grads import Grad, mean_over_devices
 from parallax.grads.axes import axes_of, replicated_axes
-from parallax.grads.devices import local_gradients, value_and_sums
+from parallax.grads.devices import value_and_sums
+from parallax.grads.local import local_gradients
 from parallax.optimizers.elementwise import checked, with_extra
 from parallax.optimizers.programs import right_on_shards
 from parallax.shards import Split, splits_of
@@ -61,12 +69,14 @@ def reduce_scattered(
     *,
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
 ) -> Grad:
-    """Returns a gradient function for the mean of `grad` over the devices of `axis`; each device
-    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`.
+    """Returns a gradient function for the mean of `grad` over the devices of `axis`. Each device
+    keeps one share of the gradients: `A[I] {U_X} -> A[I_X]`. `{U_X}` says that `A` on each device
+    is one term of a sum over X, and `A[I_X]` is split over X.
 
     Each of the n devices sends (n - 1)/n of the parameters' bytes, half as many as in
-    `grads.averaged`. Leaves that stay whole are all-reduced, and so is the loss. If
-    `reduce_scatter` has already scattered a gradient inside `grad`, the gradient is only divided.
+    `grads.averaged`. The gradients of leaves that stay whole are all-reduced, and so is the loss.
+    `grad` may return gradients that `zero.reduce_scatter` has already scattered, as in a pipeline.
+    These gradients are divided by n, but not scattered again.
 
     Args:
         grad: a gradient function.
@@ -102,15 +112,19 @@ def reduce_scattered(
             return splits_of(path, by_path, axis.over(names))
 
         def scattered(gradient, param, splits):
-            """Returns this device's share of one gradient, in float32 or wider."""
+            """Returns this device's share of one gradient, in float32 or wider. Without splits,
+            the gradient is not summed here: `value_and_sums` all-reduces it later."""
             # A gradient that does not have the parameter's shape was already scattered inside
-            # `grad`, once in each microbatch (ZeRO-2). `reduce_scatter` sums in float32 or wider;
-            # the cast after it is for gradients that are not scattered here.
+            # `grad`: a pipeline whose argument `scatter` is `zero.reduce_scatter` scatters once in
+            # each microbatch (ZeRO-2). `shards.reduce_scatter` sums in float32 or wider; the cast
+            # after it is for gradients that are not scattered here.
             if gradient.shape == param.shape:
                 gradient = shards.reduce_scatter(gradient, splits)
             return gradient.astype(accumulation_dtype(gradient.dtype))
 
         def names_left(gradient, names, splits):
+            """Returns the axes over which this gradient must still be summed: those along which
+            it was scattered neither by `scattered` nor inside `grad`."""
             done = shards.names_of(splits)
             return tuple(name for name in names if name not in done)
 
@@ -137,13 +151,27 @@ def reduce_scatter(gradients: PyTree, axis: AxisLike, specs: Specs) -> PyTree:
 
     Pass `reduce_scatter` to `pipeline.value_and_grad(scatter=...)`, and wrap the resulting gradient
     function in `reduce_scattered`. `reduce_scattered` recognises shares by their shape, sums the
-    leaves that stay whole, and divides all gradients by the number of devices. `axis` must not
-    contain an axis that splits a parameter even without ZeRO, such as the experts' axis.
+    leaves that stay whole, and divides all gradients by the number of devices. `specs` must not
+    have the splits over `axis` that the parameters have without ZeRO, such as that of experts:
+    along these, gradients are split already. In a pipeline, pass the specs of the whole model: the
+    gradients of its blocks have the first dim of the blocks, the dim of chunks.
+
+    Raises:
+        ValueError: the size of a dim is not a multiple of the number of devices that split it.
     """
     axis, by_path = Axis.of(axis), trees.by_path(specs)
 
     def share(path, gradient):
-        return shards.reduce_scatter(gradient, splits_of(path, by_path, axis))
+        splits = splits_of(path, by_path, axis)
+        for dim, over in splits:
+            if dim >= gradient.ndim or gradient.shape[dim] % over.size():
+                raise ValueError(
+                    f"zero.reduce_scatter: the spec of {trees.dotted(path)} splits dim {dim} over "
+                    f"the {over.size()} devices of {' x '.join(over.names)}, but its gradient has "
+                    f"shape {gradient.shape}. Pass the specs of the whole model. In a pipeline, "
+                    "blocks have a first dim of chunks."
+                )
+        return shards.reduce_scatter(gradient, splits)
 
     return jax.tree.map_with_path(share, gradients)
 
@@ -157,12 +185,13 @@ def sharded(
     and 2, for an optimizer that acts element by element.
 
     The returned `update` takes each device's share of the gradients (from `reduce_scattered`),
-    updates that share of the parameters, and gathers the updates: each of the n devices sends
-    (n - 1)/n of the parameters' bytes. `update` also takes gradients of full shape: it averages and
-    scatters them itself, or, if they are averaged already, only cuts out the device's share. Inside
-    `shard_map`, the returned `init` makes the device's share of the state. Outside, where arrays
-    are global, `init` returns the whole state; `rules.optimizer_specs(optimizer, params, specs)`
-    gives its specs.
+    computes the updates of the same share of the parameters, and gathers these updates. Each of the
+    n devices sends (n - 1)/n of the parameters' bytes. `update` also takes gradients of full shape:
+    it averages and scatters them itself, or, if they are the same on all devices, takes them for
+    averaged, and only cuts out the device's share. Plain `jax.grad` of replicated parameters gives
+    sums over the devices instead: wrap it in `grads.averaged` first. Inside `shard_map`, the
+    returned `init` makes the device's share of the state. Outside, where arrays are global, `init`
+    returns the whole state; `rules.optimizer_specs(optimizer, params, specs)` gives its specs.
 
     `axis` has the axes that split the batch, and `specs` are the specs of the shares. An optimizer
     that combines elements of a gradient, as by a norm, would see only the elements of a share, so
@@ -187,7 +216,7 @@ def sharded(
         return shards.take(weight, splits(path, weight))
 
     def gradient_share(path, gradient, weight):
-        """Returns this device's share of the mean of one gradient."""
+        """Returns this device's share of one gradient, averaged over the devices."""
         if gradient.shape != weight.shape:  # already a share, from `reduce_scattered`
             return gradient
         # The axes along which the devices have the same parameter and different gradients.
@@ -244,9 +273,10 @@ def _mean_share(
     # Along the other splits all devices have the same gradient, so each device cuts its share out
     # of that gradient.
     total = shards.take(total, [split for split in splits if split not in scattered])
-    # The mean is also over axes along which the parameter itself varies, such as the experts' axis:
-    # along these the gradient is already a sum. Along any other axis all devices have the same
-    # gradient, which is already a mean. `over` keeps only the names in `axis`.
+    # To get the mean, a sum is divided by the number of devices. Along `local` the sum was taken
+    # above. Along axes on which the parameter itself varies, such as the experts' axis, the
+    # gradient came as a sum. Along any other axis all devices have the same gradient, which is
+    # already a mean. `over` keeps only the names in `axis`.
     return total / axis.over((*local, *varying_axes(weight))).size()
 
 
@@ -268,12 +298,14 @@ def gathered(
     Args:
         function: a loss function, or a block; its first argument is the tree of parameters.
         axis: the axis, or the axes, that split the batch.
-        specs: the specs of the shares, a tree like the function's first argument.
+        specs: the specs of the shares, a tree like the function's first argument. Leave out
+            splits that must stay inside `function`, such as the split of experts over `axis`.
 
     Raises:
         ValueError: a spec splits a dim over `axis` first, and then over another axis, as
             `("data", "tensor")` does if `axis` is "data". Then the blocks that one gather joins
-            would not be neighbours in the whole leaf.
+            would not be neighbours in the whole leaf. Or `specs` has splits over `axis`, but only
+            at paths that the parameters lack.
     """
 
     axis, by_path = Axis.of(axis), trees.by_path(specs)
@@ -385,9 +417,9 @@ def part_specs(
                 )
             return PartitionSpec(*spec[count:])
 
-        return jax.tree.map_with_path(inner, blocks(specs), is_leaf=trees.is_spec)
+        return jax.tree.map_with_path(inner, blocks(specs))
 
-    ends = eqx.tree_at(blocks, specs, None, is_leaf=trees.is_spec)
+    ends = eqx.tree_at(blocks, specs, None)
     # A stage gets one chunk at a time: its specs lack the dim of chunks, if there is one.
     return PartSpecs(ends, stage=without(loops - 1), layer=without(loops))
 
@@ -398,6 +430,7 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
     # This call is made only for its error: it refuses an axis that the mesh lacks. Otherwise
     # `splits_of` would find no split over the axis, and the shares would count as whole leaves.
     axis.size()
+    _check_paths(params, axis, by_path)
 
     def gather_dim(x, split):
         """Returns `x` gathered along one dim; its cotangent is reduce-scattered."""
@@ -417,10 +450,28 @@ def _wholes(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> Py
     return jax.tree.map_with_path(whole, params)
 
 
+def _check_paths(params: PyTree, axis: Axis, by_path: dict[str, PartitionSpec]) -> None:
+    """Raises `ValueError` if `by_path` has splits over `axis`, but only at paths that `params`
+    lacks, as if the specs were those of another tree."""
+    split = [
+        path
+        for path, spec in by_path.items()
+        if any(set(axes_of(axis)) & set(trees.entry_axes(entry)) for entry in spec)
+    ]
+    paths = [trees.dotted(path) for path, _ in jax.tree.leaves_with_path(params)]
+    if split and set(paths).isdisjoint(split):
+        raise ValueError(
+            "zero.gathered and zero.gathered_once need specs for the tree that they gather; the "
+            f"specs split {split[0] or 'a single array'!r} over {axes_of(axis)}, and the tree has "
+            f"no leaf that they split. Its leaves are {paths[:3]}. For a part of a model, pass the "
+            "specs of that part, as zero.part_specs gives them."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class ZeRO:
-    """All functions of one stage of ZeRO, made to fit each other from the stage, the axis and the
-    model's own sharding rule.
+    """All functions of one stage of ZeRO. They are made from the same stage, axis and sharding rule
+    of the model, so they fit each other.
 
         >>> devices, rule, optimizer = mesh.make(data=8), rules.match("**", P()), optax.adam(0.1)
         >>> make_model, loss = lambda: jnp.ones((16, 64)), lambda w, x: jnp.mean((x @ w) ** 2)
@@ -438,15 +489,18 @@ class ZeRO:
         stage: 1, 2 or 3.
         axis: the axis, or the axes, that split the batch.
         inside: the rule of the model without ZeRO, such as `rules.first(tensor.rule(model),
-            rules.match("**", P()))`.
+            rules.match("**", P()))`. Its splits, such as those of experts over an axis in `axis`,
+            stay in all stages.
         model: the model's arrays or their shapes, all of them whole.
         mesh: the mesh that the step runs on.
         min_size: the least number of elements of a leaf that is split, as in `rules.fsdp`.
         keep: dims that are not split, as in `rules.fsdp`.
 
     Attributes:
-        optimizer_rule: the rule of the shares, by which `step.init` splits the optimizer's state.
-        specs: the specs of the shares, a tree like the model, for the functions of this module.
+        optimizer_rule: the rule that splits leaves as `inside` does, and also over `axis`, into one
+            share for each device. `step.init` splits the optimizer's state by this rule.
+        specs: the specs that `optimizer_rule` gives, a tree like the model, for the functions of
+            this module.
 
     Raises:
         ValueError: there is no such stage, or no such axis in the mesh; or `rules.specs` refuses
@@ -464,7 +518,7 @@ class ZeRO:
     specs: Specs = field(init=False)
 
     def __post_init__(self):
-        """Checks the stage and the axis, and makes the rule and the specs of the shares."""
+        """Checks `stage` and `axis`, and sets `optimizer_rule` and `specs`."""
         names = axes_of(Axis.of(self.axis))
         if self.stage not in (1, 2, 3):
             raise ValueError(
@@ -490,16 +544,16 @@ class ZeRO:
 
     @property
     def rule(self) -> Rule:
-        """The rule of the parameters, for `step.init`: in stage 3 `optimizer_rule`, the rule of the
-        shares; otherwise `inside`, the rule of the model without ZeRO."""
+        """The rule of the parameters, for `step.init`. In stage 3 this rule is `optimizer_rule`,
+        which splits leaves into shares; otherwise it is `inside`, the model's rule without ZeRO."""
         return self.optimizer_rule if self.stage == 3 else self.inside
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `loss` for the parameters as they are stored: in stage 3 the result checks the
-        shapes of the parameters, and gathers them first; in the other stages `loss` is returned
-        unchanged."""
+        """Returns `loss` for the parameters as they are stored. In stage 3 the result checks the
+        shapes of the parameters, gathers the parameters, and then calls `loss`. In the other stages
+        the result is `loss` itself."""
         return (
-            self._checked(gathered(loss, self.axis, self.specs), "loss")
+            self._checked(gathered(loss, self.axis, self._own_specs()), "loss")
             if self.stage == 3
             else loss
         )
@@ -509,14 +563,15 @@ class ZeRO:
         of the axis; each device keeps its share of the gradients.
 
         Stage 1 scatters the sum over the microbatches. Stage 2 scatters the gradients of each
-        microbatch, and adds up the shares. In stage 3 the gradients are scattered in the backward
-        pass of `loss`, so this function sums only the gradients of leaves that stay whole. In all
-        stages, parameters that are not split as `rule` says are refused.
+        microbatch, and adds up the shares. In stage 3 the backward pass of `loss` scatters the
+        gradients, so only the gradients of leaves that stay whole are still summed over devices. In
+        all stages the returned function raises `ValueError` if the parameters on this device do not
+        have the shapes that `rule` gives.
         """
 
         def scattered_grad(params, batch):
             value, gradients = grad(params, batch)
-            return value, reduce_scatter(gradients, self.axis, self.specs)
+            return value, reduce_scatter(gradients, self.axis, self._own_specs())
 
         accumulated = grads.accumulated(
             scattered_grad if self.stage == 2 else grad, microbatches=microbatches
@@ -535,9 +590,24 @@ class ZeRO:
         and gradients are shares already."""
         return optimizer if self.stage == 3 else sharded(optimizer, self.axis, self.specs)
 
+    def _own_specs(self) -> Specs:
+        """Returns `specs` without the splits that `inside` made."""
+        # The experts' axis may be in `axis`, since it splits the batch too. The experts stay split
+        # over it: tokens of all its devices reach each expert, so the gradients are sums already.
+        inside = trees.by_path(rules.specs(self.model, self.inside, self.mesh))
+
+        def own(path, spec):
+            split_inside = inside[trees.dotted(path)]
+            # `fsdp` splits only dims that `inside` leaves whole.
+            pairs = itertools.zip_longest(spec, split_inside)
+            return PartitionSpec(*(None if before else entry for entry, before in pairs))
+
+        return jax.tree.map_with_path(own, self.specs)
+
     def _checked(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Returns `function(params, ...)`, which refuses parameters that are not split as `rule`
-        says. `name` is the name of the method that calls this one, for messages."""
+        """Returns `function(params, ...)` with a check. A call raises `ValueError` if the
+        parameters on this device do not have the shapes that `rule` gives. `name` is the name of
+        the calling method, for messages."""
         specs = trees.by_path(rules.specs(self.model, self.rule, self.mesh))
         wholes = {
             trees.dotted(path): leaf.shape
@@ -546,21 +616,23 @@ class ZeRO:
         }
 
         def check(path, shape):
-            """Refuses a leaf that the model lacks, and a leaf whose shape on this device is not the
-            share of the whole leaf that its spec gives. `specs` maps each path to a spec, and
-            `wholes` maps it to the shape of the whole leaf."""
+            """Raises `ValueError` if the model has no leaf at `path`, or if `shape` is not the
+            shape that the leaf's spec gives on one device. `specs` maps each path to a spec, and
+            `wholes` maps each path to the shape of the whole leaf."""
             if path not in wholes:
                 raise ValueError(
                     f"ZeRO.{name}: the parameters have a leaf {path!r}, and the model that ZeRO "
-                    "was given has none. Give ZeRO the shapes of the model that is trained."
+                    "was given has no leaf at this path. Give ZeRO the shapes of the model that is "
+                    "trained."
                 )
             needed = NamedSharding(self.mesh, specs[path]).shard_shape(wholes[path])
             if shape != needed:
                 raise ValueError(
-                    f"ZeRO.{name}: in stage {self.stage}, by the spec {specs[path]}, a device "
-                    f"needs the shape {needed} of {path or 'the parameter'}, whose whole shape is "
-                    f"{wholes[path]}; got {shape}. Give step.init this object's rule, ZeRO.rule, "
-                    f"and run the step on its mesh, {dict(self.mesh.shape)}."
+                    f"ZeRO.{name}: in stage {self.stage}, a device needs a part of shape {needed} "
+                    f"of {path or 'the parameter'}; got {shape}. The whole shape is "
+                    f"{wholes[path]}, and the spec is {specs[path]}. Pass the attribute `rule` of "
+                    "this ZeRO object to step.init, and run the step on this object's mesh, "
+                    f"{dict(self.mesh.shape)}."
                 )
 
         def wrapped(params, *arguments):

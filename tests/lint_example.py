@@ -31,7 +31,9 @@ def linted(f, **options):
         zero = lambda leaf: (
             jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         )
-        return jax.tree.map(zero, eqx.filter_eval_shape(mapped, *arguments))
+        results = jax.tree.map(zero, eqx.filter_eval_shape(mapped, *arguments))
+        # On the mesh, as the program's own results are.
+        return mesh.place(results, options["out_specs"], options["mesh"])
 
     return zeros
 

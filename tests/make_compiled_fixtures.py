@@ -69,6 +69,35 @@ def between(there, name):
     return targets.compile(program, x, target=there)
 
 
+def halves(there):
+    """A ring along an axis of which some neighbours are in one slice and others in two."""
+    world, spec = mesh.make(devices=there.devices, data=8), P("data")
+    program = jax.jit(
+        mesh.spmd(
+            lambda x: ring.all_reduce(x * 2, "data"), mesh=world, in_specs=(spec,), out_specs=spec
+        )
+    )
+    x = jax.ShapeDtypeStruct((8 * 64, 128), jnp.float32, sharding=mesh.shardings(spec, world))
+    return targets.compile(program, x, target=there)
+
+
+def hidden(there):
+    """Weights that are gathered in front of each product, as ZeRO-3 does: XLA makes all gathers but
+    the first asynchronous."""
+    world, spec = mesh.make(devices=there.devices, data=8), P("data")
+
+    def product(x, weights):
+        for weight in weights:
+            x = jnp.tanh(x @ jax.lax.all_gather(weight, "data", tiled=True))
+        return x
+
+    program = jax.jit(mesh.spmd(product, mesh=world, in_specs=(spec, spec), out_specs=spec))
+    like = lambda rows: jax.ShapeDtypeStruct(
+        (rows, 2048), jnp.bfloat16, sharding=mesh.shardings(spec, world)
+    )
+    return targets.compile(program, like(8 * 2048), [like(2048)] * 3, target=there)
+
+
 def save(kind, made):
     """The texts, without the folders of this machine."""
     for what, program in made.items():
@@ -80,12 +109,15 @@ def main(name):
     there = targets.target(name)
     kind = there.hardware.platform
     if name.startswith("2 x"):
-        return save(kind, {f"slices_{what}": between(there, what) for what in ("ring", "psum")})
+        made = {f"slices_{what}": between(there, what) for what in ("ring", "psum")}
+        return save(kind, made | {"slices_halves": halves(there)})
     made = {
         "step": step(there),
         "all_gather": guarded(there, "all_gather"),
         "all_reduce": guarded(there, "all_reduce"),
     }
+    if kind == "tpu":
+        made["hidden"] = hidden(there)
     save(kind, made)
     places = [[int(k) for k in device.coords] for device in made["step"].mesh.devices.flat]
     about = {"target": name, "memory": made["step"].memory, "places": places}

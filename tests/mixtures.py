@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from reference import FLOAT64
 from user_models import normal
 
-from parallax import experts, mesh, pipeline, rules
+from parallax import experts, pipeline, rules
 
 VOCABULARY, TOKENS, D, F = 13, 6, 8, 6
 BALANCE, Z = 0.3, 0.05  # far above what one takes, so that their gradients show
@@ -58,7 +58,7 @@ def layer_specs(axis, tensor=None):
     whole = jax.tree.map(lambda _: P(), layer_of(1))
     split = P(axis, None, tensor), P(axis, None, tensor), P(axis, tensor)
     of = lambda w: (w.experts.gate, w.experts.up, w.experts.down)
-    return eqx.tree_at(of, whole, split, is_leaf=mesh.is_spec)
+    return eqx.tree_at(of, whole, split)
 
 
 class Plain(NamedTuple):

@@ -91,7 +91,8 @@ def verdict(mutant: Mutant, *, limit: float) -> Verdict:
     if code == 0:
         known = NO_FAULT.get(mutant.key)
         return Verdict(name, "no fault" if known else "survived", known or mutant.tests, seconds)
-    if code != 1 or first is None or NO_MUTANT.match(first[2] or ""):
+    # After a failed test, a thread that still writes may end the process by a signal (code < 0).
+    if code > 1 or first is None or NO_MUTANT.match(first[2] or ""):
         return Verdict(
             name, "not a mutant", f"pytest ends with code {code}:\n{printed[-2000:]}", seconds
         )

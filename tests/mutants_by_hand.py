@@ -104,8 +104,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "_in_order",
-        "reversed(_groups(parts, axis_name))",
-        "_groups(parts, axis_name)",
+        "reversed(groups)",
+        "groups",
         "test_axis.py::test_one_after_the_other_is_the_group",
     ),
     Mutant("combined_axis", "> 1", "> 9", "test_axis.py::test_joined"),
@@ -219,9 +219,33 @@ LAYERS = (
     ),
     Mutant(
         "check_places",
-        "if not uses_positions and",
-        "if False and",
+        "if uses_positions:",
+        "if True:",
         "test_context.py::test_a_mask_by_its_own_count_is_refused",
+    ),
+    Mutant(
+        "_has_constant_mask",
+        "numbers != numbers[..., :1, :]",
+        "numbers == numbers",
+        "test_context.py::test_attention_that_needs_no_count_is_not_refused",
+    ),
+    Mutant(
+        "_has_constant_mask",
+        "any(_has_constant_mask(body, scores) for body in bodies)",
+        "False",
+        "test_context.py::test_a_mask_by_its_own_count_is_refused",
+    ),
+    Mutant(
+        "_of_array",
+        "not np.array_equal(first, block)",
+        "False",
+        "test_bisect.py::test_copies_of_whole_numbers_that_differ_are_reported",
+    ),
+    Mutant(
+        "_described",
+        "np.iscomplexobj(right) or np.iscomplexobj(wrong)",
+        "False",
+        "test_bisect.py::test_imaginary_parts_are_compared",
     ),
     Mutant(
         "_Operation._check_same_on_each_device",
@@ -240,6 +264,12 @@ LAYERS = (
         "part != by_source",
         "False and by_source",
         "test_lint_spread.py::test_the_mistake_is_found_on_its_line",
+    ),
+    Mutant(
+        "_group",
+        " if size > 1 or dim.split]",
+        "]",
+        "test_lint_spread.py::test_the_mistake_is_found_on_its_line -k size_1",
     ),
     Mutant(
         "Reading.flat",
@@ -390,7 +420,7 @@ LAYERS = (
     Mutant("norm", "jnp.conj(x)", "x", "test_grads.py"),
     Mutant(
         "averaged",
-        "(total / axis.size())",
+        "total / axis.size()",
         "total",
         "test_tuples.py::test_experts_over_data_and_expert",
     ),
@@ -430,10 +460,13 @@ LAYERS = (
         "norm", "ENCLOSING.value.declared & set(names)", "set()", f"{WRAPPED} -k that_clips_inside"
     ),
     Mutant(
-        "refuse_clipped", "isinstance(grad, Clipped)", "False", f"{WRAPPED} -k that_clips_inside"
+        "refuse_clipped",
+        "isinstance(inspect.unwrap(grad), Clipped)",
+        "False",
+        f"{WRAPPED} -k that_clips_inside",
     ),
     Mutant(
-        "_check_equal_rows",
+        "check_equal_rows",
         "len(set(rows.values())) > 1",
         "False",
         f"{WRAPPED} -k other_numbers_of_rows",
@@ -466,15 +499,15 @@ LAYERS = (
     ),
     Mutant(
         "_fixed_heads",
-        "heads.difference(batch_axes)",
-        "heads",
-        "test_lint_rules.py -k fixed_number_of_heads",
+        'hasattr(weight, "ndim")',
+        "True",
+        "test_lint_rules.py -k frozen_modules",
     ),
     Mutant(
         "rules",
-        "[axis for axis in axes if axis not in batch_axes]",
-        "[*axes]",
-        "test_lint_rules.py -k stacked_gates",
+        "axis not in batch_axes and ",
+        "",
+        "test_lint_rules.py -k 'fixed_number_of_heads or stacked_gates'",
     ),
     Mutant(
         "_Program.check", "is_used and trees", "False and trees", f"{WRAPPED} -k one_use_of_two"
@@ -493,10 +526,17 @@ LAYERS = (
     ),
     Mutant(
         "_Ways.plain",
-        "joined = Reach(joined.at_all)",
+        "joined = Reach(joined.at_all, sent=joined.at_all, multiplied=joined.multiplied)",
         "pass",
         f"{WRAPPED} -k 'gather_counts and lax'",
     ),
+    Mutant(
+        "_Ways.plain",
+        "activations.at_all & self.own_data & ~activations.sent",
+        "activations.at_all & self.own_data & ~activations.at_all",
+        f"{WRAPPED} -k own_rows_is_sent",
+    ),
+    Mutant("uses", "ways.own_data & ways.passed_on", "False", f"{WRAPPED} -k meet_a_share"),
     Mutant("_Sums.plain", "|= not is_gather and", "|= False and", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant("_Sums._of_gathered", "|= dim in axes", "|= False", f"{WRAPPED} -k 'a_head_sums'"),
     Mutant(
@@ -750,7 +790,7 @@ PIPELINE = (
             ("else waits != 1", "else waits < 1"),
             ("waits < 1 if per_stage", "waits < 0 if per_stage"),
             ("if idle.size and not per_stage", "if False"),
-            ("if not per_stage and not np.array_equal", "if per_stage and not np.array_equal"),
+            ("if not per_stage and not is_looped", "if per_stage and not np.array_equal"),
         )
     ),
     Mutant(
@@ -1129,7 +1169,7 @@ RUN = (
     ),
     Mutant(
         "verify",
-        "upper < UPPER <= high // 16",
+        "upper < UPPER and high >= 16 * UPPER",
         "False",
         "test_shards.py::test_four_bytes_a_token_without_a_record_are_refused",
     ),
@@ -1220,9 +1260,9 @@ RUN = (
         "test_spikes.py -k a_note_goes_on",
     ),
     Mutant(
-        "Checkpoints.restore",
-        "if step >= before)",
-        "if step > before)",
+        "Checkpoints._pass_over",
+        "if step >= before",
+        "if step > before",
         "test_checkpoint.py -k from_before_a_step",
     ),
     Mutant(
@@ -1324,8 +1364,8 @@ RUN = (
     ),
     Mutant(
         "save",
-        "tensors.wrote(folder / WEIGHTS) & ",
-        "",
+        "earlier & {GENERATION",
+        "{GENERATION",
         "test_model_files.py::test_a_save_removes_only_what_a_save_wrote",
     ),
     Mutant(
@@ -1487,7 +1527,7 @@ TOLD = (
         "test_plan.py::test_the_arrays_between_products_are_those_that_jax_computes",
     ),
     Mutant(
-        "of_arguments",
+        "_with_arguments_kept",
         "return f(*arguments), arguments",
         "return f(*arguments), jax.tree.map(jax.numpy.zeros_like, arguments)",
         "test_remat.py",
@@ -1847,7 +1887,7 @@ ORDINARY = (
         "test_optimizers_holes.py::test_a_hole_is_closed",
     ),
     Mutant(
-        "_Update.split_alike",
+        "_split_alike",
         "not is_open and len(a.split) == 1",
         "True",
         "test_optimizers_holes.py -k made_of_another_leaf",
@@ -1906,7 +1946,9 @@ ORDINARY = (
     Mutant("planned", "eqx.filter(model, trainable)", "model", "test_frozen.py"),
     Mutant("mean_over_microbatches", "jnp.mean(", "jnp.max(", "test_aux.py -k auxiliary"),
     Mutant("_laid_out", "AxisType.Explicit in mesh.axis_types", "False", "test_inside_jit.py"),
-    Mutant("terms", "1 - is_base.index(True)", "is_base.index(True)", "test_lint_shards.py"),
+    Mutant(
+        "terms", "based if is_base else added", "added if is_base else based", "test_lint_shards.py"
+    ),
     Mutant("reached", "axes - joined_axes(program, node)", "axes", "test_lint_shards.py"),
     Mutant(
         "ShardMap.note_layers",
@@ -1955,16 +1997,28 @@ COMPILED = (
         "test_targets.py::test_a_replay_by_hand",
     ),
     Mutant(
-        "by_kind",
-        'if kind == "link" and ',
-        "if False and ",
+        "_in_all",
+        "for of in slices.values()",
+        "for of in [*slices.values()][:1]",
         "test_targets.py::test_messages_between_slices_are_read",
     ),
     Mutant(
-        "_collective",
+        "joined",
+        "return positions[int(number)]",
+        "return int(number) % SLICE",
+        "test_targets.py::test_chips_of_slices_are_found_in_the_mesh",
+    ),
+    Mutant(
+        "joined",
         "(int(number) // SLICE - 1) * partitions",
         "int(number) // SLICE * partitions",
         "test_targets.py::test_messages_between_slices_are_read",
+    ),
+    Mutant(
+        "_Chains._joined",
+        "if operand not in self.start",
+        "",
+        "test_targets.py::test_fusions_of_an_asynchronous_collective_are_one_message",
     ),
     Mutant(
         "Costs.operations",
@@ -2443,8 +2497,8 @@ ISLANDS = (
     ),
     Mutant(
         "_mixed",
-        "mixing * old + (1 - mixing) * new",
-        "mixing * new + (1 - mixing) * old",
+        "else mixing * old + (1 - mixing) * new",
+        "else mixing * new + (1 - mixing) * old",
         f"{BY_NUMPY} -k mixing",
     ),
     Mutant("local", "every * k // len(parts)", "0", f"{BY_NUMPY} -k fragments"),
@@ -2518,7 +2572,7 @@ TRACED = (
     ),
     Mutant(
         "Reading._shard_map",
-        "root.buffer.bytes = nbytes(var.aval)",
+        "buffer.bytes = self.blocks[buffer] = max(block, self.blocks.get(buffer, 0))",
         "pass",
         "test_trace.py::test_a_step_by_hand",
     ),
@@ -2546,7 +2600,12 @@ TRACED = (
         "and False",
         "test_collectives.py::test_vmap_over_an_axis_of_an_explicit_mesh",
     ),
-    Mutant("daly", "- save", "+ save", "test_plan_faults.py::test_no_interval_loses_less"),
+    Mutant(
+        "daly",
+        "part**2 / 9) - save",
+        "part**2 / 9) + save",
+        "test_plan_faults.py::test_no_interval_loses_less",
+    ),
     Mutant("destinations", "* group.stride", "* 1", "test_networks.py -k own_next_device"),
     Mutant(
         "Nested.round",
@@ -2579,6 +2638,24 @@ BISECT = (
         "with set_xla_metadata(tapped_at=str(next(_ENTERED))):",
         "with contextlib.nullcontext():",
         "test_bisect.py::test_a_function_that_was_traced_before_is_at_its_own_layer",
+    ),
+    Mutant(
+        "recording",
+        "with set_xla_metadata(tapped_run=str(next(_RECORDINGS))):",
+        "with contextlib.nullcontext():",
+        "test_bisect.py::test_traces_are_not_shared_with_a_recording",
+    ),
+    Mutant(
+        "_form",
+        "microbatches if mark.in_microbatch else 1",
+        "microbatches",
+        "test_bisect.py::test_rows_outside_of_the_loop_over_microbatches_are_whole",
+    ),
+    Mutant(
+        "_has_others",
+        "report.way == BACKWARD or kept is value",
+        "True",
+        "test_bisect.py::test_values_of_one_name_are_reported",
     ),
     Mutant(
         "_order", "-x for x in place", "x for x in place", "test_bisect.py::test_a_fault_is_named"
@@ -2689,7 +2766,7 @@ SAME_BITS = (
     Mutant("Walk._for_each_cell", "_apart(cell)", "cell", KERNELS, bits=True),
     # The devices' sum in an order of its own
     Mutant(
-        "Walk.tree",
+        "Cells.tree",
         "x = join(x, lax.ppermute(x, axis, [(k, k ^ 2**bit) for k in range(n)]))",
         "x = lax.psum(x, axis) if bit == 0 else x",
         KERNELS,
@@ -2697,7 +2774,7 @@ SAME_BITS = (
     ),
     # Cells that are no branch of the tree
     Mutant(
-        "Walk.tree",
+        "Cells.tree",
         "lax.slice_in_dim(x, k, None, 2, at)",
         "jnp.split(x, 2, at)[k]",
         KERNELS,
@@ -2712,7 +2789,7 @@ SAME_BITS = (
         bits=True,
     ),
     Mutant(
-        "Walk.tree",
+        "Cells.tree",
         "x * self.counts[axis] if join is lax.add else x",
         "x",
         "test_same_bits.py::test_by_cells_as_by_devices -k shared",

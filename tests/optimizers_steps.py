@@ -145,10 +145,11 @@ def steps_on_shards(way, table, specs=None, *, live=None, told=True, extra=step.
     """
     specs = SPECS[way.axis] if specs is None else specs
     sizes = sizes or {way.axis: DEVICES}
-    by_leaf = lambda f, specs: jax.tree.map(f, specs, is_leaf=mesh.is_spec)
-    live = live or (specs if way.shares else by_leaf(lambda _: P(), specs))
+    live = live or (specs if way.shares else jax.tree.map(lambda _: P(), specs))
     data = "data" if "data" in sizes else None
-    batch_specs = by_leaf(lambda spec: P(None, data, *(spec if way.axis == "tensor" else ())), live)
+    batch_specs = jax.tree.map(
+        lambda spec: P(None, data, *(spec if way.axis == "tensor" else ())), live
+    )
     steps = {
         name: step.make(
             way.grad, each, specs=live if told else None, extra_args=EXTRA.get(name, extra)

@@ -111,7 +111,13 @@ def main(coordinator: str, rank: int, folder: Path, seconds: float) -> None:
     multihost_utils.sync_global_devices("damaged")
     restored = again.restore(state_of(0))
     assert restored is not None
-    print(json.dumps(seen | {"then": restored.step, "refused": restored.refused}), flush=True)
+    seen |= {"then": restored.step, "refused": restored.refused}
+    if rank == 0:  # a fault that only the first process looks for
+        (folder / "00000003" / "manifest.json").unlink()
+    multihost_utils.sync_global_devices("unfinished")
+    restored = again.restore(state_of(0))
+    assert restored is not None
+    print(json.dumps(seen | {"refused by the first": restored.refused}), flush=True)
     jax.distributed.shutdown()
 
 

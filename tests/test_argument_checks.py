@@ -14,16 +14,45 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SETUP = """
+import jax.numpy as jnp
 import numpy as np
-from parallax import data
+from parallax import cross_entropy, data, rules, tensor
 from parallax.data import shards
 from parallax.layout import Layout
+from parallax.models.sampling import filtered
+from parallax.run import metrics, spikes
 FITTING = {"layers": 12, "heads": 12, "hidden": 48, "rows": 48, "batch": 48, "tokens": 48}
 TOKENS = np.arange(20)
 def batch(tokens=TOKENS, **given):
     return data.batch(tokens, **{"seed": 0, "step": 0, "size": 4, "length": 5} | given)
 """
+LOGITS = "tensor.cross_entropy(jnp.zeros((3, 3, 8)), "  # of a batch with as many rows as tokens
+# Of a time-major x, or of weights of another batch
+MEAN = "cross_entropy.mean(jnp.ones((3, 2, 4)), jnp.ones((8, 4)), "
 CASES = {
+    f"{MEAN}jnp.zeros((2, 3), int), ())": (
+        r"cross_entropy\.mean needs targets of shape \(3, 2\), one for each position of an array "
+        r"of shape \(3, 2, 4\); got \(2, 3\)"
+    ),
+    f"{MEAN}jnp.zeros((3, 2), int), (), weights=jnp.ones((2, 3)))": (
+        r"cross_entropy\.mean needs weights of shape \(3, 2\)"
+    ),
+    f"{LOGITS}jnp.zeros(3, int), ())": (
+        r"tensor\.cross_entropy needs targets of shape \(3, 3\), one for each position of an array "
+        r"of shape \(3, 3, 8\); got \(3,\)\. If one row is meant for the whole batch, use "
+        r"jnp\.broadcast_to\."
+    ),
+    f"{LOGITS}jnp.zeros((3, 3), int), (), weights=jnp.ones(3))": (
+        r"tensor\.cross_entropy needs weights of shape \(3, 3\), one for each position of an array "
+        r"of shape \(3, 3, 8\); got \(3,\)"
+    ),
+    **{
+        f"filtered(jnp.asarray([[1.0, 5, 3], [0, 1, 2.5]]), {options})": (
+            r"sampling\.filtered needs the logits of one token, of one dim; got shape \[2, 3\]\. "
+            r"For many, use jax\.vmap\."
+        )
+        for options in ("0.0", "top_k=1", "top_k=3", "top_p=0.5")
+    },
     **{
         f"batch({name}={value})": (
             rf"data\.batch needs a whole number as {name}; got {re.escape(shown)}\. Give an int"
@@ -38,6 +67,16 @@ CASES = {
         )
         if shown != "np.float32"
     },
+    **{
+        f"rules.fsdp('data', size=8, keep={{'blocks.**': {dims}}})": (
+            rf"fsdp\('data'\) needs a tuple of dims, such as \(0,\), in `keep`; got "
+            rf"{re.escape(dims)} for 'blocks\.\*\*'\."
+        )
+        for dims in ("0", "(True,)", "'0'")
+    },
+    "rules.fsdp(['data'], size=8)": (
+        r"fsdp needs the name of a mesh axis, or a tuple of names; got \['data'\]\."
+    ),
     "batch(step=np.float32(1))": r"a whole number as step; got np\.float32\(1\.0\)",
     "batch(TOKENS / 2)": r"array of whole numbers; the windows .* are float64\[4, 6\]",
     "batch(TOKENS > 3)": r"array of whole numbers; the windows .* are bool\[4, 6\]",
@@ -57,15 +96,29 @@ CASES = {
     "data.write('a.bin', TOKENS, "
     "vocabulary=256.0)": r"data\.write needs a whole number as vocabulary; got 256\.0",
     "data.write('a.bin', TOKENS / 2, "
-    "vocabulary=256)": r"one dim of one or more whole numbers, got float64\[20\]",
+    "vocabulary=256)": r"one-dimensional array of one or more whole numbers, got float64\[20\]",
     "data.write('a.bin', ['a', 'b'], "
-    "vocabulary=256)": r"one dim of one or more whole numbers, got <U1\[2\]",
+    "vocabulary=256)": r"one-dimensional array of one or more whole numbers, got <U1\[2\]",
     "data.read('a.bin', "
     "vocabulary='256')": r"a token file needs a whole number as vocabulary; got '256'",
     "shards.write('a', "
     "[TOKENS], vocabulary=256.5)": r"shards\.write needs a whole number as vocabulary; got 256\.5",
     "shards.read('a', "
     "vocabulary=256, processes=2.0)": r"shards\.read needs a whole number as processes; got 2\.0",
+    **{
+        f"shards.Shards((TOKENS,), 256)[{places}]": (
+            rf"needed an array of whole numbers as places, got {kind}\. For a mask, pass"
+        )
+        for places, kind in (
+            ("np.array([0.9, 1.9])", "float64"),
+            ("np.array([True, False, True])", "bool"),
+            ("2:9", "object"),
+        )
+    },
+    "metrics.Clock(productive='steps')": (
+        r"Clock needs a tuple of names as `productive`; got 'steps'\. Pass \('steps',\)\."
+    ),
+    "spikes.Spikes(2.0, 2.5)": r"Spikes needs a whole number as budget; got 2\.5",
     "Layout(data='2')": r"Layout needs data to be a whole number; got '2'\. Use data=2\.",
     "Layout(data=2.0)": r"Layout needs data to be a whole number; got 2\.0\. Use data=2\.",
     "Layout(data=None)": r"Layout needs data to be a whole number; got None\. Use data=1\.",
@@ -126,7 +179,8 @@ def refusals(tmp_path_factory):
 @pytest.mark.programs
 @pytest.mark.parametrize("case", CASES)
 def test_a_sentence_says_what_was_needed(refusals, case):
-    assert re.search(f"^ValueError: .*{CASES[case]}", refusals[case], re.DOTALL), refusals[case]
+    said = refusals[case]
+    assert re.search(f"^(Value|Index)Error: .*{CASES[case]}", said, re.DOTALL), said
 
 
 @pytest.mark.programs

@@ -168,6 +168,7 @@ def counted():
     """A weight, and what `after` counts."""
     return {
         "w": normal(0, 8),
+        "key": jax.random.key(0),
         "seen": jnp.zeros((), jnp.int32),
         "mean": jnp.zeros(8),
         "rate": 0.5,
@@ -188,7 +189,8 @@ def counted_grad(model, batch):
 
 def update_counts(model, aux):
     mean = model["rate"] * model["mean"] + (1 - model["rate"]) * aux["mean"]
-    return {**model, "seen": model["seen"] + 1, "mean": mean}
+    key = jax.random.fold_in(model["key"], 1)
+    return {**model, "key": key, "seen": model["seen"] + 1, "mean": mean}
 
 
 def counting(after, world):
@@ -227,28 +229,28 @@ def test_after_has_the_auxiliary_values_and_a_skipped_step_changes_nothing():
     [
         (
             lambda model, aux: {**model, "mean": aux["mean"].astype(jnp.float32)},
-            "after_update must keep the form of mean, .* dtype.'float64'.*; it returned .* "
+            "after_update must keep three things of mean: .* dtype.'float64'.* and returned .* "
             "dtype.'float32'",
         ),
         (
             lambda model, aux: {**model, "mean": aux["mean"][:4]},
-            r"after_update must keep the form of mean, .*\(8,\).*; it returned .*\(4,\)",
+            r"after_update must keep three things of mean: .*\(8,\).* and returned .*\(4,\)",
         ),
         (
             lambda model, aux: {**model, "rate": 0.25},
-            "after_update must keep rate, which is 0.5; it returned 0.25. A leaf that is not",
+            "after_update must return rate as 0.5; it returned 0.25. A leaf that is not",
         ),
         (
             lambda model, aux: {**model, "rate": aux["loss"]},
-            r"after_update must keep rate, which is 0.5; it returned float64\[\]",
+            r"after_update must return rate as 0.5; it returned float64\[\]",
         ),
         (
             lambda model, aux: {**model, "seen": 3},
-            r"after_update must keep seen, which is int32\[\]; it returned 3",
+            r"after_update must return seen as int32\[\]; it returned 3",
         ),
         (
             lambda model, aux: {**model, "call": jnp.sin},
-            "after_update must keep call, which is .*tanh.*; it returned .*sin",
+            "after_update must return call as .*tanh.*; it returned .*sin",
         ),
         (
             lambda model, aux: {
@@ -280,8 +282,8 @@ def test_after_that_makes_replicas_differ_is_refused():
 
     state, train = counting(own_rows, mesh.make(data=8))
     message = (
-        r"after_update must keep the form of mean, .*\(\)\); it returned .*\('data',\)\). Take "
-        r"means over the axes first"
+        r"after_update must keep three things of mean: .*\(\)\) and returned .*\('data',\)\). If "
+        r"the axes differ, average the array over the new axes"
     )
     with pytest.raises(ValueError, match=message), jax.numpy_dtype_promotion("standard"):
         train(state, np.zeros((16, 8)))

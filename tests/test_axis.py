@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from reference import EXACT
 
-from parallax import mesh
+from parallax import context, mesh
 from parallax.collectives import (
     Axis,
     bucketed,
@@ -130,6 +131,66 @@ def test_without_an_axis_nothing_moves():
         np.testing.assert_array_equal(axis.all_reduce(x), x)
         np.testing.assert_array_equal(axis.all_max(x), x)
         assert (axis.size(), int(axis.index())) == (1, 0)
+    mixed = Axis.of((ring("b"), "a")).over(())
+    ways = [mixed.all_gather, mixed.reduce_scatter]
+    for way in ways + [functools.partial(way, tiled=True) for way in ways]:
+        np.testing.assert_array_equal(on(way), X[:, :4])
+
+
+@pytest.mark.parametrize("names", [("b", "a"), ring(("b", "a")), (ring("b"), "a")], ids=str)
+def test_devices_are_numbered_in_the_order_of_the_names(names):
+    """The mesh has its axes in another order."""
+    axis = Axis.of(names)
+    to_the_right = [(i, (i + 1) % 4) for i in range(4)]
+    sent, place = on(lambda x: (axis.permute({"x": axis.index()}, to_the_right), axis.index()))
+    np.testing.assert_array_equal(sent["x"], (place - 1) % 4)
+
+
+@pytest.mark.parametrize("order", [context.zigzag, context.contiguous])
+@pytest.mark.parametrize("names", [("b", "a"), (ring("b"), "a")], ids=str)
+def test_causal_attention_along_axes_in_another_order_is_that_of_one_device(names, order):
+    world, spec = mesh.make(a=2, b=2, devices=jax.devices()[:4]), P(None, ("b", "a"))
+    attend = functools.partial(context.attention, axis=names, order=order)
+    over = mesh.spmd(attend, mesh=world, in_specs=spec, out_specs=spec)
+
+    def split(*arrays):
+        out = over(*[context.split(x, 4, order=order) for x in arrays])
+        return context.unsplit(out, 4, order=order)
+
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal((1, 16, 2, 4)) for _ in range(3)]
+    energy = lambda attend: lambda *arrays: jnp.sum(attend(*arrays) ** 2)
+    for ours, plain in zip(
+        *[
+            jax.jit(jax.value_and_grad(energy(attend), argnums=(0, 1, 2)))(*arrays)
+            for attend in (split, context.blockwise)
+        ],
+        strict=True,
+    ):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=EXACT, atol=EXACT), ours, plain
+        )
+
+
+def test_blocks_without_elements_are_gathered():
+    mixed = Axis.of((ring("a"), "b"))
+    for ours, twin in on(lambda x: [(mixed.all_gather(x[:0]), lax.all_gather(x[:0], ("a", "b")))]):
+        assert ours.shape == twin.shape
+
+
+@pytest.mark.parametrize(
+    "negative",
+    [
+        lambda axis, x: axis.reduce_scatter(x, scatter_dimension=-1, tiled=True),
+        lambda axis, x: axis.reduce_scatter(x[:2], scatter_dimension=-2),
+        lambda axis, x: axis.all_to_all(x, 0, -1, tiled=True),
+        lambda axis, x: axis.all_to_all(x, -1, 0, tiled=True),
+        lambda axis, x: axis.all_to_all({"x": x[:, :2]}, -1, -2),
+    ],
+)
+def test_a_negative_dim_is_counted_from_the_end(negative):
+    ours, named = on(lambda x: (negative(ring("b"), x), negative(Axis("b"), x)))
+    jax.tree.map(np.testing.assert_array_equal, named, ours)
 
 
 def test_buckets_keep_the_other_collectives():
@@ -147,7 +208,19 @@ REFUSED = {
     "ring then xla has no all_to_all. Use one algorithm for all axes": lambda x: Axis.of(
         (ring("a"), "b")
     ).all_to_all(x, 0, 0),
-    "'c' is not an axis of this code, which runs over 'a', 'b'.": lambda x: ring("c").all_reduce(x),
+    "scatter_dimension=2 is no dim of an array of 2 dims": lambda x: Axis.of(
+        (ring("a"), "b")
+    ).reduce_scatter(x, scatter_dimension=2, tiled=True),
+    "axis=-4 is no dim of an array of 3 dims": lambda x: Axis.of((ring("a"), "b")).all_gather(
+        x, axis=-4
+    ),
+    "axis=0 needs an array of one dim or more": lambda x: Axis.of((ring("a"), "b")).all_gather(
+        x[0, 0], tiled=True
+    ),
+    "reduce_scatter: dim 0 (scatter_dimension) of shape (3, 8) must be 4": lambda x: Axis.of(
+        (ring("a"), "b")
+    ).reduce_scatter(x[:3]),
+    "'c' is not an axis of the shard_map around this call": lambda x: ring("c").all_reduce(x),
 }
 
 

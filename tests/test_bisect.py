@@ -61,6 +61,7 @@ def test_no_alarm_in_a_right_layout(layout):
     found = bisect.compare(one_device(), tapped_net.run(**layout))
     assert found.first is None, str(found)
     assert not found.alone
+    assert not found.first_of_several
     assert found.compared > 6 * L
     assert 0 < found.worst[0] < 1e-13, found.worst
     assert str(found).startswith(f"All {found.compared} values are equal")
@@ -256,11 +257,27 @@ def _meant(grad, axis):
     return lambda net, batch: lax.pmean(grad(net, batch), "data")
 
 
+def _unchecked(grad, axis):
+    """The loss is averaged, and each device keeps the gradients of its shares. `grads.averaged`
+    would refuse the product of own rows with a share."""
+
+    def unchecked(net, batch):
+        value, gradients = grad(net, batch)
+        return lax.pmean(value, "data"), gradients
+
+    return unchecked
+
+
 # Weights split over the data axis are refused, and the fourth mistake there is a step that waits
 # for ever.
 ON_PURPOSE = {
     "rows and weights split over one axis": (
-        {"weights": P("data"), "of": P("data"), "joined": lambda x: ring.all_reduce(x, "data")},
+        {
+            "weights": P("data"),
+            "of": P("data"),
+            "joined": lambda x: ring.all_reduce(x, "data"),
+            "grad": _unchecked,
+        },
         "hidden",
         "not computed, at 75% of the places",
     ),
@@ -275,6 +292,10 @@ ON_PURPOSE = {
 @pytest.mark.parametrize("name", ON_PURPOSE)
 def test_what_is_wrong_on_purpose_is_named(name):
     options, where, kind = ON_PURPOSE[name]
+    if options["grad"] is _unchecked:
+        checked, arguments = purpose_run(4, **options | {"grad": grads.averaged})()
+        with pytest.raises(ValueError, match=r"down, here of shape .2, 1., differs along 'data'"):
+            jax.eval_shape(checked, *arguments)
     found = first(purpose_run(1), purpose_run(4, **options))
     assert str(found.key) == where
     assert kind in found.diagnosis
@@ -292,6 +313,48 @@ def test_rounding_is_told_from_other_mistakes(dtype):
 def test_a_factor_is_no_rounding():
     right = np.random.default_rng(0).standard_normal((4, 8))
     assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
+
+
+@pytest.mark.parametrize("number", [0.0, -np.inf])
+def test_a_factor_that_leaves_one_number_as_it_is_is_no_rounding(number):
+    right = np.random.default_rng(0).standard_normal((4, 8))
+    right[1, 2] = number
+    assert "times the right value" in diagnose(right, right * (1 + 2.0**-9), {}, 1)
+    rounded = np.asarray(jnp.asarray(right, jnp.bfloat16), np.float64)
+    assert diagnose(right, rounded, {}, 1) == "rounded to bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "key"])
+def test_copies_of_whole_numbers_that_differ_are_reported(dtype):
+    """Replicas may have drifted apart in a step's number or a random key too."""
+    devices = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def run(differs):
+        kind = "uint32" if dtype == "key" else dtype
+        copies = np.zeros(4, kind), np.asarray([0, 0, differs, 0], kind)
+        placed = [jax.device_put(x, d) for x, d in zip(copies, jax.devices()[:2], strict=True)]
+        sharding = mesh.shardings(P(), devices)
+        numbers = jax.make_array_from_single_device_arrays((4,), sharding, placed)
+        if dtype == "key":
+            numbers = jax.random.wrap_key_data(numbers, impl="rbg")
+        return bisect.of_tree({"step": numbers})
+
+    assert bisect.compare(run(False), run(False)).first is None
+    found = bisect.compare(run(False), run(True)).first
+    assert str(found.key) == "result.step"
+    assert "different copies" in found.diagnosis
+
+
+def test_imaginary_parts_are_compared():
+    def run(factor):
+        def step(x):
+            return jnp.fft.ifft(bisect.tap(jnp.fft.fft(x) * factor, "spectrum", P())).real
+
+        return lambda: (step, (jnp.arange(8.0),))
+
+    assert bisect.compare(run(1), run(1)).first is None
+    found = bisect.compare(run(1), run(jnp.asarray([1, 1, 1, 1, 1, 1, 1, 1j]))).first
+    assert (str(found.key), found.index) == ("spectrum", (7, 0))
 
 
 @pytest.mark.sweep(3, "wholes")
@@ -358,6 +421,32 @@ def test_a_record_is_saved_and_read(tmp_path):
     assert found.program_slice is None
 
 
+def test_a_record_has_the_name_that_was_given(tmp_path):
+    """NumPy would write "run.rec.npz". Complex numbers are read too."""
+    made = bisect.of_tree({"spectrum": jnp.asarray([1j, 2])})
+    made.save(tmp_path / "run.rec")
+    stored = bisect.load(tmp_path / "run.rec")
+    assert bisect.compare(made, stored).first is None
+    np.testing.assert_array_equal(
+        stored.values[bisect.Key("result.spectrum", -1, "result")][0], [1j, 2]
+    )
+
+
+def test_a_record_has_what_a_value_has(tmp_path):
+    value = bisect.Value(np.ones((4, 3)), {"data": 0.5}, (0, 2), True)
+    key = bisect.Key("h", 1, "forward")
+    bisect.Record({key: value}, {"data": 2}, 2).save(tmp_path / "run.npz")
+    assert bisect.load(tmp_path / "run.npz").values[key][1:] == value[1:]
+
+
+def test_a_record_of_an_older_version_is_read(tmp_path):
+    """It does not say whether a device reported several values of one name."""
+    head = {"sizes": {}, "microbatches": 1, "values": [["x", -1, "forward", {}, [0, 3]]]}
+    np.savez(tmp_path / "run.npz", head=np.array(json.dumps(head)), **{"0": np.ones(3)})
+    (value,) = bisect.load(tmp_path / "run.npz").values.values()
+    assert value[1:] == ({}, (0, 3), False)
+
+
 @pytest.mark.parametrize("wrong", [2.0, np.nan])
 def test_one_number_that_differs_is_described(wrong):
     def run(factor):
@@ -366,6 +455,73 @@ def test_one_number_that_differs_is_described(wrong):
     found = first(lambda: run(1.0), lambda: run(wrong))
     assert (str(found.key), found.index) == ("loss", ())
     np.testing.assert_equal((found.right, found.wrong), (1.0, wrong))
+
+
+def test_equal_infinite_numbers_are_no_difference():
+    """Masked scores are -inf in both runs."""
+    right = {"scores": jnp.asarray([-jnp.inf, 1, 2]), "sums": jnp.asarray([1.0, 2, 3])}
+    assert bisect.compare(bisect.of_tree(right), bisect.of_tree(right)).first is None
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"scores": 2 * right["scores"]}))
+    assert (found.index, found.right, found.wrong, found.off) == ((2,), 2, 4, 1)
+    assert "summed 2 times" in found.diagnosis
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"sums": 2 * right["sums"]}))
+    assert str(found.key) == "result.sums"  # an infinite number beside it allows no more
+    lost = jnp.asarray([0.0, 1, 2])
+    assert first(bisect.of_tree(right), bisect.of_tree(right | {"scores": lost})).index == (0,)
+
+
+def test_equal_places_without_a_number_are_no_difference():
+    """Padding, or a run that diverged in both layouts."""
+    right = {"padded": jnp.asarray([1, jnp.nan, 3]), "sums": jnp.asarray([1.0, 2, 3])}
+    assert bisect.compare(bisect.of_tree(right), bisect.of_tree(right)).first is None
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"sums": 2 * right["sums"]}))
+    assert str(found.key) == "result.sums"
+    found = first(bisect.of_tree(right), bisect.of_tree(right | {"padded": 2 * right["padded"]}))
+    assert (found.index, found.diagnosis) == ((2,), "summed 2 times")
+    moved = jnp.asarray([jnp.nan, 1, 3])
+    assert first(bisect.of_tree(right), bisect.of_tree(right | {"padded": moved})).index == (0,)
+
+
+def test_the_block_has_every_number_that_is_not_a_number():
+    right = np.array([np.nan, 1, 1, 1, 1])
+    wrong = np.array([3, np.nan, 2, 1, 1])
+    assert diagnose(right, wrong, {}, 1) == "wrong in the block [0:3] alone"
+
+
+def test_blocks_of_a_mask_are_no_order():
+    right = np.array([-np.inf, 1, 1, 1])
+    assert diagnose(right, np.array([-np.inf, 2, 1, 1]), {"data": 2}, 1) == (
+        "wrong in the block [1:2] alone"
+    )
+    assert "in another order: [1, 0]" in diagnose(right, np.roll(right, 2), {"data": 2}, 1)
+
+
+@pytest.mark.parametrize("way", ["result", "tap"])
+def test_a_copy_with_a_nan_differs(way):
+    devices = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def run(number):
+        copies = np.ones(3), np.asarray([1, number, 1], float)
+        placed = [jax.device_put(x, d) for x, d in zip(copies, devices.devices.flat, strict=True)]
+        sharding = mesh.shardings(P(), devices)
+        x = jax.make_array_from_single_device_arrays((3,), sharding, placed)
+        if way == "result":
+            return bisect.of_tree({"x": x})
+        tapped = mesh.spmd(
+            lambda x: bisect.tap(x, "x", P()), mesh=devices, in_specs=P(), out_specs=P()
+        )
+        return bisect.record(lambda: (jax.jit(tapped), (x,)))
+
+    assert bisect.compare(run(1), run(1)).first is None
+    assert "different copies" in first(run(1), run(np.nan)).diagnosis
+
+
+def test_equal_copies_with_a_nan_are_equal_copies():
+    x = jax.device_put(jnp.asarray([1, jnp.nan]), mesh.shardings(P(), mesh.make(data=8)))
+    assert (
+        "copies"
+        not in first(bisect.of_tree({"x": jnp.ones(2)}), bisect.of_tree({"x": x})).diagnosis
+    )
 
 
 @pytest.mark.long
@@ -382,6 +538,14 @@ def test_few_bits_have_bounds_of_their_own(more, few):
     assert found.first is None, str(found)
     wrong = first(exact, tapped_net.run(Parts(leave=own_mean), **split), bound=bounds)
     assert str(wrong.key) == "layers.0.summed"
+
+
+def test_second_moments_are_not_measured_by_first_moments():
+    """They are squares: a wrong one may be smaller than a rounding error of a first moment."""
+    state = lambda nu: ({"optimizer": ({"mu": np.array([1.0]), "nu": np.array([nu])},)},)
+    found = bisect.compare(*map(bisect.of_tree, map(state, (1e-6, 2e-6))), bound=1e-2)
+    assert found.first is not None
+    assert found.first.key.path == "result.0.optimizer.0.nu"
 
 
 @pytest.mark.long
@@ -437,6 +601,155 @@ def test_a_function_that_was_traced_before_is_at_its_own_layer(kind):
     assert [key.layer for key in made.values if key.path == "layers.*.out"] == [0, 1, 2]
 
 
+def _scanned(c, w):
+    return bisect.tap(jnp.tanh(c * w), "h"), None
+
+
+@pytest.mark.parametrize("kind", [jax.jit, jax.checkpoint])
+def test_traces_are_not_shared_with_a_recording(kind):
+    """JAX would use its first trace of a function again: without taps, or with those of an earlier
+    record."""
+    entered = kind(lambda x: bisect.tap(x + 1, "in"))
+
+    def layer(x, w):
+        return bisect.tap(jnp.tanh(x * w), "h"), None
+
+    def step(x, w):
+        return bisect.tap(lax.scan(layer, entered(x), w)[0], "out")
+
+    def tapped(f):
+        made = bisect.record(lambda: (f, arguments))
+        return [key.path for key in made.values if key.way == "forward"]
+
+    arguments, jitted = (jnp.ones(3), jnp.ones((2, 3))), jax.jit(step)
+    assert tapped(step) == tapped(step) == ["in", "h", "out"]
+    assert "callback" not in _lowered(jitted, arguments)
+    jitted(*arguments)
+    assert tapped(jitted) == ["in", "h", "out"]
+
+
+def test_values_of_one_name_are_reported():
+    """Only the first of them is compared."""
+
+    def twice(factor):
+        x = lambda x: bisect.tap(x * 2, "h", P("batch"))
+        return lambda: (lambda y: bisect.tap(3 * factor * x(y), "h", P("batch")), (jnp.ones(3),))
+
+    def loop(x, w):
+        return lax.scan(_scanned, x, w)[0]
+
+    def numbered_loop(x, w):
+        def layer(x, each):
+            with bisect.at(layer=each[1]):
+                return _scanned(x, each[0])
+
+        return lax.scan(layer, x, (w, jnp.arange(2)))[0]
+
+    found = bisect.compare(twice(1), twice(5))
+    assert found.first_of_several == ("h",)
+    assert "\nOnly the first of several values was compared of: h. Give each" in str(found)
+    arguments = jnp.ones(3), jnp.asarray([[0.5] * 3, [2.0] * 3])
+    looped, numbered, again = (
+        bisect.record(lambda f=f: (f, arguments))
+        for f in (loop, numbered_loop, jax.grad(lambda x, w: jnp.sum(jax.checkpoint(loop)(x, w))))
+    )
+    assert bisect.compare(looped, looped).first_of_several == ("h",)
+    assert not bisect.compare(numbered, numbered).first_of_several
+    assert bisect.compare(again, again).first_of_several == ("h",)
+
+
+def test_a_value_that_is_computed_again_is_one_value():
+    run = lambda: (
+        jax.grad(jax.checkpoint(lambda x: jnp.sum(bisect.tap(jnp.tanh(x), "h") ** 2))),
+        (jnp.linspace(0, 1, 4),),
+    )
+    assert not bisect.compare(run, run).first_of_several
+
+
+def scaled_gradient(microbatches):
+    """The accumulated gradient of a mean of squares, with a tap in each microbatch."""
+
+    def loss(w, x):
+        return jnp.mean(bisect.tap(x * w[None], "scaled", P("batch")) ** 2)
+
+    return grads.accumulated(jax.value_and_grad(loss), microbatches=microbatches)
+
+
+def test_rows_outside_of_the_loop_over_microbatches_are_whole():
+    """The loss of a microbatch has a tap too, so that the run has several."""
+
+    def run(microbatches):
+        grad = scaled_gradient(microbatches)
+
+        def step(w, x):
+            return grad(w, bisect.tap(x * 2, "in", P("batch")))
+
+        return lambda: (step, (jnp.ones(3), jnp.arange(12.0).reshape(4, 3)))
+
+    found = bisect.compare(run(1), run(2))
+    assert found.first is None, str(found)
+    values = bisect.record(run(2)).values
+    assert values[bisect.Key("in", -1, "forward")].rows is None
+    assert values[bisect.Key("scaled", -1, "forward")].rows == (0, 2)
+
+
+def test_a_loss_outside_of_the_loop_over_microbatches_is_no_term():
+    """It is their mean already."""
+
+    def run(microbatches):
+        grad = scaled_gradient(microbatches)
+
+        def step(w, x):
+            value, found = grad(w, x)
+            return bisect.tap(value, "loss", P(unreduced=frozenset({"batch"}))), found
+
+        return lambda: (step, (jnp.ones(3), jnp.arange(12.0).reshape(4, 3)))
+
+    found = bisect.compare(run(1), run(2))
+    assert found.first is None, str(found)
+
+
+def test_a_name_of_one_axis_is_that_axis():
+    """An axis in both `rows` and `means` counts once."""
+    world, x = mesh.make(data=2, devices=jax.devices()[:2]), jnp.arange(8.0)
+    f = lambda x: jnp.sum(bisect.tap(x * 2, "h", P("batch")) ** 2)
+    one = lambda: (jax.grad(lambda x: f(x) / 8), (x,))
+    split = mesh.spmd(
+        jax.grad(lambda x: f(x) / 4), mesh=world, in_specs=P("data"), out_specs=P("data")
+    )
+    key = bisect.Key("h", -1, "backward")
+    for options in ({}, {"rows": "data"}, {"means": "data"}, {"means": ("data",)}):
+        made = bisect.record(lambda: (split, (x,)), **options)
+        right = bisect.record(one).values[key].whole
+        np.testing.assert_array_equal(made.values[key].whole, right)
+
+
+def test_bounds_may_be_any_number_and_unknown_options_are_refused():
+    record = bisect.of_tree({"x": jnp.ones(3)})
+    assert bisect.compare(record, record, bound=np.float32(0.1)).first is None
+    with pytest.raises(TypeError, match="bounds"):
+        bisect.compare(record, record, bounds=0.1)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("beside", ["a key", "a count"])
+def test_whole_numbers_allow_no_more_beside_them(beside):
+    """A difference may be small relative to the largest float of the same kind only."""
+    whole = (
+        jax.random.key_data(jax.random.split(jax.random.key(3))[0])
+        if beside == "a key"
+        else jnp.asarray(100000)
+    )
+    made = lambda w: bisect.of_tree({"model": {"net": {"w": w, "whole": whole}}})
+    w = jnp.full(3, 0.02)
+    assert str(first(made(w), made(w * 1.001), bound=1e-4).key) == "result.model.net.w"
+
+
+def test_leaves_of_one_path_are_refused():
+    said = r"two arrays have the same path, result\.a\.b: rename one of them"
+    with pytest.raises(ValueError, match=said):
+        bisect.of_tree({"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}})
+
+
 def test_mapped_places_are_refused_by_name():
     def placed(x, places):
         return bisect.tap(x, "x", places={0: places})
@@ -445,6 +758,36 @@ def test_mapped_places_are_refused_by_name():
         ValueError, match=r"vmap maps the argument `places` of the tap x\. Pass `places`"
     ):
         bisect.record(lambda: (jax.vmap(placed), (jnp.zeros((2, 3)), jnp.arange(6).reshape(2, 3))))
+
+
+def test_places_count_dims_from_the_last_too():
+    """Each device has every second column, so the whole value has the columns in their order."""
+    world, x = mesh.make(data=2, devices=jax.devices()[:2]), jnp.arange(12.0).reshape(3, 4)
+
+    def whole(dim):
+        def placed(x):
+            """Sends nothing: `x` has the columns 0, 2 on one device, and 1, 3 on the other."""
+            positions = jax.lax.axis_index("data") + 2 * jnp.arange(2, dtype=jnp.int32)
+            return bisect.tap(x, "x", P(None, "data"), places={dim: positions})
+
+        f = mesh.spmd(placed, mesh=world, in_specs=P(None, "data"), out_specs=P(None, "data"))
+        made = bisect.record(lambda: (jax.jit(f), (x[:, jnp.asarray([0, 2, 1, 3])],)))
+        return made.values[bisect.Key("x", -1, "forward")].whole
+
+    np.testing.assert_array_equal(whole(1), x)
+    np.testing.assert_array_equal(whole(-1), x)
+
+
+@pytest.mark.parametrize(("dim", "count"), [(2, 3), (-3, 3), (1, 2)])
+def test_places_that_do_not_fit_the_value_are_refused(dim, count):
+    placed = lambda x: bisect.tap(x, "x", places={dim: jnp.arange(count)})
+    said = (
+        rf"bisect.tap: each entry of `places` needs a dim of x, whose shape is \(2, 3\), and one "
+        rf"position for each element along this dim; got dim {dim} and positions of shape "
+        rf"\({count},\)\. Pass"
+    )
+    with pytest.raises(ValueError, match=said):
+        bisect.record(lambda: (placed, (jnp.zeros((2, 3)),)))
 
 
 def test_each_call_of_one_function_is_followed():

@@ -111,6 +111,29 @@ def tables(draw, stages, microbatches, chunks, loops=False):
     return functools.partial(from_orders, orders, places)
 
 
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (
+            0,
+            "at place 0, which is on stage 0. Move the job to stage 0, or move place 0 to stage 1.",
+        ),
+        (7, "at place 7, but the chunks of all stages have only the places 0 to 1."),
+    ],
+)
+def test_a_job_at_another_stages_place_or_at_none_is_refused(place, told):
+    with pytest.raises(ValueError, match=re.escape(f"stage 1 has a job {told}")):
+        from_orders([[], [Job("forward", 0, place)]], np.array([[0, 1]]))
+
+
+@pytest.mark.parametrize("microbatch", [-1, 0.5])
+def test_microbatches_of_jobs_are_numbered_from_0(microbatch):
+    """-1 would be a tick without a job, and a fraction would be cut."""
+    jobs = [Job(lane, m, 0) for m in (microbatch, 0) for lane in ("forward", "backward", "weight")]
+    with pytest.raises(ValueError, match=f"microbatch {microbatch} .*number the first one 0"):
+        from_orders([jobs], np.array([[0]]))
+
+
 @given(data=st.data(), P_=st.integers(1, 5), M=st.integers(1, 4), v=st.integers(1, 3))
 @settings(max_examples=30)
 def test_slots_hold_each_array_from_its_job_to_its_use(data, P_, M, v):
@@ -396,14 +419,15 @@ def test_what_is_no_placement_is_refused(placement):
 
 
 @pytest.mark.parametrize("placement", [[[0, 1], [2, 3]], [[0, 1], [3, 2]]], ids=str)
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (2,)], ids=str)
 @pytest.mark.parametrize("move", [pipeline.to_placement, pipeline.from_placement])
 def test_blocks_of_another_shape_are_refused(placement, shape, move):
     """Also where the placement is the model's order, in which nothing moves."""
     with pytest.raises(
         ValueError,
-        match=rf"^pipeline\.{move.__name__}: 2 chunks on 2 stages need arrays of the blocks of "
-        r"shape \[2, L / 2, \.\.\.\], with L, the number of layers, a multiple of 4; got "
+        match=rf"^pipeline\.{move.__name__}: 2 chunks on each of 2 stages need blocks whose "
+        r"arrays have the shape \[2, L / 2, \.\.\.\], where L, the number of layers, is a "
+        r"multiple of 4; got "
         rf"{re.escape(str(shape))}\.",
     ):
         move(jnp.zeros(shape), np.array(placement))
@@ -468,7 +492,7 @@ def assert_one_device_equals_the_pipeline(table, seed):
 @pytest.mark.parametrize(("ticks", "stages"), [(1, 1), (5, 2)])
 def test_a_schedule_without_a_job_is_refused(ticks, stages):
     with pytest.raises(
-        ValueError, match=rf"no job in {ticks} ticks on {stages} stages\. Add a microbatch"
+        ValueError, match=rf"{ticks} ticks, {stages} stages\) have no job: .*\. Add a microbatch"
     ):
         Schedule(*np.full((3, ticks, stages), -1))
 
@@ -496,21 +520,22 @@ def test_what_all_devices_must_run_at_once_is_refused():
     )
     ringed = along(lambda x, _: (ring.all_reduce(x, "tensor"), None))
     cure = re.escape(
-        "Let jax.lax do this collective (give 'tensor' alone as the axis, without an algorithm), "
-        "or use a schedule that runs in lockstep"
+        "Use jax.lax.psum or jax.lax.all_gather in its place (if an axis has an algorithm, such as "
+        "ring, pass only the name 'tensor'), or use a schedule that runs in lockstep"
     )
     refused(
         ringed,
         table,
         r"a stage's forward pass runs ppermute over 'tensor' \(.*test_branching.py:\d+\)\. "
-        rf"All devices must run this collective at once\. {cure}",
+        rf"All devices must run this collective at the same time\. {cure}",
     )
     summed = along(lambda x, _: (lax.psum(x, "stage") / 4 + 0 * x, None))
     refused(
         summed,
         table,
         r"a stage's forward pass runs psum\w* over 'stage' \(.*test_branching.py:\d+\)\. "
-        r"Stages that run another job would never join this collective\.",
+        r"Stages that run another job would never join this collective\. Leave 'stage' out of its "
+        r"axes\. To gather a parameter, gather it in embed, and let x bring it to the stages\.",
     )
 
 

@@ -76,7 +76,7 @@ def test_a_share_is_compared_with_the_whole_leaf_and_not_with_the_shard(told):
     from_200 = of_leaves(lambda g, w: g / jnp.sum(jnp.abs(g)) if g.size > 200 else g)
     message = refusal(OF_SHARDS, {"": zero.sharded(from_200, "data", specs)}, **on_both)
     assert "zero.sharded: each device updates its shards alone" in message
-    assert "its program depends on the leaf's size" in message
+    assert "the update depends on the size of a leaf" in message
 
 
 # One matrix at a time
@@ -185,8 +185,8 @@ def test_by_matrix_refuses_layers_that_do_not_divide():
     init = optimizers.by_matrix(BY_MATRIX["muon"], "tensor", specs, layers=LAYERS).init
     run = mesh.spmd(init, mesh=mesh.make(tensor=8), in_specs=(specs,), out_specs=P())
     message = (
-        "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)), which must "
-        "be a multiple of 8, the number of devices among which these layers are divided. Use "
+        "optimizers.by_matrix: blocks.bias has 4 layers on a device (dim 0 of (4, 1)). This number "
+        "must be a multiple of 8, the number of devices among which these layers are divided. Use "
         "optimizers.whole, or other axes."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -200,11 +200,85 @@ def test_by_matrix_refuses_whole_layers_that_do_not_divide():
     over = mesh.make(tensor=4, data=2)
     run = mesh.spmd(optimizer.init, mesh=over, in_specs=(P(),), out_specs=P())
     message = (
-        "weight has 12 layers on a device (dim 0 of (12, 2, 2)), which must be a multiple of 8, "
-        "the number of devices among which these layers are divided."
+        "weight has 12 layers on a device (dim 0 of (12, 2, 2)). This number must be a multiple of "
+        "8, the number of devices among which these layers are divided."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(run, params)
+
+
+@pytest.mark.parametrize("wrapper", [optimizers.whole, optimizers.by_matrix])
+@pytest.mark.parametrize("told", ["another tree", "no split", "no spec"])
+def test_a_shard_whose_spec_names_no_split_is_refused(wrapper, told):
+    """The norm of LAMB would be that of each shard."""
+    specs = SPECS["tensor"] | {"blocks": {"weight": P(None, None, "tensor"), "bias": P()}}
+    given = {
+        "another tree": {"model": specs},
+        "no split": specs | {"head": P()},
+        "no spec": {name: spec for name, spec in specs.items() if name != "head"},
+    }[told]
+    wrapped = {"": wrapper(optax.stateless(lambda g, w: g), "tensor", given)}
+    message = refusal(Way("tensor", local, True, as_it_is), wrapped, specs)
+    leaf = "blocks.weight" if told == "another tree" else "head"
+    assert (
+        f"optimizers: {leaf} varies along 'tensor', and `specs` names no dim of it that this axis "
+        "splits. Each device would update its shard as if it were the whole leaf."
+    ) in message
+
+
+@pytest.mark.parametrize("wrapper", [optimizers.whole, optimizers.by_matrix])
+@pytest.mark.parametrize(("tensor", "data"), [(2, 2), (2, 1), (1, 2)])
+def test_shares_of_a_shard_along_the_same_dim_are_refused(wrapper, tensor, data):
+    """If the axis of the shards has one device, the parameter is whole, and the update is right."""
+    columns, both = P(None, None, "tensor"), P(None, None, ("tensor", "data"))
+    weight = PARAMS["blocks"]["weight"]
+    by_norm = optax.stateless(
+        lambda g, w: g / jnp.sqrt(jnp.sum(g**2, axis=(-2, -1), keepdims=True))
+    )
+    wrapped = wrapper(by_norm, ("tensor", "data"), both)
+
+    def update(gradient, weight):
+        terms = lax.pcast(gradient / data, "data", to="varying")
+        share = zero.reduce_scatter(terms, "data", both)
+        return wrapped.update(share, wrapped.init(weight), weight)[0]
+
+    world = mesh.make(tensor=tensor, data=data, devices=jax.devices()[: tensor * data])
+    run = jax.jit(mesh.spmd(update, mesh=world, in_specs=(columns, columns), out_specs=columns))
+    if tensor == 1:
+        assert_close(run(weight, weight), by_norm.update(weight, None, weight)[0], EXACT)
+        return
+    message = (
+        "optimizers: in `specs`, dim 2 of the parameter is split over ('tensor', 'data'), and the "
+        "parameter does not vary along 'data'."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(run, weight, weight)
+
+
+@pytest.mark.parametrize("name", ["whole", "by_matrix"])
+def test_a_refusal_of_leaves_that_stay_split_names_the_wrapper(name):
+    specs = {"w": P("data", "tensor")}
+    wrapped = getattr(optimizers, name)(optax.lars(0.1), "data", specs)
+
+    def run(params):
+        return wrapped.update(params, wrapped.init(params), params)[0]
+
+    over = mesh.make(data=2, tensor=2, devices=jax.devices()[:4])
+    mapped = mesh.spmd(run, mesh=over, in_specs=(specs,), out_specs=specs)
+    with pytest.raises(ValueError, match=rf"^optimizers\.{name}: .* w is split along 'tensor'"):
+        jax.eval_shape(mapped, {"w": jnp.ones((8, 8))})
+
+
+def test_by_matrix_refuses_a_glob_of_layers_that_matches_no_leaf():
+    message = (
+        "optimizers.by_matrix: the glob 'block.**' in `layers` matches none of the 4 leaves of "
+        "`specs`; the first paths are ['blocks.bias', 'blocks.weight', 'head']. Correct the glob, "
+        "or remove it."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizers.by_matrix(
+            BY_MATRIX["muon"], "tensor", SPECS["tensor"], layers={"head": 0, "block.**": 1}
+        )
 
 
 def test_by_matrix_refuses_outer_layers_that_are_split():
@@ -219,8 +293,8 @@ def test_by_matrix_refuses_outer_layers_that_are_split():
 
 def test_by_matrix_refuses_what_joins_leaves():
     assert_refused_by_matrix(
-        "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-        "optimizer makes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or combine "
+        "optimizers.by_matrix: the update of a leaf must not depend on other leaves, but this "
+        "optimizer computes 'blocks.bias' from 'blocks.weight'. Use optimizers.whole, or combine "
         "leaves outside of the optimizer, as step.make and grads.clipped do to clip by the norm.",
         optax.chain(optax.clip_by_global_norm(1.0), BY_MATRIX["muon"]),
     )
@@ -231,7 +305,7 @@ def test_by_matrix_refuses_what_looks_at_a_leaf_to_update_another():
         lambda g, w: g | {"head": lax.cond(jnp.max(g["scale"]) > 0, jnp.tanh, jnp.sin, g["head"])}
     )
     assert_refused_by_matrix(
-        "this optimizer makes 'head' from 'scale'. Use optimizers.whole", scales, layers={}
+        "this optimizer computes 'head' from 'scale'. Use optimizers.whole", scales, layers={}
     )
 
 
@@ -279,7 +353,7 @@ def test_the_bytes_on_the_wire_are_those_of_theory(live, wrapper, split):
     spec = SPLIT[split]("tensor")["blocks"]["weight"]
     wrapped = {
         "whole": lambda: optimizers.whole(optimizer, axis, spec),
-        "by_matrix": lambda: optimizers.by_matrix(optimizer, axis, spec, layers={"*": 1, "": 1}),
+        "by_matrix": lambda: optimizers.by_matrix(optimizer, axis, spec, layers={"": 1}),
         "sharded": lambda: zero.sharded(optimizer, axis, spec),
     }[wrapper]()
     where = spec if live == "shares" else P()

@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallax import grads, mesh
-from parallax.collectives import cost, ring
+from parallax import grads, hardware, mesh
+from parallax.collectives import cost, doubling, ring
 from parallax.collectives.types import varying
-from parallax.compiled import certificate, hlo
+from parallax.compiled import certificate, hlo, links
 from parallax.compiled.certificate import Entry
 
 SIZES = {"a": 2, "b": 4}
@@ -36,7 +36,8 @@ def compiled(body, sizes=SIZES):
 def entries(body, sizes=SIZES):
     """What is read, but for the sum of the results at the end."""
     found = certificate.read(*compiled(body, sizes))
-    last = lambda entry: entry[:4] == ("all-reduce", tuple(sizes), 1, 4) and not entry.unbounded
+    axes = tuple(name for name in sizes if sizes[name] > 1)
+    last = lambda entry: entry[:4] == ("all-reduce", axes, 1, 4) and not entry.unbounded
     return [entry for entry in found if not last(entry)]
 
 
@@ -118,6 +119,15 @@ def test_axes_of_size_one_move_nothing():
     assert found == [Entry("all-reduce", ("a",), 2, 68, 2)]  # the psum, and the sum of the results
 
 
+def test_a_permute_without_pairs_moves_along_no_axis():
+    world = mesh.make(**SIZES)
+    body = mesh.spmd(lambda x: lax.ppermute(x, "b", []), mesh=world, in_specs=P(), out_specs=P("b"))
+    text = jax.jit(body).lower(np.ones(16, np.float32)).compile().as_text()
+    assert "source_target_pairs={}" in text
+    assert certificate.read(text, world) == [Entry("collective-permute", (), 1, 64, 1)]
+    assert links.by_kind(text, links.switch(hardware.H100, 8)) == {}
+
+
 GROUPS = {  # of eight devices, numbered along (a, b, c) of sizes 2 x 2 x 2
     "replica_groups={{0,4},{1,5},{2,6},{3,7}}": ("a",),
     "replica_groups={{0,1,2,3,4,5,6,7}}": ("a", "b", "c"),
@@ -131,6 +141,8 @@ GROUPS = {  # of eight devices, numbered along (a, b, c) of sizes 2 x 2 x 2
     "replica_groups=mesh['x'=2,'y'=4] {'y','x'}": ("a", "b", "c"),
     "replica_groups=mesh['x'=8] {'x':(1)2}": ("a",),
     "replica_groups=mesh['x'=8] {'x':(2)2}": ("b",),
+    "replica_groups=mesh['x'=8] {'x':(1)2,'x':(4)2}": ("a", "c"),
+    "replica_groups=mesh['x'=8] {'x':(4)2,'x':(1)2}": ("a", "c"),
     "replica_groups=mesh['x'=4,'y'=1,'z'=2], device_ids=([2,4]T(1,0)) {'x'}": ("b", "c"),
     "replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}": ("a",),
     "replica_groups=mesh['x'=2,'y'=4], device_ids=(0,2,4,6,1,3,5,7) {'x'}": ("c",),
@@ -304,6 +316,27 @@ def test_says_where_a_prediction_is_wrong(name):
     predicted, expected = PREDICTED[name]
     found = entries(lambda x: (ring.all_reduce(x, "b"), lax.psum(x[:2], "a")))
     assert certificate.differences(found, predicted) == expected
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 8, "b": 1}])
+@pytest.mark.parametrize("algorithm", [doubling, ring])
+def test_a_collective_over_two_axes_may_move_data_along_one_of_them(algorithm, sizes):
+    found = entries(lambda x: algorithm.all_reduce(x, ("a", "b")), sizes)
+    predicted = cost.of(algorithm.all_reduce, 64, tuple(sizes.values()))
+    assert certificate.differences(found, {("a", "b"): predicted}) == []
+    twice = predicted._replace(sent=2 * predicted.sent)
+    assert certificate.differences(found, {("a", "b"): twice})
+    # Entries along an axis with a key of its own are compared with this key only.
+    if len(found) == 2:
+        assert len(certificate.differences(found, {("a", "b"): predicted, "b": 2 * 64})) == 2
+
+
+def test_predicted_entries_of_one_kind_and_axes_are_added_up():
+    found = [Entry("all-reduce", ("a",), 2, 12, 2)]
+    weights, loss = Entry("all-reduce", ("a",), 1, 8, 1), Entry("all-reduce", ("a",), 1, 4, 1)
+    assert certificate.differences(found, [weights, loss]) == []
+    (sentence,) = certificate.differences(found, [weights, weights])
+    assert "16 bytes were predicted, and the program has 12" in sentence
 
 
 def test_finds_a_reduction_in_the_loop_over_microbatches():

@@ -2,6 +2,7 @@
 name."""
 
 import contextlib
+import enum
 import errno
 import functools
 import os
@@ -33,6 +34,7 @@ from parallax.run import checkpoint, retention, stored
 from parallax.run import record as records
 from parallax.run.checkpoint import Checkpoints
 from parallax.run.retention import Retention
+from parallax.trees import DiskForm
 
 SETTINGS = {"width": 16, "seed": 0}
 
@@ -349,6 +351,78 @@ def test_one_from_before_a_step_is_given_and_the_later_ones_go_as_the_run_comes_
     )  # there is none from before
 
 
+@pytest.mark.parametrize("then", [(), (4, 5)])
+def test_a_restart_does_not_return_to_what_a_rollback_left(tmp_path, then):
+    """Killed before and after its first saves. Until a save comes by, nothing is removed."""
+    saved(tmp_path, [2, 6, 8], keep=Retention(9))
+    with checkpoints(tmp_path, keep=Retention(9)) as store:
+        assert store.restore(small_state(), before=5).step == 2
+        for number in then:
+            store.save(number, small_state(number))
+    said = []
+    with checkpoints(tmp_path, keep=Retention(9), say=said.append) as store:
+        assert store.steps() == [2, *then, 6, 8]
+        restored = store.restore(small_state())
+        assert restored.step == (then or (2,))[-1]
+        assert list(restored.refused) == [6, 8]
+        assert said[0].endswith(
+            "00000006: the run went back to an earlier checkpoint. To use this one all the same, "
+            "restore with before=7."
+        )
+        store.save(7, small_state(7))
+    assert store.steps() == [2, *then, 7, 8]
+    assert checkpoints(tmp_path).restore(small_state()).step == 7
+    with checkpoints(tmp_path) as store:
+        assert store.restore(small_state(), before=9).step == 8  # the user wants it after all
+    assert checkpoints(tmp_path).restore(small_state()).step == 8
+
+
+def test_a_reader_without_the_lock_decides_nothing(tmp_path):
+    saved(tmp_path)
+    before = (tmp_path / "newest.json").read_bytes()
+    assert checkpoints(tmp_path).restore(small_state(), before=2).step == 1
+    assert (tmp_path / "newest.json").read_bytes() == before
+    assert checkpoints(tmp_path).restore(small_state()).step == 2
+
+
+def test_a_weakly_typed_array_is_weak_again(tmp_path):
+    """So the next step has the dtypes of a run without a restart."""
+    state = {"rate": jnp.asarray(0.1), "p": jnp.ones(3, jnp.bfloat16)}
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+    got = store.restore(state).state
+    assert (got["rate"].weak_type, got["p"].weak_type) == (True, False)
+    assert_equal(got, state)
+    assert (got["p"] - got["rate"] * got["p"]).dtype == jnp.bfloat16
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+    COLD = 2
+
+
+class Rate(float):
+    pass
+
+
+def test_subclasses_of_numbers_come_back(tmp_path):
+    state = {"w": jnp.ones(3), "phase": Phase.COLD, "rate": Rate(0.5)}
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+    got = store.restore(state | {"phase": Phase.WARM}).state
+    assert (got["phase"], got["rate"]) == (Phase.COLD, 0.5)
+    assert (type(got["phase"]), type(got["rate"])) == (Phase, Rate)
+
+
+def test_a_large_number_of_numpy_is_finite(tmp_path):
+    state = {"w": jnp.ones(3, jnp.float32), "host": np.array([1e300, 2.0])}
+    with jax.enable_x64(False), checkpoints(tmp_path) as store:  # it is inf in float32
+        store.save(1, state)
+    np.testing.assert_array_equal(store.restore(state).state["host"], state["host"])
+    with pytest.raises(ValueError, match="not finite: host"):
+        store.save(2, state | {"host": np.array([np.inf, 2.0])})
+
+
 # What is refused
 
 
@@ -360,8 +434,8 @@ def test_a_state_that_is_not_finite_is_neither_stored_nor_restored(tmp_path, num
         store.save(1, small_state(1))
         with pytest.raises(
             ValueError,
-            match=r"state of step 3 is not finite, and was not saved: weight\. The newest "
-            r".*00000001\.",
+            match=r"state of step 3 was not saved, because these arrays are not finite: weight\. "
+            r"The newest .*00000001\.",
         ):
             store.save(3, state)
         assert store.steps() == [1]
@@ -547,7 +621,7 @@ def test_steps_do_not_go_back(tmp_path):
         for number in (8, 5):
             with pytest.raises(
                 ValueError,
-                match=f"finished checkpoint of step 8, which is not before step {number}",
+                match=f"finished checkpoint of step 8, so step {number} cannot be saved",
             ):
                 store.save(number, small_state())
     assert checkpoints(tmp_path).steps() == [4, 8]
@@ -638,10 +712,10 @@ def test_another_state_is_refused_by_its_leaves(tmp_path):
     [
         ({"keep": Retention(0)}, r"`keep` must be 1 or more; got Retention\(newest=0"),
         ({"keep": Retention(every=0)}, r"got Retention\(newest=3, every=0\)"),
-        ({"tries": 0}, "tries of 1 or more; got 0"),
+        ({"tries": 0}, "`tries` must be 1 or more; got 0"),
         (
             {"run": {"rate": np.ones(2)}},
-            r"JSON values in `settings`: .*; got a ndarray as 'rate' \(.*\)\. Convert an array by",
+            r"`settings` needs JSON values .*; 'rate' is of type ndarray \(.*\)\. Convert an array",
         ),
     ],
 )
@@ -666,16 +740,48 @@ def test_states_that_cannot_be_stored_are_refused(tmp_path):
         for state in ({}, {"a": jnp.zeros((0, 2))}, {"scale": 1.0}):
             with pytest.raises(ValueError, match=r"needs a state with an array that is not empty"):
                 store.save(1, state)
-        with pytest.raises(ValueError, match=r"JSON values in `note`: .*got a ArrayImpl as 'seen'"):
+        with pytest.raises(ValueError, match=r"`note` needs JSON .*; 'seen' is of type ArrayImpl"):
             store.save(1, {"a": jnp.zeros(1)}, {"seen": jnp.zeros(1)})
         assert store.steps() == []
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 1.5, True, 1e300 + 2j])
+def test_a_plain_number_comes_back(tmp_path, number):
+    """A whole number may be too large for a float."""
+    state = {"a": jnp.zeros(1), "number": number}
+    with checkpoints(tmp_path) as store:
+        store.save(1, state)
+    assert_equal(checkpoints(tmp_path).restore(state | {"number": type(number)(1)}).state, state)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_setting_or_a_note_may_be_no_finite_number(tmp_path, number):
+    """A nan differs from itself: no checkpoint of a run with such a setting was of that run."""
+    with checkpoints(tmp_path, {"clip": number}) as store:
+        store.save(1, small_state(1), note={"loss": number})
+    found = checkpoints(tmp_path, {"clip": float(str(number))}).restore(small_state(2))
+    np.testing.assert_equal(found.note, {"loss": number})
+    with pytest.raises(checkpoint.Refused, match=r"clip=(nan|inf) \(here 1\.0\)"):
+        checkpoints(tmp_path, {"clip": 1.0}).restore(small_state(2))
+
+
+def test_a_form_refuses_numpy_numbers_that_32_bits_cannot_hold(tmp_path):
+    same = DiskForm(lambda state: state, lambda state: state)
+    state = {"w": np.ones(3, np.float32), "seen": np.array([2**40 + 5])}
+    with jax.enable_x64(False), checkpoints(tmp_path, form=same) as store:
+        with pytest.raises(ValueError, match=r"^Checkpoints\.save with a `form` .*; seen is int64"):
+            store.save(1, state)
+        small = state | {"seen": np.array([7])}
+        store.save(2, small)
+        store.wait()
+        assert store.restore(small).state["seen"] == 7
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(
-            OSError, match=rf"^{folder}: needed a folder for checkpoints; .* Choose"
+            OSError, match=rf"^{folder}: cannot make this folder for checkpoints: .* Choose"
         ):
             checkpoints(folder)
 
@@ -702,6 +808,20 @@ LAYOUTS = {
 
 def form(layout):
     return decoder.stored(gpt2.FAMILY, layout)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_form_keeps_what_adafactor_has_in_place_of_moments(chunks):
+    """Arrays [1], which have no layers."""
+    layout = Layout(stage=2, microbatches=2, chunks=chunks)
+    sizes = {"layers": 4, "heads": 2, "width": 16, "context": 8, "vocabulary": 64}
+    model = form(layout).from_disk(gpt2.GPT2(gpt2.Config(**sizes), key=jax.random.key(0)))
+    state = optax.adafactor(1e-3, min_dim_size_to_factor=4).init(
+        jax.tree.map(lambda x: x if mesh.is_array(x) else None, model)
+    )
+    shapes = jax.tree.map(jnp.shape, state)
+    assert (1,) in {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert jax.tree.map(jnp.shape, form(layout).from_disk(form(layout).to_disk(state))) == shapes
 
 
 @functools.cache
@@ -802,6 +922,6 @@ def test_a_plain_number_that_the_code_has_changed_is_told(tmp_path):
     checkpoints(tmp_path, say=said.append).restore(small_state(2) | {"loss_scale": 0.25})
     line = (
         "the plain numbers of step 2 differ from this program's, and the stored ones are used: "
-        "loss_scale=0.5 (here 0.25). A number"
+        "loss_scale=0.5 (here 0.25). A constant"
     )
     assert [text for text in said if text.startswith(line)]

@@ -598,8 +598,8 @@ ERRORS = {
     "devices on the axis. Pad it to 8, "
     "or choose another dim.": (lambda f, x: f(x, "x", tiled=True), "reduce_scatter"),
     "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) must be 4, the number of "
-    "devices on the axis, since tiled=False drops it. Pass tiled=True to split a longer dim, "
-    "or reshape.": (
+    "devices on the axis, since tiled=False drops this dim. Pass tiled=True to split a longer "
+    "dim, or reshape.": (
         lambda f, x: f(x, "x", scatter_dimension=-1),
         "reduce_scatter",
     ),
@@ -721,7 +721,7 @@ def test_random_keys_are_not_added(algorithm, name):
         lambda keys: getattr(algorithm, name)(keys, "x"), mesh=world, in_specs=P(), out_specs=P()
     )
     with pytest.raises(
-        ValueError, match=r"Random keys cannot be added, and this array holds some, key<fry>\[4\]\."
+        ValueError, match=r"Random keys cannot be added; got an array of keys, key<fry>\[4\]\."
     ):
         run(jax.random.split(jax.random.key(0), 4))
 
@@ -769,6 +769,22 @@ def test_vmap_over_an_axis_of_an_explicit_mesh(name, algorithm, n):
         found, gradient = jax.jit(jax.vmap(sent))(split), jax.jit(jax.grad(energy))(split)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(gradient, slopes)
+
+
+@pytest.mark.parametrize("n", [2, 6])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.float8_e5m2])
+def test_doubling_adds_floats_of_8_bits_as_lax_does(dtype, n):
+    """The largest have no infinity above them, and the smallest are not normal. One device has a
+    number and the others have 0, so no addition rounds."""
+    kind = jnp.finfo(dtype)
+    numbers = [float(kind.max), float(kind.smallest_subnormal), float(kind.tiny), 1.0, -1.5]
+    terms = np.zeros((n, len(numbers)), dtype)
+    terms[n - 1] = numbers
+    both = lambda x: varying((doubling.all_reduce(x, "x"), lax.psum(x, "x")), "x")
+    world = mesh.make(x=n, devices=jax.devices()[:n])
+    ours, plain = mesh.spmd(both, mesh=world, in_specs=P("x"), out_specs=P("x"))(terms)
+    for found in (ours, plain):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.tile(numbers, (n, 1)))
 
 
 @pytest.mark.parametrize("n", [3, 5, 6, 8])

@@ -12,6 +12,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallax import context, jaxprs, mesh
@@ -458,20 +459,29 @@ ERRORS = {
         "q": (2, 8, 2, 2),
         "heads": (8, 2),
     },
-    "a device has 3 of the 12 heads of queries, so it cuts in two a group of 2, which": {
+    "a device has 3 of the 12 heads of queries, so it splits the 2 heads of queries "
+    "that share a head of keys into unequal parts: 3 is neither a multiple nor a divisor of 2. "
+    "Use another number of devices on the axis: a divisor or a multiple of the 6 heads of keys.": {
         **{"q": (2, 8, 3, 2), "k": (2, 8, 1, 2), "heads": (12, 6)}
     },
     "needs heads=(heads of queries, heads of keys) of the whole model": {"heads": (6, 4)},
-    "a device has 3 tokens (6 over 2 devices), which must be a multiple of 2, its number of "
-    "chunks. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
+    "the number of tokens of a device, 3 (6 over 2 devices), must be a multiple of 2, the number "
+    "of chunks of a device. Use sequences of 8": {**{"q": (2, 6, 4, 2), "k": (2, 6, 4, 2)}},
     "needs keys of the same tokens as the queries; got 4 keys and 2 queries": {"q": (2, 4, 4, 2)},
+    "context.ulysses needs keys of the same tokens as the queries; got 4 keys and 2 queries": {
+        **{"q": (2, 4, 4, 2), "attend": through(context.ulysses)}
+    },
+    "context.gathered needs keys of the same tokens as the queries; got 4 keys and 6 queries on": {
+        **{"q": (2, 12, 4, 2), "attend": through(context.gathered)}
+    },
     "context.attention needs segments that are whole numbers of the shape [2, 4]": {
         "segments": jax.ShapeDtypeStruct((2, 4), jnp.int32)
     },
     "for each of this device's tokens; got float32[2, 4].": {
         "segments": jax.ShapeDtypeStruct((2, 8), jnp.float32)
     },
-    "context.ulysses: the number of heads, 4, must be a multiple of 3, the devices of 'context'.": {
+    "context.ulysses: the number of heads of q, 4, must be a multiple of the number of devices of "
+    "'context', 3.": {
         **{"n": 3, "q": (2, 12, 4, 2), "k": (2, 12, 2, 2), "attend": through(context.ulysses)}
     },
     "context: the number of tokens, 6, must be a multiple of 4: 2 chunks for each of 2 devices. "
@@ -501,7 +511,7 @@ def test_keys_that_nobody_picked_are_refused():
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "q, of 2 heads, differs along ['tensor'], and k, of 2 heads, is the same there"
+            "q, of 2 heads, varies along ['tensor'], and k, of 2 heads, does not. If ['tensor']"
         ),
     ):
         jax.eval_shape(mesh.spmd(f, mesh=over, in_specs=specs, out_specs=specs[0]), q, k)
@@ -513,6 +523,12 @@ def test_a_kernel_of_no_block_is_refused():
     q = jnp.ones((1, 4, 2, 2))
     with pytest.raises(ValueError, match="needs as many keys as queries; got 2 and 4"):
         context.blockwise(q, q[:, :2], q[:, :2])
+    four, two = jnp.arange(4), jnp.arange(2)
+    for name, positions in (("keys", (four, two)), ("queries", (two, four))):
+        with pytest.raises(
+            ValueError, match=rf"positions of the {name} that .* \[4\]; got .*\[2\]"
+        ):
+            context.blockwise(q, q, q, positions=positions)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (4, 0), (0, 4)])
@@ -546,6 +562,31 @@ def counts_of_a_function(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
 
 
+def table_of_numpy(q, k, v, *, positions):
+    seen = np.tril(np.ones((q.shape[1], k.shape[1]), bool))
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
+def bias_in_a_function(q, k, v, *, positions):
+    """The bias is a constant of a function under `jit`."""
+    apart = np.abs(np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None])
+    bias = -0.5 * apart[None, None].astype(np.float32)
+    return jax.jit(functools.partial(jax.nn.dot_product_attention, bias=bias))(q, k, v)
+
+
+def first_keys(q, k, v, *, positions):
+    """A constant mask of keys alone. Each device has all keys, in the order of the sequence."""
+    seen = np.broadcast_to(np.arange(k.shape[1]) < 5, (q.shape[1], k.shape[1]))
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
+def keys_by_two_counts(q, k, v, *, positions):
+    """A mask of keys alone that compares two counts of them."""
+    keys = jnp.arange(k.shape[1]) <= jnp.arange(k.shape[1])[::-1]
+    seen = jnp.broadcast_to(keys[None], (q.shape[1], k.shape[1]))
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
 def all_of_them(q, k, v, *, positions):
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -562,12 +603,20 @@ def gathered_shape(attend, n=4, order=context.zigzag):
 
 
 @pytest.mark.parametrize(
-    "attend", [tril_of_shapes, of_jax, window_by_difference, counts_of_a_function]
+    "attend",
+    [
+        tril_of_shapes,
+        of_jax,
+        window_by_difference,
+        counts_of_a_function,
+        table_of_numpy,
+        bias_in_a_function,
+    ],
 )
 def test_a_mask_by_its_own_count_is_refused(attend):
     said = (
-        "context.gathered: attend ignores positions=, and numbers queries and keys from 0 for its "
-        "mask. But the 8 queries of a"
+        "context.gathered: attend ignores positions=, and counts queries and keys from 0 for its "
+        "mask or bias. But the 8 queries of a"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         gathered_shape(attend)
@@ -583,7 +632,14 @@ def test_a_mask_by_its_own_count_is_refused(attend):
 
 
 @pytest.mark.parametrize(
-    "attend", [all_of_them, window_by_positions, functools.partial(context.blockwise, kernel=SMALL)]
+    "attend",
+    [
+        all_of_them,
+        first_keys,
+        keys_by_two_counts,
+        window_by_positions,
+        functools.partial(context.blockwise, kernel=SMALL),
+    ],
 )
 def test_attention_that_needs_no_count_is_not_refused(attend):
     assert gathered_shape(attend) == (2, 32, 4, 2)
@@ -594,16 +650,39 @@ def test_tiles_that_are_filled_up_compare_no_counts():
     assert gathered_shape(everything) == (2, 32, 4, 2)
 
 
+# Layers that must send
+
+
+@pytest.mark.parametrize("collective", [lax.pmax, lax.pmin, lax.psum])
+def test_layers_that_send_a_maximum_or_a_sum_pass_the_check(collective):
+    def layers(x):
+        return x + collective(x, "context")
+
+    f = mesh.spmd(
+        context.must_communicate(layers, "context"), mesh=world(2), in_specs=SPEC, out_specs=SPEC
+    )
+    assert jax.eval_shape(f, jax.ShapeDtypeStruct((2, 8), jnp.float32)).shape == (2, 8)
+
+
 # Kernels, which see one chunk and are not told which
 
 
 def table_kernel(mask, bias=lambda tokens: 0.0, wrap=lambda f: f):
     """A kernel by whole tables of scores, with a mask and a bias of the number of tokens."""
 
+    def masked(products):
+        tokens = products.shape[-1]
+        return jnp.where(mask(tokens), products + bias(tokens), -jnp.inf)
+
+    return kernel_by(masked, wrap)
+
+
+def kernel_by(masked, wrap=lambda f: f):
+    """A kernel that makes its scores from products by `masked`."""
+
     def scores(q, k, causal):
         products = jnp.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
-        seen = jnp.where(mask(q.shape[1]), products + bias(q.shape[1]), -jnp.inf)
-        return seen if causal else products
+        return masked(products) if causal else products
 
     def forward(q, k, v, *, causal, segments=None, positions=None):
         logits = scores(q, k, causal)
@@ -639,12 +718,31 @@ def additive_mask(tokens):
     return jnp.where(distances(tokens) >= 0, 0.0, -1e9)[None, None]
 
 
+def places_passed_to(wrap, width):
+    """A kernel whose places are made outside of a function that masks by them."""
+
+    def by_places(products, places, width):
+        apart = places[:, None] - places[None]
+        return jnp.where((apart >= 0) & (apart < width), products, -jnp.inf)
+
+    return kernel_by(
+        lambda products: wrap(by_places)(products, jnp.arange(products.shape[-1]), width)
+    )
+
+
+@jax.jit
+def masked_by_distances(products, apart):
+    return jnp.where(apart >= 0, products, -jnp.inf)
+
+
 jitted = functools.partial(jax.jit, static_argnames=("causal",))
 OF_DISTANCES = {
     "window": table_kernel(window),
     "window by NumPy": table_kernel(window_by_numpy),
     "window by two comparisons": table_kernel(window_by_two_comparisons),
     "jitted window": table_kernel(window, wrap=jitted),
+    "window of places passed to a jit": places_passed_to(jax.jit, CHUNK + 1),
+    "window of places passed to a checkpoint": places_passed_to(jax.checkpoint, CHUNK + 1),
     "ALiBi": table_kernel(
         all_earlier, lambda tokens: -0.5 * distances(tokens)[None, None].astype(float)
     ),
@@ -655,6 +753,11 @@ CAUSAL = {
     "NumPy": table_kernel(lambda tokens: np.tri(tokens) > 0),
     "added": table_kernel(lambda tokens: np.ones((tokens, tokens), bool), additive_mask),
     "jitted": table_kernel(all_earlier, wrap=jitted),
+    "places passed to a jit": places_passed_to(jax.jit, 10**6),
+    "places passed to a checkpoint": places_passed_to(jax.checkpoint, 10**6),
+    "distances passed to a jit": kernel_by(
+        lambda products: masked_by_distances(products, distances(products.shape[-1]))
+    ),
     "one size": table_kernel(lambda tokens: np.tri(CHUNK) > 0),
 }
 
@@ -676,6 +779,20 @@ def test_a_kernel_of_distances_is_refused(kernel, width):
     for n, order in ((1, context.zigzag), (2, context.zigzag), (3, context.contiguous)):
         with pytest.raises(ValueError, match=r"depend on distances .*context\.gathered"):
             by_kernel(OF_DISTANCES[kernel], n, order, width)
+
+
+def test_a_kernel_of_distances_for_a_fixed_number_of_heads_is_refused():
+    """It cannot be traced on one head."""
+
+    def with_slopes(products):
+        tokens = products.shape[-1]
+        slopes = -jnp.asarray([0.5, 0.25])[:, None, None]  # of two heads
+        bias = slopes * distances(tokens)[None].astype(float)
+        products = products.reshape(products.shape[0], 2, tokens, tokens)
+        return jnp.where(all_earlier(tokens), products + bias[None], -jnp.inf)
+
+    with pytest.raises(ValueError, match=r"depend on distances .*context\.gathered"):
+        by_kernel(kernel_by(with_slopes), 2, context.zigzag, 2)
 
 
 @pytest.mark.sweep(3)

@@ -2,6 +2,7 @@
 and what else a layout says."""
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -235,6 +236,25 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("attend", ["attention", "ulysses", "gathered"])
+def test_attention_in_another_order_than_the_layers_is_refused(attend):
+    """The layers of a decoder have zigzag tokens: contiguous ones would be another model."""
+    in_order = {
+        "attention": lambda _, axis: functools.partial(
+            context.attention, axis=axis, order=context.contiguous
+        ),
+        "ulysses": functools.partial(context.ulysses, order=context.contiguous),
+        "gathered": functools.partial(context.gathered, order=context.contiguous),
+    }[attend]
+    compute = {"attention": context.blockwise, "context_attention": in_order}
+    with pytest.raises(
+        ValueError,
+        match=rf"context\.{attend}: the layers split .* order than the attention's order= "
+        r"\(contiguous\)\. Pass the order of context\.comms",
+    ):
+        lowered(gpt2.FAMILY, KINDS["gpt2"][1], Layout(data=2, context=2), **compute)
+
+
 def test_gathered_weights_are_no_attention():
     """ZeRO-3 sends along the axis too, weights that is."""
     family = dataclasses.replace(bare.FAMILY, context_attention=context.causal_attention)
@@ -250,7 +270,7 @@ def test_keys_do_not_go_round_where_stages_do_other_jobs():
     layout = Layout.parse("context=2,stage=2,microbatches=2,schedule=zero_bubble")
     message = (
         r"a stage's forward pass runs ppermute over 'context' (.*)\. All devices must run this "
-        "collective at once"
+        "collective at the same time"
     )
     with pytest.raises(ValueError, match=message):
         lowered(llama.FAMILY, KINDS["llama"][1], layout)

@@ -8,6 +8,7 @@ where chains are loops, are compiled in a process of their own: this file as a s
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,7 @@ from parallax.collectives import (
     doubling,
     execute,
     halving,
+    halving_by,
     hierarchical,
     machines,
     matmul,
@@ -353,8 +355,16 @@ def test_errors():
         ),
     ):
         cost.of(jnp.sin, 4, 2)
+    with pytest.raises(ValueError, match="halving_by needs a number of 2 or more; got 1"):
+        halving_by(1)
     with pytest.raises(ValueError, match="a multiple of itemsize=4; got 7"):
         cost.of(ring.all_reduce, 7, 2)
+    for nbytes, n, itemsize in [(-1024, 8, 4), (1024, 0, 4), (1024, (2, 0), 4), (1024, 8, 0)]:
+        with pytest.raises(
+            ValueError, match=re.escape(f"got nbytes={nbytes}, n={n} and itemsize={itemsize}.")
+        ):
+            cost.of_leaves(ring.all_reduce, [nbytes], n, itemsize=itemsize)
+    assert cost.describe(functools.partial(ring.all_reduce, axis_name="x")) == "ring.all_reduce"
     assert cost.of(functools.partial(ring.all_reduce, axis_name="x"), 8, 2) == cost.of(
         ring.all_reduce, 8, 2
     )

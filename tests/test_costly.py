@@ -36,6 +36,18 @@ def test_a_broadcast_goes_from_the_first_device_of_each_group():
     assert links.flows(broadcast, 6) == (expected, 1)
 
 
+def test_the_table_marks_the_result_that_is_a_tuple():
+    program = """ENTRY %e (x: f32[8]) -> f32[8] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %one = f32[8,128]{1,0:T(8,128)} negate(%x)
+  ROOT %two = (f32[8]{0}, s32[8]{0}) fusion(%one), kind=kLoop, calls=%c
+}
+"""
+    lines = costly.table(costly.instructions(program, hardware.H100)).splitlines()[1:]
+    assert ["f32[8], ..." in line for line in lines] == ["fusion" in line for line in lines]
+    assert any(" f32[8,128]  " in line for line in lines)
+
+
 CUDNN = """HloModule m, is_scheduled=true
 ENTRY %e (q: bf16[2,8,3,4]) -> bf16[2,3,8,4] {
   %q = bf16[2,8,3,4]{3,2,1,0} parameter(0)
@@ -69,8 +81,8 @@ def test_cycles_need_a_clock():
     """Of a TPU without a clock, and of another chip than the program's."""
     no_clock = dataclasses.replace(hardware.TPU_V5E, clock=0.0)
     for chip in (no_clock, hardware.H100):
-        with pytest.raises(ValueError, match=rf"needs a chip with a clock; {chip.name} has none"):
+        with pytest.raises(ValueError, match=rf"of the chip; the record of {chip.name} has none"):
             costly.instructions(text("tpu"), chip)
     here = machine("tpu")._replace(hardware=no_clock)
-    with pytest.raises(ValueError, match="needs a chip with a clock"):
+    with pytest.raises(ValueError, match="needs the clock rate of the chip"):
         timeline.of(text("tpu"), here, dict(Layout(data=4, tensor=2).axes))

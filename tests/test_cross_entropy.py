@@ -301,12 +301,19 @@ def test_refusals():
         cross_entropy.mean(x, table, targets, (), block_tokens=0)
     loss = lambda x, table, targets: cross_entropy.mean(x, table, targets, "tensor")
     said = (
-        "cross_entropy.mean needs an x that differs along 'tensor', because the gradient of x "
-        "differs there; this x, of shape (2, 2, 3), is the same along ['tensor']. Pass "
-        "tensor.copy_to(x, 'tensor')."
+        "cross_entropy.mean needs an x whose type varies along 'tensor', because the gradient of x "
+        "varies there; the type of this x, of shape (2, 2, 3), does not vary along ['tensor']. "
+        "Pass tensor.copy_to(x, 'tensor')."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         jax.eval_shape(over("tensor", loss, (P("data"), P("V"), P("data")), P()), x, table, targets)
+    said = f"cross_entropy.mean needs a vocabulary of 1 to {V}, the number of rows of the whole"
+    with pytest.raises(ValueError, match=f"^{said}"):
+        cross_entropy.mean(x, table, targets, (), vocabulary=V + 1)
+    copied = lambda x, *others: loss(tensor.copy_to(x, "tensor"), *others)
+    said = "cross_entropy.mean needs a vocabulary that is split over 'tensor'; this array, of shape"
+    with pytest.raises(ValueError, match=f"^{said}"):
+        jax.eval_shape(over("tensor", copied, (P("data"), P(), P("data")), P()), x, table, targets)
 
 
 # Weights, and targets that are not in the vocabulary
@@ -397,3 +404,9 @@ def test_a_batch_without_weight_has_no_mean():
     np.testing.assert_array_equal(
         cross_entropy.normalized(jnp.asarray([1, 0, 2], jnp.bfloat16), ()), np.float32([1, 0, 2])
     )
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32])
+def test_a_mask_of_bools_or_integers_is_normalized_in_float32(dtype):
+    found = cross_entropy.normalized(jnp.asarray([1, 0, 1, 0], dtype), ())
+    np.testing.assert_array_equal(found, np.float32([2, 0, 2, 0]), strict=True)

@@ -34,6 +34,15 @@ def test_a_file_gives_back_what_was_written(tmp_path, vocabulary, item):
     np.testing.assert_array_equal(back, tokens)
 
 
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "int64"])
+def test_places_that_go_down_are_read_one_by_one(tmp_path, kind):
+    """In an unsigned type, 0 - 255 is 1."""
+    data.write(tmp_path / "text.bin", np.arange(65_536), vocabulary=65_536)
+    back = data.read(tmp_path / "text.bin", vocabulary=65_536)
+    last = min(65_535, np.iinfo(kind).max)
+    np.testing.assert_array_equal(back[np.array([last, 0, 1, 0], kind)], [last, 0, 1, 0])
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "text.bin"
     data.write(path, np.arange(5), vocabulary=5)
@@ -55,7 +64,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         (np.array([1, -5, 10]), r"text\.bin: needed tokens from 0 to 9, got -5 at index 1"),
         (
             np.array([], int),
-            r"text\.bin: needed one dim of one or more whole numbers, got int64\[0\]",
+            r"text\.bin: needed a one-dimensional array of one .* numbers, got int64\[0\]",
         ),
     ],
 )
@@ -68,9 +77,9 @@ def test_write_refuses(tmp_path, tokens, message):
 @pytest.mark.parametrize(
     ("content", "vocabulary", "message"),
     [
-        (b"", 256, "one or more tokens of 2 bytes .*the file has 0 bytes"),
-        (b"123", 256, r"one or more tokens of 2 bytes \(vocabulary 256\), the file has 3 bytes"),
-        (b"123456", 70_000, "one or more tokens of 4 bytes .* has 6 bytes"),
+        (b"", 256, "one or more whole tokens, each of 2 bytes .*the file has 0 bytes"),
+        (b"123", 256, r"whole tokens, each of 2 bytes \(vocabulary 256\); the file has 3 bytes"),
+        (b"123456", 70_000, "one or more whole tokens, each of 4 bytes .* has 6 bytes"),
         (b"\x05\x00\x00\x01", 256, "needed tokens from 0 to 255, got 256 at index 1"),
     ],
 )
@@ -98,7 +107,7 @@ def test_a_file_is_read_with_the_vocabulary_that_it_was_written_with(tmp_path, w
     path.write_bytes(content[:-4])
     with pytest.raises(
         ValueError,
-        match=rf"text\.bin: needed the {len(content)} bytes that text\.bin\.json states",
+        match=rf"text\.bin: needed a file of {len(content)} bytes \(as text\.bin\.json states\)",
     ):
         data.read(path, vocabulary=written)
     path.write_bytes(content)
@@ -144,17 +153,18 @@ def test_a_write_cut_short_leaves_no_record_of_another_vocabulary(tmp_path, monk
 def test_a_vocabulary_that_there_cannot_be_is_refused(tmp_path, vocabulary):
     path = tmp_path / "text.bin"
     path.write_bytes(bytes(8))
-    with pytest.raises(ValueError, match=r"needs a vocabulary from 1 to 2147483648, got "):
+    with pytest.raises(ValueError, match=r"needs a vocabulary of 1 to 2147483648 tokens, got "):
         data.write(tmp_path / "other.bin", np.array([1, 2]), vocabulary=vocabulary)
-    with pytest.raises(ValueError, match=r"needs a vocabulary from 1 to 2147483648, got "):
+    with pytest.raises(ValueError, match=r"needs a vocabulary of 1 to 2147483648 tokens, got "):
         data.read(path, vocabulary=vocabulary)
     assert os.listdir(tmp_path) == ["text.bin"]
 
 
-def test_a_full_disk_is_said(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def full(_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     for write, name in (
         (data.write, "text.bin"),
@@ -165,6 +175,24 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
         ) as refused:
             write(tmp_path / name, np.arange(5), vocabulary=5)
         assert refused.value.errno == errno.ENOSPC
+
+
+def test_a_full_disk_is_said_of_the_record_alone_where_the_tokens_fit(tmp_path, monkeypatch):
+    path, syncs = tmp_path / "text.bin", iter([os.fsync, full])  # of the tokens, of the record
+
+    def sync(file):
+        next(syncs)(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(
+        OSError,
+        match=r"text\.bin\.json: the tokens are in text\.bin, but their record was not written: "
+        r"No space left .* Make room .* write the tokens again",
+    ) as refused:
+        data.write(path, np.arange(5), vocabulary=5)
+    assert refused.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["text.bin"]
+    np.testing.assert_array_equal(data.read(path, vocabulary=5)[:5], np.arange(5))
 
 
 # Split
@@ -365,13 +393,14 @@ def test_tokens_may_lie_in_a_file(tmp_path):
         ({"length": 0}, "got .*length 0"),
         (
             {"rows": slice(0, 5)},
-            r"rows must select some of the 4 sequences, got slice\(0, 5, None\).* within 0\.\.4",
+            r"rows must select at least one of the 4 sequences and stop at 4 or below; "
+            r"got slice\(0, 5, None\).* within 0\.\.4",
         ),
-        ({"rows": slice(4, None)}, "rows must select some of the 4 sequences"),
+        ({"rows": slice(4, None)}, "rows must select at least one of the 4 sequences"),
         (
             {"length": 20},
-            r"needs 21 tokens \(length 20 and the next one\); the text has 20\. .*a length up "
-            r"to 19",
+            r"needs 21 tokens \(the inputs and the token after them\); the text has 20\. .*a "
+            r"length up to 19",
         ),
     ],
 )
@@ -406,7 +435,8 @@ def test_tokens_that_do_not_fit_are_refused(token, kind):
         lambda: next(data.held_out_batches(tokens, size=2, length=5)),
     ):
         with pytest.raises(
-            ValueError, match=f"tokens that fit int32, as devices hold them, got {token}"
+            ValueError,
+            match=f"tokens that fit int32, the type in which devices hold tokens; got {token}",
         ):
             make()
 

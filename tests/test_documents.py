@@ -139,9 +139,26 @@ def test_layers_that_do_not_read_the_documents_are_refused():
         prepared.train.lower(prepared.shapes, windows)
 
 
+@pytest.mark.parametrize("shape", [(4, 5), (4,), (4, 1), (1, 4)])
+def test_weights_that_are_not_one_for_each_target_are_refused(shape):
+    """Windows of 5 tokens have 4 targets; 4 numbers might also be one for each window."""
+    config, layout = bare.Config(), Layout(data=1)
+    over = mesh.make(**layout.axes, devices=jax.devices()[:1])
+    loss = decoder.loss_step(bare.FAMILY, config, layout, over)
+    model = bare.Bare(config, key=jax.random.key(0))
+    windows, weights = jnp.zeros((4, 5), jnp.int32), jnp.ones(shape)
+    message = r"The weights must be \[batch, T\], .*: \(4, 4\) .* windows of shape \(4, 5\)"
+    with pytest.raises(ValueError, match=message):
+        loss(model, windows, weights)
+    with pytest.raises(ValueError, match=message):
+        documents.with_segments(decoder.Batch(windows, None, weights), windows)
+    with pytest.raises(ValueError, match=r"windows must be \[batch, T \+ 1\] tokens"):
+        loss(model, windows[0])
+
+
 @pytest.mark.parametrize("numbers", [np.zeros((2, 4), np.int32), np.zeros((2, 5), np.float32)])
 def test_numbers_that_do_not_fit_the_windows_are_refused(numbers):
     with pytest.raises(
-        ValueError, match=r"documents needs whole numbers of the windows' shape \[2, 5\]"
+        ValueError, match=r"numbers must be whole and of the windows' shape \[2, 5\]; got"
     ):
         documents.with_segments(decoder.Batch(jnp.zeros((2, 5), jnp.int32)), jnp.asarray(numbers))

@@ -8,6 +8,7 @@ import xml.etree.ElementTree
 import pytest
 
 from parallax import context, draw
+from parallax.draw import canvas
 from parallax.schedule import gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
 
 SCHEDULES = {
@@ -125,9 +126,24 @@ def test_timeline(tmp_path, name):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("suffix", ["svg", "SVG"])
+def test_an_svg_file_has_no_date(tmp_path, suffix):
+    draw.timeline(one_f_one_b_lockstep(2, 2), tmp_path / f"a.{suffix}")
+    assert b"<dc:date>" not in (tmp_path / f"a.{suffix}").read_bytes()
+
+
 def test_narrow_boxes_have_no_label(tmp_path):
     draw.timeline(one_f_one_b_lockstep(2, 64), tmp_path / "a.svg", forward=0.1)
     assert svg_text(tmp_path / "a.svg").count("63") == 2  # the backward boxes alone
+
+
+@pytest.mark.parametrize(
+    ("largest", "unit"),
+    [(0, "B"), (999, "B"), (1000, "kB"), (10**15 - 1, "TB"), (10**15, "PB"), (10**20, "PB")],
+)
+def test_the_unit_is_not_above_the_largest_number(largest, unit):
+    """The logarithm of 10^15 - 1 is rounded to 15."""
+    assert canvas.scale(largest)[1] == unit
 
 
 @pytest.mark.programs

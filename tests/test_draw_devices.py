@@ -95,4 +95,6 @@ def test_traffic(tmp_path):
         ["30", "B", "30.0%"],
         ["10", "B", "10.0%"],
     ]
+    draw.traffic(entries, tmp_path / "entries.svg")
+    assert "B of collectives' results in a step" in svg_text(tmp_path / "entries.svg")
     draw.traffic({}, tmp_path / "nothing.png")

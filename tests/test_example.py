@@ -98,7 +98,7 @@ def test_the_same_command_again_says_that_it_is_finished_and_changes_nothing(fin
             ["--steps=7", "--batch=32"],
             "holds another run, with batch=16 (here 32), steps=6 (here 7). Choose another --out",
         ),
-        (["--out=out"], "out: needed an empty folder or that of a run, found other files"),
+        (["--out=out"], "out: needed an empty folder or the folder of a run, found other files"),
     ],
 )
 def test_a_folder_of_something_else_is_refused_and_left_as_it_is(finished, arguments, message):
@@ -379,9 +379,9 @@ MISTAKES = {
     "--keep-every=0": "--keep-every must be 1 or more; got 0",
     "--skip-budget=-1": "--skip-budget must be 0 or more; got -1. Use --skip-budget 10.",
     "--chunks=0": "--chunks must be 1 or more; got 0",
-    "--out=short.txt/run": "needed a folder to write to; Not a directory. Choose another one.",
-    "--out=/proc/nothing/run": "needed a folder to write to; it cannot "
-    "be made. Choose another one.",
+    "--out=short.txt/run": "cannot write to this folder (Not a directory). Choose another folder.",
+    "--out=/proc/nothing/run": "cannot write to this folder (it cannot "
+    "be made). Choose another folder.",
     "--fingerprint-every=-1": "--fingerprint-every must be 0 or more; got -1",
     "--rollback-budget=-1": "--rollback-budget must be 0 or more; got -1",
     "--fingerprint-every=5 --devices=1": (

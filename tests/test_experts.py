@@ -32,6 +32,7 @@ from parallax import (
     pipeline,
     rules,
     schedule,
+    sequence,
     step,
     zero,
 )
@@ -546,7 +547,7 @@ def test_bytes_in_the_compiled_program_are_those_of_the_formula(name):
     specs, found = mixtures.layer_specs("data"), []
     vary = lambda f: lambda w, x: f(varying(w, "data"), x)  # so that no gradient is summed
     arguments = layer_of(count), jnp.ones((n * sequences, TOKENS, D))
-    by_device = jax.tree.map(lambda _: P("data"), specs, is_leaf=mesh.is_spec)
+    by_device = jax.tree.map(lambda _: P("data"), specs)
     for f, out in ((forward, P("data")), (vary(both), (P("data"), (by_device, P("data"))))):
         program = (
             jax.jit(mesh.spmd(f, mesh=world, in_specs=(specs, P("data")), out_specs=out))
@@ -628,21 +629,21 @@ def test_refusals():
         split=False,
     )
     refused(
-        "experts.ragged moves data only by jax.lax, and the axis is ring('data'). Pass the "
-        "axis by its name, 'data', or use exchanged",
+        "experts.ragged needs an axis without an algorithm of its own; got ring('data'). Pass "
+        "the axis by its name, 'data', or use experts.exchanged",
         axis=ring("data"),
         dispatch=experts.ragged(1.0),
     )
     refused(
         "experts.ragged needs an axis to move rows along, and the experts are not split over "
-        "any axis. Use gathered, or name",
+        "any axis. Use experts.gathered, or split",
         axis=(),
         specs=mixtures.layer_specs(None),
         dispatch=experts.ragged(1.0),
     )
     refused(
-        "experts: an expert must return rows of the same shape and type as its input, "
-        "float64[128, 8]; it returned float64[128, 6]. Let its",
+        "experts: an expert must return rows of the same shape and dtype as its input, "
+        "float64[128, 8]; it returned float64[128, 6]. Make its",
         compute=experts.grouped(lambda w, rows: rows @ w.up),
     )
     for make, name in ((experts.exchanged, "exchanged"), (experts.ragged, "ragged")):
@@ -658,6 +659,83 @@ def test_refusals():
         ValueError, match=r"^experts.grouped: a block needs 1 row or more; got size=0"
     ):
         experts.grouped(size=0)
+
+
+COUNTED_ONCE_PER_DEVICE = {
+    "experts' axis": (
+        "experts.moe: the experts are split over 'data', and comms splits each expert's hidden "
+        "width over 'data' too. The devices of 'data' would get the same results",
+        {"data": 4},
+        "data",
+        lambda: sequence.comms("data"),
+        mixtures.layer_specs("data"),
+        P(None, "data"),
+    ),
+    "experts' axis, of a layout": (
+        "experts.moe: the experts are split over ('data', 'tensor'), and comms splits each "
+        "expert's hidden width over 'tensor' too.",
+        {"data": 2, "tensor": 2},
+        ("data", "tensor"),
+        lambda: experts.comms("tensor", experts=("data", "tensor"), inner=sequence.comms),
+        mixtures.layer_specs(("data", "tensor")),
+        P("data", "tensor"),
+    ),
+    "whole experts": (
+        "experts.moe: comms adds up results over 'tensor', but all arrays of the experts are the "
+        "same along 'tensor': each result would be counted once per device. Split the experts'",
+        {"data": 2, "tensor": 2},
+        "data",
+        lambda: tensor_joins("tensor"),
+        mixtures.layer_specs("data"),
+        P("data"),
+    ),
+    "whole experts, tokens split": (
+        "experts.moe: comms adds up results over 'tensor', but all arrays of the experts are the",
+        {"data": 2, "tensor": 2},
+        "data",
+        lambda: sequence.comms("tensor"),
+        mixtures.layer_specs("data"),
+        P("data", "tensor"),
+    ),
+    "shared axis": (
+        "experts.moe: comms adds up results over 'stage', but all arrays of the experts are the",
+        {"stage": 2, "tensor": 2},
+        (),
+        lambda: tensor_joins("tensor", shared="stage"),
+        mixtures.layer_specs(None, "tensor"),
+        P(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED_ONCE_PER_DEVICE)
+def test_results_that_comms_would_count_once_per_device_are_refused(name):
+    message, sizes, axis, comms, specs, batch = COUNTED_ONCE_PER_DEVICE[name]
+
+    def run(w, x):
+        return experts.moe(x, w, axis, route=experts.top_k(2), comms=comms())[0]
+
+    world = mesh.make(**sizes, devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(
+            on(world, run, (specs, batch), batch), layer_of(8), jnp.ones((8, TOKENS + 2, D))
+        )
+
+
+def test_real_weights_of_complex_experts_have_the_gradient_of_the_weighted_sum():
+    scale, x = (
+        jax.lax.complex(mixtures.normal(i, 4, D), mixtures.normal(i + 1, 4, D)) for i in (1, 3)
+    )
+    weights, ids = jnp.arange(1.0, 5.0), jnp.array([0, 2, 3, 2])
+    compute = experts.grouped(lambda scale, rows: rows * jnp.expand_dims(scale, 0), size=2)
+
+    def loss(weights):
+        return jnp.sum(jnp.abs(compute(scale, x, jnp.arange(4), ids, weights) - 1) ** 2)
+
+    def plain(weights):
+        return jnp.sum(jnp.abs(weights.astype(x.dtype)[:, None] * x * scale[ids] - 1) ** 2)
+
+    assert_close(jax.grad(loss)(weights), jax.grad(plain)(weights), EXACT)
 
 
 def no_choice(logits, bias):

@@ -63,10 +63,28 @@ def test_an_error_comes_at_its_step_and_stays():
                 next(batches)
 
 
+def test_data_that_end_before_the_last_step_are_an_error():
+    """`make` takes its batches from an iterator, which ends by a `StopIteration` of its own."""
+    ended = iter([10, 11])
+    with prefetch.Prefetched(lambda step: next(ended), 3, 9) as batches:
+        assert [next(batches), next(batches)] == [10, 11]
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"from 3 to 8; make\(5\) raised StopIteration"):
+                next(batches)
+
+
 def test_leaving_ends_the_thread():
     with prefetch.Prefetched(lambda step: step, 0, 1000):
         assert [thread.name for thread in threading.enumerate()].count("prefetch") == 1
     assert "prefetch" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_after_the_block_is_refused():
+    with prefetch.Prefetched(lambda step: step, 0, 1000) as batches:
+        assert next(batches) == 0
+    with pytest.raises(ValueError, match="no batches after its `with` block"):
+        list(batches)
 
 
 def test_ahead_is_checked():

@@ -365,8 +365,8 @@ def test_what_lies_in_the_folder_of_results_is_told_apart(example, usual, tmp_pa
     )
     with pytest.raises(
         ValueError,
-        match=r"metrics\.jsonl speaks of step 200, and .*checkpoints holds no checkpoint: "
-        r"they are lost",
+        match=r"metrics\.jsonl has records up to step 200, but .*checkpoints holds no checkpoint: "
+        r"the run's checkpoints are lost",
     ):
         go(lost)
     # A run that was killed before its first checkpoint.
@@ -382,6 +382,6 @@ def test_a_damaged_settings_file_is_refused(example, usual, tmp_path):
     for text in ("", "null", "[]", "{}", '{"numbers": 3}', "{", "[" * 200_000):
         (tmp_path / "run" / "settings.json").write_text(text)
         with pytest.raises(
-            ValueError, match=r"settings\.json: needed the settings of a run, found something else"
+            ValueError, match=r"settings\.json: needed the settings of a run, found a damaged file"
         ):
             plan.prepare(dataclasses.replace(usual, out=tmp_path / "run"), Job())

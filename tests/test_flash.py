@@ -82,6 +82,14 @@ def test_the_kernel_is_the_plain_attention(tokens, heads, groups, dtype):
     check(tokens, heads, groups, dtype, (HEADS, HEADS, HEADS, HEADS))
 
 
+def test_the_kernel_has_the_precision_of_the_context():
+    q, k, v, _ = numbers(128, 2, 2, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        program = jax.make_jaxpr(flash.attention)(q, k, v)
+    assert "HIGHEST" in str(program)
+    assert "HIGHEST" not in str(jax.make_jaxpr(flash.attention)(q, k, v))
+
+
 def test_keys_that_are_the_same_on_several_devices():
     """Their gradient is the sum over the devices that used them, once."""
     shared = P("data")

@@ -86,13 +86,13 @@ def test_their_memory_is_that_of_their_slots(name):
 REFUSED = {
     "what is no job": (
         "0F0,0F1x\n1F0,1B0\n",
-        "row 1, cell 2: '0F1x' is no job. Write a job as 5F3: the place, one of F, I, W and B, and "
-        "the microbatch.",
+        "row 1, cell 2: '0F1x' is no job. Write a job as 5F3: the place, then a letter (F, I, W "
+        "or B), then the microbatch.",
     ),
     "a long row": (
         f"0F0,{'x' * 9866}\n1F0\n",
         f"row 1, cell 2: '{'x' * 79}... (9868 characters) is no job. Write a job as 5F3: the "
-        "place, one of F, I, W and B, and the microbatch.",
+        "place, then a letter (F, I, W or B), then the microbatch.",
     ),
     "a deadlock": (
         "0B0,0F0\n1F0,1B0\n",
@@ -117,25 +117,25 @@ REFUSED = {
     ),
     "the first elsewhere": (
         "1F0,1B0\n0F0,0B0\n",
-        "Place 0 of the model must be on stage 0, which has the batch; got [[1, 0]]. Number the "
-        "stages so that stage 0 has place 0.",
+        "The placement must give stage 0 the first chunk of the model (place 0), since stage 0 has "
+        "the batch; got [[1, 0]]. Number the stages so that stage 0 has place 0.",
     ),
     "a gap in the places": (
         "0F0,3F0,3B0,0B0\n1F0,4F0,4B0,1B0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 0 has place 3, and the "
-        "next place without a stage is 2. Number the places without a gap, "
+        "The places of all stages, in ascending order, must be 0, 1, 2 and so on; got place 3 of "
+        "stage 0 instead of place 2. Number the places without a gap, "
         "and put each on exactly one stage.",
     ),
     "a gap in the places of a file by ticks": (
         "tick,stage 0\n0,0F0\n1,2F0\n2,2I0\n3,2W0\n4,0I0\n5,0W0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 0 has place 2, and the "
-        "next place without a stage is 1. Number the places without a gap, "
+        "The places of all stages, in ascending order, must be 0, 1, 2 and so on; got place 2 of "
+        "stage 0 instead of place 1. Number the places without a gap, "
         "and put each on exactly one stage.",
     ),
     "a place twice": (
         "0F0,1F0,1B0,0B0\n1F0,2F0,2B0,1B0\n",
-        "Each place of the model, from 0 on, needs one stage; stage 1 has place 1, and the "
-        "next place without a stage is 2. Number the places without a gap, "
+        "The places of all stages, in ascending order, must be 0, 1, 2 and so on; got place 1 of "
+        "stage 1 instead of place 2. Number the places without a gap, "
         "and put each on exactly one stage.",
     ),
     "no job": (
@@ -144,8 +144,8 @@ REFUSED = {
     ),
     "too early": (
         "tick,stage 0,stage 1\n0,0F0,1F0\n1,,1I0\n2,0I0,1W0\n3,0W0,\n",
-        "line 2: tick 0, stage 1: forward of microbatch 0 needs its forward at the place before, "
-        "which runs in tick 0. Move it to tick 1 or later.",
+        "line 2: tick 0, stage 1: forward of microbatch 0 must run in tick 1 or later, since the "
+        "forward of this microbatch at the previous place of the model runs in tick 0.",
     ),
     "twice": (
         "tick,stage 0\n0,0F0\n1,0F0\n2,0I0\n3,0W0\n",
@@ -153,7 +153,7 @@ REFUSED = {
     ),
     "a tick left out": (
         "tick,stage 0\n0,0F0\n2,0I0\n",
-        "line 3: needs tick 1 and 2 cells, got '2,0I0'.",
+        "line 3: needs 2 cells, and the first cell must be the tick, 1; got '2,0I0'.",
     ),
 }
 

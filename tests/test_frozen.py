@@ -124,7 +124,7 @@ def test_frozen_leaves_have_no_gradient_and_move_no_bytes(name):
     world, model, batch = mesh.make(data=8), adapted(), wide_batch()
     shares = rules.specs(model, rule, world)
     whole = jax.tree.map(lambda _: P(), shares)
-    trained = lambda specs: eqx.filter(specs, FEW, is_leaf=mesh.is_spec)
+    trained = lambda specs: eqx.filter(specs, FEW)
     specs = (shares if split_params else whole, P("data"))
     program = mesh.spmd(
         grad_fn(shares),

@@ -315,7 +315,7 @@ def replaced(name, value):
 WRONG_TENSORS = {
     "missing": (
         without("transformer.h.1.mlp.c_fc.bias"),
-        r"the tensor h\.1\.mlp\.c_fc\.bias is missing, which .*config",
+        r"the tensor h\.1\.mlp\.c_fc\.bias is missing, but .*config",
     ),
     "extra": (
         replaced("transformer.h.3.ln_1.bias", lambda _: np.zeros(12)),
@@ -324,7 +324,7 @@ WRONG_TENSORS = {
     "shape": (
         replaced("transformer.wpe.weight", lambda _: np.zeros((13, 12))),
         r"transformer\.wpe\.weight must be of shape \(12, 12\) in a GPT-2 of .*n_positions=12, "
-        r".*config\.json.*it is \(13, 12\)",
+        r".*config\.json.*its shape is \(13, 12\)",
     ),
     "transposed": (
         replaced("transformer.h.0.attn.c_attn.weight", lambda tensors: np.zeros((36, 12))),
@@ -332,7 +332,7 @@ WRONG_TENSORS = {
     ),
     "integers": (
         replaced("transformer.ln_f.bias", lambda _: np.zeros(12, np.int8)),
-        r"transformer\.ln_f\.bias must be one of F16, BF16, F32, F64; it is I8",
+        r"transformer\.ln_f\.bias must have one of the types F16, BF16, F32, F64; its type is I8",
     ),
     "untied head": (
         replaced("lm_head.weight", lambda tensors: tensors["transformer.wte.weight"] + 1),
@@ -344,7 +344,7 @@ WRONG_TENSORS = {
     ),
     "twice": (
         replaced("ln_f.bias", lambda _: np.zeros(12)),
-        r"model\.safetensors: .*ln_f\.bias and .*: .*ln_f\.bias are the same tensor twice",
+        r"ln_f\.bias is stored twice: as .*ln_f\.bias in .*model\.safetensors, and as .*ln_f\.bias",
     ),
     "nothing": (
         lambda _: {},
@@ -365,8 +365,8 @@ WRONG_FIELDS = [
     ({"model_type": "llama"}, r"model_type must be 'gpt2'; it is 'llama'"),
     (
         {"activation_function": "relu"},
-        r"activation_function must be 'gelu_new' or .*; it is 'relu', for which this GPT-2 has "
-        r"no code",
+        r"activation_function must be 'gelu_new' or .*; it is 'relu', which Parallax does "
+        r"not support in a GPT-2\. Load a model with a supported activation_function\.",
     ),
     ({"n_inner": 24}, r"n_inner must be None or 48; it is 24"),
     ({"scale_attn_weights": False}, r"scale_attn_weights must be True; it is False"),
@@ -378,9 +378,9 @@ WRONG_FIELDS = [
     ({"embd_pdrop": 0.0}, r"resid_pdrop and embd_pdrop must agree; got .*0\.1.*0\.0"),
     ({"embd_pdrop": "absent", "resid_pdrop": 0.0}, r"resid_pdrop and embd_pdrop must agree"),
     ({"n_ctx": 13}, r"n_positions and n_ctx must agree; got .*12.*13"),
-    ({"n_head": "absent"}, r"needs a number for n_head; got no such field"),
-    ({"n_layer": "three"}, r"needs a number for n_layer; got .*'three'"),
-    ({"n_layer": True}, r"needs a number for n_layer"),
+    ({"n_head": "absent"}, r"needs a number \(int\) for n_head; got no such field"),
+    ({"n_layer": "three"}, r"needs a number \(int\) for n_layer; got .*'three'"),
+    ({"n_layer": True}, r"needs a number \(int\) for n_layer"),
     ({"n_layer": 2}, r"h\.2\..* \(and 11 more\) is no part of a GPT-2 of n_layer=2"),
     ({"n_layer": 4}, r"h\.3\..* \(and 11 more\) is missing, .* n_layer=4"),
     ({"n_head": 5}, r"config\.json: gpt2\.Config: width=12 must be a multiple of heads=5"),
@@ -427,7 +427,7 @@ def test_truncated_weights_are_refused(left, folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"n_layer": 3, ', r"config\.json is not whole JSON"),
+        ('{"n_layer": 3, ', r"config\.json is not valid JSON"),
         ("[]", r"must hold a JSON object; got a list"),
     ],
 )
@@ -451,7 +451,7 @@ def test_missing_files_are_named(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(
         FileNotFoundError,
-        match=r"needs model\.safetensors or .*it holds .*pytorch_model\.bin.*save_pretrained",
+        match=r"needs model\.safetensors or .*folder holds .*pytorch_model\.bin.*save_pretrained",
     ):
         gpt2.load(folder)
     (folder / "config.json").unlink()
@@ -471,7 +471,7 @@ def test_damaged_shards_are_refused(folder):
     )
     with pytest.raises(
         ValueError,
-        match=r"must name the same tensors; transformer\.wpe\.weight is in only one of them",
+        match=r"must name the same tensors, but transformer\.wpe\.weight is in only one of",
     ):
         gpt2.load(folder)
     index.write_text("{}")
@@ -498,7 +498,7 @@ def test_a_tensor_in_two_shards_is_refused_with_both_files(folder):
     tensors[plain] = safetensors.numpy.load_file(first)[name]
     safetensors.numpy.save_file(tensors, second)
     index.write_text(json.dumps({"weight_map": {**listed, plain: second.name}}))
-    both = rf"{first.name}: {name} and .*{second.name}: {plain} are the same tensor twice"
+    both = rf"twice: as {name} in .*{first.name}, and as {plain} in .*{second.name}"
     with pytest.raises(ValueError, match=both):
         gpt2.load(folder)
 

@@ -198,6 +198,34 @@ def test_half_precision_squares_are_summed_in_float32():
     np.testing.assert_allclose(scaled["a"].astype(float), 300 / float(norm), rtol=2e-3)
 
 
+@pytest.mark.parametrize(("dtype", "near"), [("float16", 1e-3), ("bfloat16", 1e-6)])
+def test_the_factor_of_a_large_norm_is_not_rounded(dtype, near):
+    """3 times 2^14 is exact in both types, and a thousandth of it, divided by its norm, is 1/32."""
+    tree = {"a": jnp.full(1024, 3 * 2.0**14, dtype)}
+    clipped = grads.scaled(tree, grads.norm(tree), 1.0)["a"]
+    np.testing.assert_allclose(clipped.astype(float), 1 / 32, rtol=near)
+    # The factor 1 / norm, of 2^-25, is 0 in float16.
+    many = {"a": jnp.full(2**20, 2.0**15, dtype)}
+    clipped = grads.scaled(many, grads.norm(many), 1.0)["a"]
+    np.testing.assert_allclose(clipped.astype(float), 2.0**-10, rtol=near)
+
+
+def test_finite_gradients_with_an_infinite_norm_are_no_zeros():
+    tree = {"a": jnp.full(4, 1e20, jnp.float32), "b": jnp.ones(2, jnp.bfloat16)}
+    _, clipped = grads.clipped(lambda params, batch: (jnp.zeros(()), params), 1.0)(tree, None)
+    assert all(jnp.all(jnp.isnan(leaf)) for leaf in jax.tree.leaves(clipped))
+
+
+@pytest.mark.parametrize("batch", [None, np.ones((8, 0))], ids=["none", "empty rows"])
+def test_a_batch_without_numbers_is_accumulated(batch):
+    pull = jax.value_and_grad(lambda w, batch: jnp.sum(w**2))
+    jax.tree.map(
+        close,
+        grads.accumulated(pull, microbatches=2)(jnp.ones(2), batch),
+        (2.0, np.full(2, 2.0)),
+    )
+
+
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 def test_zero_gradients_stay_zero(max_norm):
     tree = {"a": jnp.zeros(3)}
@@ -240,6 +268,15 @@ def test_equinox_models():
     jax.tree.map(lambda got, g: close(got, g * factor), gradients, expected)
 
 
+def two_gradients(*params):
+    """What `jax.grad` gives for a tuple of two parameters looks like (loss, gradients)."""
+
+    def loss(params, batch):
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params)) * jnp.mean(batch)
+
+    return grads.accumulated(jax.grad(loss), microbatches=2)(params, jnp.ones(4))
+
+
 ERRORS = {
     "grads.accumulated needs microbatches, a whole number of 1 or more; got 0.": lambda: (
         grads.accumulated(grad, microbatches=0)
@@ -251,6 +288,15 @@ ERRORS = {
     )({}, {"x": jnp.ones((8, 3)), "y": jnp.ones(6)}),
     "The batch's leaf itself has 3 rows on each device, which must be a multiple of "
     "microbatches=2.": lambda: grads.accumulated(grad, microbatches=2)({}, jnp.ones(3)),
+    "A gradient function returns a pair (loss, gradients), as jax.value_and_grad(loss) and "
+    "eqx.filter_value_and_grad(loss) do, and the loss is a scalar. The first result of this one "
+    "is an array of shape (2,). Use": lambda: two_gradients(jnp.ones(2), (jnp.ones(2),)),
+    "A gradient function returns a pair (loss, gradients), as jax.value_and_grad(loss) and "
+    "eqx.filter_value_and_grad(loss) do, and the loss is a scalar. The first result of this one "
+    "is a dict. Use": lambda: two_gradients({"w": jnp.ones(2)}, jnp.ones(2)),
+    "The gradients have a leaf '', and the parameters have none there.": lambda: two_gradients(
+        jnp.ones(()), jnp.ones(2)
+    ),
 }
 
 

@@ -357,7 +357,7 @@ def test_a_step_that_reduces_over_the_islands_is_refused(axis):
     train = step.make(grads.averaged(grad, axis), ADAMW)
     with pytest.raises(
         ValueError,
-        match=r"the train step works along \('island',\) itself, by .* Leave that axis out",
+        match=r"the train step itself uses the axes \('island',\) of the islands, .* Leave these",
     ):
         runs(train)
 
@@ -396,8 +396,8 @@ def test_refusals():
     for stream, message in {
         islands.by_path("up"): r"they have 0 elements of down, which has 32",
         islands.by_path("up", "**"): r"they have 256 elements of up, which has 128",
-        reshaped(jnp.transpose): r"in the shape \(\d+, \d+\), which is no part of \(\d+, \d+\)",
-        reshaped(jnp.ravel): r"a fragment has .* in the shape \(128,\), which is no part of",
+        reshaped(jnp.transpose): r"\(\d+, \d+\), which does not fit into .* model, \(\d+, \d+\)",
+        reshaped(jnp.ravel): r"a fragment has .* in the shape \(128,\), which does not fit into",
         rows_of_up((0, 2), (0, 2)): r"two of them have the same elements of up\. Take different",
         rows_of_up((0, 3), (2, 3)): r"two of them have the same elements of up\. Take different",
     }.items():
@@ -412,7 +412,7 @@ def test_refusals():
         (
             2,
             islands.Stream(APART, delay=2),
-            "a delay of 0 to 1 steps, less than every=2; got 2. Use one of these, or a larger",
+            "a delay of 0 to 1 steps, less than every=2; got 2. Use a delay in this range, or",
         ),
         (
             2,
@@ -422,6 +422,14 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             islands.local(train, NESTEROV, every=every, axis="island", stream=stream)
+
+
+@pytest.mark.parametrize("present", [[True], [True] * 3, [1, 0], [0.5, 0.5]])
+def test_present_that_is_not_one_bool_for_each_island_is_refused(present):
+    case, _ = CASES["fragments, delay, mixing"]
+    state, run = program(case._replace(sizes=(2, 1, 1)))
+    with pytest.raises(ValueError, match=r"one bool for each of the 2 islands, .*bool\[2\]"):
+        run(state, batch(0, 0), present)
 
 
 def test_fragments_that_have_each_element_once_are_accepted():

@@ -1,6 +1,7 @@
 """Decoders on islands: whatever the layout inside, it is the same run; killed, it goes on as it
 was."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -16,7 +17,7 @@ import optax
 import pytest
 from reference import EXACT, FLOAT64, assert_close, windows
 
-from parallax import islands, mesh
+from parallax import islands, mesh, schedule
 from parallax.collectives import ring
 from parallax.collectives.int8 import ErrorFeedback
 from parallax.compiled import certificate
@@ -112,6 +113,64 @@ def test_a_round_sends_what_the_plan_says(axis):
     assert sum(entry.bytes for entry in found) == sum(
         term.sent for term in island_traffic.terms(config, layout, islands=2, axis=axis)
     )
+
+
+def test_the_plan_of_a_round_is_of_the_axis_that_is_passed():
+    """Its name, and the blocks of its int8 numbers: 4 numbers and a power of two are 5 bytes."""
+    config = gpt2.Config(layers=2, heads=2, width=32, context=8, vocabulary=64)
+    of = lambda axis: island_traffic.terms(config, Layout(), islands=2, axis=axis)
+    for axis in (ring("pod"), ErrorFeedback("pod", 4), "pod"):
+        assert {term.axes for term in of(axis)} == {("pod",)}
+    exact, int8 = (sum(term.sent for term in of(axis)) for axis in (None, ErrorFeedback("pod", 4)))
+    assert int8 * 16 == exact * 5
+
+
+# Stored, and read by any layout
+
+
+def numbered(state):
+    """The state with other numbers in each array."""
+    leaves, structure = jax.tree.flatten(state)
+    arrays = [np.arange(i, i + np.prod(x.shape), dtype=float) for i, x in enumerate(leaves)]
+    shaped = [array.reshape(x.shape) for array, x in zip(arrays, leaves, strict=True)]
+    return jax.tree.unflatten(structure, shaped)
+
+
+@pytest.mark.parametrize("axis", ["island", ErrorFeedback("island")], ids=["exact", "int8"])
+def test_fragments_of_chunks_are_stored_as_fragments_of_layers(axis):
+    """A fragment has one of the two chunks of each stage. On disk it is the fragment of a run
+    without a pipeline."""
+    stream = islands.Stream(islands.by_layers(2), delay=1)
+    options = {"stream": stream, "config": dataclasses.replace(CONFIG, layers=8), "axis": axis}
+    interleaved = "stage=2,chunks=2,microbatches=2"
+    piped = prepared(interleaved, **options).shapes
+    on_disk = numbered(prepared("data=1", **options).shapes)
+    form = on_islands.stored(gpt2.FAMILY, Layout.parse(interleaved))
+    state = form.from_disk(on_disk)
+    assert [x.shape for x in jax.tree.leaves(state)] == [x.shape for x in jax.tree.leaves(piped)]
+    for one, other in zip(
+        jax.tree.leaves(on_disk), jax.tree.leaves(form.to_disk(state)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other, strict=True)
+
+
+def test_fragments_of_chunks_in_another_order_are_refused():
+    """A schedule in the shape of a V: the second chunk of the first stage is the last."""
+    zigzag = schedule.greedy(schedule.v_placement(2), 2, [4, 4])
+    text = "stage=2,chunks=2,microbatches=2"
+    stored = on_islands.stored(gpt2.FAMILY, Layout.parse(text), schedule=zigzag)
+    options = {"config": dataclasses.replace(CONFIG, layers=8)}
+    made = prepared(text, stream=islands.Stream(islands.by_layers(2)), **options)
+    message = "a fragment has 1 of the 2 chunks of each stage.*Use islands.by_layers.1. or"
+    with pytest.raises(ValueError, match=message):
+        stored.to_disk(numbered(made.shapes))
+    whole = numbered(prepared(text, stream=islands.Stream(islands.by_layers(1)), **options).shapes)
+    for one, other in zip(
+        jax.tree.leaves(whole),
+        jax.tree.leaves(stored.from_disk(stored.to_disk(whole))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other, strict=True)
 
 
 # Killed, and gone on

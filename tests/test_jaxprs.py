@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from parallax import source_lines
 from parallax.jaxprs import Following
 
 
@@ -46,3 +47,10 @@ def test_a_value_moves_from_carry_to_carry():
         return lax.fori_loop(0, 5, lambda i, carry: (carry[1], carry[2], carry[2]), (x, x, y))[0]
 
     assert followed(f, x=1.0, y=2.0) == ([frozenset("xy")], frozenset())
+
+
+def test_lines_of_a_doctest_are_the_users():
+    names = {"jnp": jnp}
+    exec(compile("\nf = lambda x: jnp.sin(x)", "<doctest page.md[1]>", "exec"), names)
+    (sine,) = jax.make_jaxpr(names["f"])(1.0).eqns
+    assert source_lines.source(sine) == "<doctest page.md[1]>:2"

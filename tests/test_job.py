@@ -77,6 +77,12 @@ def test_a_launchers_mistake_is_no_process_alone():
     assert "ValueError: Number of processes must be defined" in said
 
 
+@pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_a_process_with_half_of_the_variables_is_not_alone(name):
+    said = first_in_a_process("processes.initialize()", **{name: "1"})
+    assert f"needs both JAX_NUM_PROCESSES and JAX_PROCESS_ID; only {name} is set." in said
+
+
 @pytest.mark.programs
 def test_jax_reads_the_variables_of_slurm():
     program = """
@@ -260,6 +266,21 @@ def test_sigterm_is_noticed_and_left_behind():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_run_of_several_processes_that_goes_back_gives_the_service_no_number_twice(monkeypatch):
+    """JAX's service stops the job at one number, which it must not have to reach again."""
+    given = []
+
+    def reached(at):
+        given.append(at)
+        return False
+
+    monkeypatch.setattr(processes.multihost_utils, "reached_preemption_sync_point", reached)
+    stop = processes.StopRequest(several=True)
+    for step in [57, 58, 59, 51, 52]:
+        stop(step)
+    assert given == [57, 58, 59, 60, 61]
+
+
 # The watchdog
 
 
@@ -328,6 +349,19 @@ with watchdog.Watchdog(job, seconds=0.1, first=0.6) as watch:
     _, err, code, seconds = ended(program)
     assert (code, "0.6 s allowed" in err) == (1, True)
     assert seconds > 0.5
+
+
+@pytest.mark.programs
+def test_work_that_ends_during_the_search_is_left_alone():
+    program = """
+job = processes.Job()
+with watchdog.Watchdog(job, seconds=0.1, first=0.1) as watch:
+    watch.phase('train', waits=True); print('ready', flush=True)
+    time.sleep(0.4)
+print('done')
+"""
+    out, err, code, _ = ended(program)
+    assert (code, out, "watchdog" in err) == (0, "done\n", False), err
 
 
 def test_a_watchdog_needs_time():

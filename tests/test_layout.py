@@ -266,6 +266,13 @@ def test_a_layout_that_cannot_be(arguments, message):
             "Layout: data=4 x stage=1 x tensor=1 multiply to 4, and there are 6 devices. Use "
             "data=6.",
         ),
+        # data=8 alone is nearer than batch=9, which would need data=8 and batch=16.
+        (
+            Layout(data=3),
+            {"devices": 8, "batch": 8},
+            "Layout: the batch's sequences (batch=8) must be a multiple of data=3 x "
+            "microbatches=1. Use data=8.",
+        ),
         (
             Layout(data=4),
             {"devices": 10},
@@ -555,12 +562,25 @@ def test_text_that_is_wrong(text, message):
             '{"dta": 2, "zero": 1}',
             'Layout has the fields replica, data, .*; got \'dta\'. Use {"data": 2, "zero": 1}.',
         ),
+        ('{"data": 2, "data": 4}', "Layout.from_json: data is given twice, as 2 and 4. Use the"),
         ("[" * 100_000, "Layout.from_json: .* Use the text of to_json, such as {"),
     ],
 )
 def test_json_that_is_wrong(text, message):
     with pytest.raises(ValueError, match=message):
         Layout.from_json(text)
+
+
+def test_names_that_are_no_fields_or_sizes():
+    assert not Layout.admits(pipeline=4)
+    with pytest.raises(ValueError, match=r"takes the sizes .*; got 'device'\. Use 'devices'"):
+        Layout.parse("data=2", {"device": 8})
+
+
+def test_text_may_come_with_numpys_sizes():
+    assert Layout.parse("data=2", {"devices": np.int64(2)}) == Layout(data=2)
+    with pytest.raises(ValueError, match="and there are 3 devices"):
+        Layout.parse("data=2", {"devices": np.int64(3)})
 
 
 @settings(max_examples=150)

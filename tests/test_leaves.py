@@ -81,6 +81,53 @@ def test_a_given_model_keeps_its_arrays():
     assert jnp.array_equal(*map(jax.random.key_data, (given["key"], state.model["key"])))
 
 
+class GateFirst(eqx.Module):
+    gate: jax.Array
+    up: jax.Array
+
+
+class UpFirst(eqx.Module):
+    up: jax.Array
+    gate: jax.Array
+
+
+def test_a_given_model_with_its_fields_in_another_order_is_refused():
+    """Arrays of equal shapes would change places."""
+    make = lambda: GateFirst(jnp.zeros(2), jnp.zeros(2))
+    plan = step.planned(make, OPTIMIZER, rules.match("**", P()), mesh.make(data=8))
+    with pytest.raises(
+        ValueError, match=r"has the array up where the result of make_model has gate\."
+    ):
+        plan.init(UpFirst(up=jnp.ones(2), gate=jnp.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(1e-3, mu_dtype=jnp.float32),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=1e-3),
+        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+    ],
+    ids=["adam with a wide mu", "injected sgd", "injected adamw"],
+)
+def test_a_state_keeps_its_dtypes_under_wider_updates(optimizer):
+    """The updates of a wider dtype are added as `optax.apply_updates` adds them."""
+    model = {"a": jnp.ones(2, jnp.float32), "b": jnp.ones(2, jnp.bfloat16)}
+    grad = jax.value_and_grad(lambda model, x: jnp.sum((model["a"] - x) ** 2 + model["b"] - x))
+    dtypes = lambda tree: jax.tree.map(lambda leaf: leaf.dtype, tree)
+    x = jnp.zeros((), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        state = step.State(model, optimizer.init(model), jnp.zeros((), jnp.int32))
+        new, _ = jax.jit(step.make(grad, optimizer))(state, x)
+        updates, _ = optimizer.update(grad(model, x)[1], state.optimizer, model)
+        added = optax.apply_updates(model, updates)
+    assert dtypes(new) == dtypes(state)
+    for name in model:  # `jit` rounds float32 otherwise
+        np.testing.assert_allclose(
+            *(np.asarray(tree[name], np.float64) for tree in (new.model, added)), rtol=1e-6
+        )
+
+
 def floats():
     return {"w": normal(0, 8), "scale": 2.0}
 
@@ -111,8 +158,8 @@ def test_a_gradient_of_a_python_number_is_refused():
     state, specs = step.init(floats, sgd, rules.match("**", P()), world)
     train = step.make(grads.averaged(jax.value_and_grad(floats_loss), "data"), sgd)
     message = (
-        "The gradients have a leaf 'scale', and that parameter is 2.0, which is not an array, so "
-        "it is not trained. Use eqx"
+        "The gradients have a leaf 'scale', but the parameter at this path is 2.0, and only arrays "
+        "are trained. Use eqx"
     )
     with pytest.raises(ValueError, match=message):
         on(world, train, (specs, P("data")), (specs, P()))(state, np.ones((16, 8)))
@@ -173,7 +220,7 @@ def test_a_share_that_is_used_as_a_whole_is_refused_in_a_model_with_functions_to
     grad = grads.averaged(eqx.filter_value_and_grad(loss), "data")
     specs = rules.specs(make(), rules.fsdp("data", size=8, min_size=1), world)
     with pytest.raises(
-        ValueError, match=r"blocks, here of shape .1, 8, 8., differs along 'data' as a share does"
+        ValueError, match=r"blocks, here of shape .1, 8, 8., differs along 'data', so it counts as"
     ):
         on(world, grad, (specs, P("data")), (P(), specs))(make(), np.ones((16, 8)))
 
@@ -197,7 +244,7 @@ def test_two_leaves_of_one_path_are_refused():
         "same-path"
     ]
     with pytest.raises(
-        ValueError, match=r"The specs have two leaves of the path a.b: rename one of them"
+        ValueError, match=r"The specs have two leaves with the same path, a.b: rename one of them"
     ):
         trees.by_path({"a.b": P(), "a": {"b": P("data")}})
 
@@ -206,8 +253,8 @@ def test_a_scalar_in_the_batch_is_refused_by_its_path():
     grad = grads.accumulated(lambda model, batch: (jnp.sum(model), model), microbatches=2)
     for scalar in (jnp.ones(()), np.float64(1.0), 1.0):
         message = (
-            r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, and the first dim "
-            r"of every leaf must be the sequences"
+            r"The batch's leaf \['weights'\]\['temperature'\] is a scalar, but the first dim "
+            r"of every leaf must run over the sequences"
         )
         with pytest.raises(ValueError, match=message):
             grad(jnp.ones(3), {"x": jnp.ones((4, 2)), "weights": {"temperature": scalar}})

@@ -262,6 +262,16 @@ def short_convolution(x, w):
     return lax.conv(image, kernel, (1, 1), "SAME")[0, 0]
 
 
+def wide_product_in_groups(x, w):
+    short = x.astype(jnp.bfloat16).astype(jnp.float32)
+    return lax.ragged_dot(short, jnp.stack([w, w]), jnp.array([1, 1]))  # wrong
+
+
+def short_product_in_groups(x, w):
+    short = w.astype(jnp.bfloat16)
+    return lax.ragged_dot(x.astype(jnp.bfloat16), jnp.stack([short, short]), jnp.array([1, 1]))
+
+
 UNDER, MARK, TWICE = "collective-under-a-predicate", "lost-varying-mark", "summed-twice"
 EACH, SAME, WIDE = "sum-in-a-loop", "same-every-trip", "wide-product"
 OTHER = ("was summed over 'x' at", "4 equal copies of float32[]", "the result is 4 times one copy")
@@ -368,6 +378,13 @@ PAIRS = [
         ("taken in float32, and an operand came from float16: 72 multi",),
         P("x"),
     ),
+    Pair(
+        WIDE,
+        wide_product_in_groups,
+        short_product_in_groups,
+        ("float32[2,6] and float32[2,6,6]", "came from bfloat16: 72 multiply-adds"),
+        P("x"),
+    ),
 ]
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.wrong.__name__)
 
@@ -466,6 +483,146 @@ def test_unchecked_programs_are_read_too():
     assert lint.program(unchecked(psum_once, (P("x"), P()), P()), ROWS, WEIGHTS) == []
 
 
+def test_a_reduction_by_a_users_function_is_read():
+    largest = lambda x, w: lax.reduce(x, np.float32(0), lambda a, b: jnp.maximum(a, 2 * b), (0,))
+    wrong = lambda x, w: psum_twice(largest(x, w)[None], w)
+    (found,) = lint.program(mapped(wrong, (P("x"), P()), P()), ROWS, WEIGHTS)
+    assert found.kind == TWICE
+
+
+def test_a_map_in_a_map_keeps_what_differs_along_the_axes_around_it():
+    def doubled(x):
+        return jax.shard_map(
+            lambda x: 2 * x, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"}
+        )(x)
+
+    def summed_on_some(x):
+        total = varying(lax.psum(x, "x"), "x")
+        return lax.cond(jnp.sum(doubled(x)) > 0, lambda: lax.psum(x, "x"), lambda: total)
+
+    def kinds(f):
+        f = jax.shard_map(
+            f,
+            mesh=devices(),
+            in_specs=P("x"),
+            out_specs=P("x"),
+            axis_names={"x"},
+            check_vma=False,
+        )
+        return [found.kind for found in lint.program(jax.jit(f), ROWS)]
+
+    assert kinds(summed_on_some) == [UNDER]
+    assert kinds(lambda x: lax.psum(doubled(x), "x")) == []
+    assert kinds(lambda x: lax.psum(doubled(lax.psum(x, "x")), "x")) == [TWICE]
+
+
+def test_what_a_linear_solve_sends_is_read():
+    def solved(x, b):
+        times = lambda v: lax.psum(x.T @ (x @ v), "x") + v
+        return jax.scipy.sparse.linalg.cg(times, b)[0]
+
+    def summed_if_finite(x, w):
+        v = solved(x, w[0])
+        return lax.cond(
+            jnp.all(jnp.isfinite(v)), lambda: lax.psum(x @ v, "x"), lambda: jnp.zeros(2, x.dtype)
+        )
+
+    def kinds(f):
+        return [
+            found.kind for found in lint.program(unchecked(f, (P("x"), P()), P()), ROWS, WEIGHTS)
+        ]
+
+    assert UNDER in kinds(lambda x, w: solved(x, x[0]))  # each device solves as long as it likes
+    assert kinds(summed_if_finite) == []
+
+
+def test_a_sum_of_what_was_not_reduced_is_a_sum():
+    def summed_for_all(x, w):
+        total = lax.psum(lax.pcast(jnp.sum(x), "x", to="unreduced"), "x")
+        return lax.cond(total > 0, lambda: lax.psum(x, "x"), lambda: lax.psum(-x, "x"))
+
+    assert lint.program(mapped(summed_for_all, (P("x"), P()), P()), ROWS, WEIGHTS) == []
+
+
+def test_random_keys_that_are_sent_each_trip_are_found():
+    def drawn(x, w):
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("x"))
+        draw = lambda _: jax.random.normal(
+            lax.ppermute(key, "x", [(i, (i + 1) % 4) for i in range(4)]), x.shape, x.dtype
+        )
+        return lax.scan(lambda x, _: (x + draw(_), None), x, None, length=3)[0]
+
+    (found,) = lint.program(mapped(drawn, (P("x"), P()), P("x")), ROWS, WEIGHTS)
+    assert found.kind == SAME
+    assert "8 bytes" in found.harm
+
+
+def asked(ref, x):
+    return lax.cond(jnp.sum(ref[...]) > 0, lambda: lax.psum(x, "x"), lambda: x)
+
+
+def own_rows_written(x, w):
+    ref = jax.new_ref(w[:2])
+    ref[...] += x
+    return asked(ref, x)
+
+
+def own_rows_written_later(x, w):
+    """What one trip writes, the next one reads."""
+    ref = jax.new_ref(w[0])
+
+    def trip(x, row):
+        x = asked(ref, x)
+        ref[...] += row
+        return x, None
+
+    return lax.scan(trip, x, x)[0]
+
+
+def written_by_some(x, w):
+    ref = jax.new_ref(w[0])
+
+    def write():
+        ref[...] = w[1]
+
+    lax.cond(x[0, 0] > 0, write, lambda: None)
+    return asked(ref, x)
+
+
+def sums_written(x, w):
+    ref = jax.new_ref(w[:2])
+    ref[...] += x
+    ref[...] = lax.psum(ref[...], "x")
+    return asked(ref, x)
+
+
+def sums_written_later(x, w):
+    ref = jax.new_ref(w[0])
+
+    def trip(x, row):
+        x = asked(ref, x)
+        ref[...] = row
+        ref[...] = lax.pmax(ref[...], "x")
+        return x, None
+
+    return lax.scan(trip, x, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("f", "kinds"),
+    [
+        (own_rows_written, {UNDER}),
+        (own_rows_written_later, {UNDER}),
+        (written_by_some, {UNDER}),
+        (sums_written, set()),
+        (sums_written_later, set()),
+    ],
+)
+def test_a_mutable_array_has_what_was_written_to_it(f, kinds):
+    found = lint.program(unchecked(f, (P("x"), P()), P("x")), ROWS, WEIGHTS)
+    assert {each.kind for each in found} == kinds
+
+
 def test_axes_of_one_device_do_not_count():
     one = mesh.make(x=1, y=8)
     for pair in PAIRS:
@@ -504,6 +661,16 @@ def looked_at_each_trip(x, w):
     return lax.scan(add, (jnp.zeros(6, x.dtype), jnp.zeros((), x.dtype)), x)[0]
 
 
+def stacked_by_another_carry(x, w):
+    """Two carries add up the same sums, and the loop stacks one of the carries."""
+
+    def add(carry, row):
+        total = lax.psum(row, "x")
+        return (carry[0] + total, carry[1] + total), carry[1]
+
+    return lax.scan(add, (jnp.zeros(6, x.dtype), jnp.ones(6, x.dtype)), x)
+
+
 def chosen_by_device(x, w):
     """A sum of what is the same on all devices, but for a predicate."""
     w = lax.pcast(w, "x", to="varying")
@@ -518,8 +685,22 @@ def repeated_by_device(x, w):
     return lax.psum(lax.while_loop(more, lambda carry: (carry[0] + 1, 2 * carry[1]), start)[1], "x")
 
 
+def asked_for_by_the_condition(x, w):
+    """The loop ends when the sum is large enough."""
+    add = lambda carry: (carry[0] + 1, carry[1] + lax.psum(x[carry[0] % 2, 0], "x"))
+    return lax.while_loop(lambda carry: carry[1] < 9, add, (0, jnp.zeros((), x.dtype)))[1]
+
+
 @pytest.mark.parametrize(
-    "f", [used_each_trip, looked_at_each_trip, chosen_by_device, repeated_by_device]
+    "f",
+    [
+        asked_for_by_the_condition,
+        used_each_trip,
+        looked_at_each_trip,
+        stacked_by_another_carry,
+        chosen_by_device,
+        repeated_by_device,
+    ],
 )
 def test_a_sum_that_is_needed_may_stay(f):
     assert lint.program(mapped(f, (P("x"), P()), P()), ROWS, WEIGHTS) == []
@@ -532,7 +713,7 @@ def test_a_region_declared_to_be_short():
     assert (found.kind, "declared" in found.harm) == (WIDE, True)
     short = [jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for leaf in (ROWS, WEIGHTS)]
     assert lint.program(f, *short, compute=jnp.bfloat16) == []
-    with pytest.raises(ValueError, match="needs a 16-bit type as `compute`; got"):
+    with pytest.raises(ValueError, match="needs a floating-point type of 16 bits or fewer as"):
         lint.program(f, ROWS, WEIGHTS, compute=jnp.float32)
 
 

@@ -151,6 +151,28 @@ def test_attention_with_a_fixed_number_of_heads(stacked, dtype):
     assert lint.rules(model, shares, mesh.abstract(data=2)) == []
 
 
+LAYERED = (  # the specs of the projections of stacked attentions, and what is found
+    (P("stage"), []),
+    (P(None, "tensor"), ["fixed-number-of-heads"]),
+    (P(None, None, "tensor"), []),
+)
+
+
+@pytest.mark.parametrize(("spec", "found"), LAYERED)
+def test_attentions_in_a_stack_are_split_by_their_outputs(spec, found):
+    def make():
+        one = lambda key: eqx.nn.MultiheadAttention(4, 8, dtype=jnp.float32, key=key)
+        return eqx.filter_vmap(one)(jax.random.split(jax.random.key(0), 4))
+
+    def rule(path, leaf):
+        return spec if "output" not in path else P("stage")
+
+    devices = mesh.abstract(data=2, stage=4, tensor=4)
+    assert kinds(lint.rules(eqx.filter_eval_shape(make), rule, devices))[: len(found)] == found
+    one = mesh.abstract(data=2, stage=4, tensor=1)  # one device splits nothing
+    assert lint.rules(eqx.filter_eval_shape(make), rule, one) == []
+
+
 @pytest.mark.parametrize("cell", [eqx.nn.LSTMCell, eqx.nn.GRUCell])
 @pytest.mark.parametrize("layers", [0, 3])
 def test_cells_of_stacked_gates_are_not_split_by_rows(cell, layers):
@@ -169,10 +191,27 @@ def test_cells_of_stacked_gates_are_not_split_by_rows(cell, layers):
     (finding,) = lint.rules(model, rules.first(split, whole), devices)
     assert (finding.kind, finding.where) == ("parts-of-a-split-dim", "cell")
     assert f"the rows of this eqx.nn.{cell.__name__} are split over ['tensor']" in finding.harm
+    one = mesh.abstract(data=2, tensor=1)  # one device splits nothing
+    assert lint.rules(model, rules.first(split, whole), one) == []
     columns = rules.match("cell.weight_*", P(*dims, None, "tensor"))
     assert lint.rules(model, rules.first(columns, whole), devices) == []
     shares = rules.fsdp("data", size=2, min_size=1)  # gathered before they are used
     assert lint.rules(model, shares, mesh.abstract(data=2)) == []
+
+
+def test_frozen_modules_have_no_weights_to_split(devices):
+    make = jax.random.key(0)
+    modules = [eqx.nn.GRUCell(8, 4, key=make), eqx.nn.MultiheadAttention(4, 8, key=make)]
+    frozen = [eqx.filter(module, lambda _: False) for module in modules]
+    rule = rules.match("**", P("tensor"))
+    assert kinds(lint.rules([frozen, leaf(8)], rule, devices)) == []
+
+
+def test_random_keys_have_the_bytes_of_their_numbers(devices):
+    tree = {"key": jax.random.key(0), "w": leaf(8, 8)}
+    specs = rules.specs(tree, rules.match("**", P()), devices)
+    held = jax.random.key_data(tree["key"]).nbytes + 8 * 8 * 4
+    assert lint.device_bytes(tree, specs, devices) == held
 
 
 def test_too_many_bytes(devices):

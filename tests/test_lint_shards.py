@@ -98,6 +98,30 @@ def whole_lamb(net, x):
     return optax.apply_updates(net, updates)
 
 
+def decayed(net, x, norm_of):
+    """A step, and a decay of the length that `norm_of` gives."""
+
+    def after(w, g):
+        return w - 0.1 * g - 0.01 * w / norm_of(w)
+
+    return jax.tree.map(after, net, gradients_of(net, x))
+
+
+def decayed_by_the_shard(net, x):
+    return decayed(net, x, lambda w: jnp.sqrt(jnp.sum(w**2)))  # wrong
+
+
+def decayed_by_the_whole(net, x):
+    return decayed(net, x, lambda w: jnp.sqrt(lax.psum(jnp.sum(w**2), "tensor")))
+
+
+def decayed_by_the_shard_after_a_number(net, x):
+    def after(w, g):
+        return (w + 1e-8) - 0.1 * g / jnp.sqrt(jnp.sum(g**2))  # wrong
+
+    return jax.tree.map(after, net, gradients_of(net, x))
+
+
 def clipped_by_the_shard(net, x):
     gradients = gradients_of(net, x)
     squares = jax.tree.map(lambda g: jnp.sum(g**2), gradients)  # wrong
@@ -127,6 +151,20 @@ def skipped_by_all(net, x):
     )
     return jax.tree.map(
         lambda new, old, keep: jnp.where(keep, new, old), descended(net, gradients), net, keep
+    )
+
+
+def counted_beside_the_norm(net, x):
+    """A count of zeros, which rounds nothing."""
+    gradients = gradients_of(net, x)
+    zeros = jax.tree.map(lambda g: jnp.sum(g == 0).astype(g.dtype), gradients)
+    lengths = jax.tree.map(jnp.linalg.norm, gradients)  # wrong
+    return jax.tree.map(
+        lambda w, g, n, zeros: w - 0.1 * g / n + 0 * lax.psum(zeros, "tensor"),
+        net,
+        gradients,
+        lengths,
+        zeros,
     )
 
 
@@ -278,6 +316,8 @@ PAIRS = [
         of_net(whole_lamb),
         ("reduce_sum takes float32[16,16]", "along 'tensor'", "each of 2"),
     ),
+    Pair(MIXES, of_net(decayed_by_the_shard), of_net(decayed_by_the_whole), ("reduce_sum",)),
+    Pair(MIXES, of_net(decayed_by_the_shard_after_a_number), of_net(clipped_by_the_whole), ()),
     Pair(
         MIXES,
         of_net(clipped_by_the_shard),
@@ -290,6 +330,7 @@ PAIRS = [
         of_net(skipped_by_all),
         ("this reduce_and takes bool[16,16]",),
     ),
+    Pair(MIXES, of_net(counted_beside_the_norm), of_net(skipped_by_all), ()),
     Pair(
         MIXES,
         of_net(mixing_in_a_loop_of_steps),
@@ -458,6 +499,16 @@ def rounded_with_its_own_scale(x):
     return x - 0.5 * jnp.round(x / scale) * scale
 
 
+def rounded_down_with_its_own_scale(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return x - 0.5 * jnp.floor(x / scale) * scale
+
+
+def rounded_up_with_its_own_scale(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return x - 0.5 * jnp.ceil(x / scale) * scale
+
+
 def shard_of_a_sum(x):
     """A reduce-scatter by hand: a sum over the axis, of which each device takes its rows."""
     total = lax.psum(jnp.concatenate([x] * 8), ("data", "tensor"))
@@ -500,6 +551,8 @@ SILENT = {
     models_of_their_own: shape(8, 6),
     towards_the_mean_of_models: shape(8, 6),
     rounded_with_its_own_scale: ROW,
+    rounded_down_with_its_own_scale: ROW,
+    rounded_up_with_its_own_scale: ROW,
     shard_of_a_sum: ROW,
     handed_round: ROW,
 }
@@ -595,6 +648,29 @@ LAYERS_ELSEWHERE = [
     four_layers_a_trip,
     models_in_a_row,
 ]
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_a_single_layer_on_each_device_is_found_too(layers):
+    program = of_layers(layers_of_one_replica)._replace(shapes=(shape(layers, 16, 16), ROWS))
+    assert [found.kind for found in program.lint()] == [LAYERS]
+
+
+@pytest.mark.parametrize("rows", [16, 8])
+def test_tokens_of_the_shape_of_a_table_are_a_batch(rows):
+    """The table has as many rows and columns as the tokens of the second case."""
+
+    def after(layers, table, tokens):
+        def loss(layers, table):
+            table = lax.all_gather(table, "data", tiled=True)
+            return jnp.mean(lax.scan(block, table[tokens], layers)[0] ** 2)
+
+        gradients = jax.grad(loss, (0, 1))(layers, table)
+        return layers - 0.1 * gradients[0], table - 0.1 * gradients[1]
+
+    shapes = shape(8, 8, 8), shape(8, 8), shape(rows, 8, dtype=jnp.int32)
+    program = Program(after, (P("data"),) * 3, (P("data"),) * 2, shapes)
+    assert [found.kind for found in program.lint()] == [LAYERS]
 
 
 def test_rows_beside_rows():

@@ -44,7 +44,7 @@ SPLIT = {"up": P(None, "tensor"), "down": P("tensor"), "bias": P(), "scale": P("
 BATCH = (shape(4, 3, WIDTH), shape(4, 3, WIDTH))
 
 
-def findings(layer, net=NET, split=SPLIT):
+def findings(layer, net=NET, split=SPLIT, sizes=SIZES):
     """What of these kinds the lint finds in a train step by AdamW of a model whose output is
     `layer(net, x)`.
 
@@ -62,7 +62,7 @@ def findings(layer, net=NET, split=SPLIT):
     ):  # optax and Equinox need them
         make = lambda: jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), net)
         rule = lambda path, leaf: split[path]
-        world = mesh.make(**SIZES)
+        world = mesh.make(**sizes)
         planned = eqx.filter_eval_shape(lambda: step.init(make, optimizer, rule, world)[0])
         specs = step.init(make, optimizer, rule, world)[1]
         mapped = mesh.spmd(train, mesh=world, in_specs=(specs, P("data")), out_specs=(specs, P()))
@@ -146,6 +146,18 @@ def groups_of_a_device(net, x):
     norm = eqx.nn.GroupNorm(1, HIDDEN // 4, channelwise_affine=False)
     h = jax.vmap(jax.vmap(norm))(column(x, net["up"]))
     return row(h, net["down"])
+
+
+def softmax_of_the_shard_without_a_dim_of_size_1(net, x):
+    h = column(x[:, :1], net["up"]).reshape(len(x), -1)
+    h = h / jnp.sum(jnp.exp(h), -1, keepdims=True)  # wrong
+    return x + row(h, net["down"])[:, None]
+
+
+def softmax_of_the_whole_without_a_dim_of_size_1(net, x):
+    h = column(x[:, :1], net["up"]).reshape(len(x), -1)
+    h = h / lax.psum(jnp.sum(jnp.exp(h), -1, keepdims=True), "tensor")
+    return x + row(h, net["down"])[:, None]
 
 
 def norm_in_a_loop(net, x):
@@ -255,6 +267,83 @@ def a_share_of_the_bias(net, x):
     return tensor.reduce_from(h @ net["down"] + net["bias"] / lax.axis_size("tensor"), "tensor")
 
 
+def bias_in_the_second_of_two_terms(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    with_bias = jnp.tanh(h) @ net["down"] + net["bias"]  # wrong
+    return tensor.reduce_from(h @ net["down"] + with_bias, "tensor")
+
+
+def a_share_of_the_bias_times_a_number(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    share = net["bias"] / lax.axis_size("tensor") * jnp.tanh(net["bias"])
+    return tensor.reduce_from(h @ net["down"] + share, "tensor")
+
+
+def a_number_through_a_share(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    large = jnp.tanh(net["bias"]) / (net["bias"] / lax.axis_size("tensor"))
+    return tensor.reduce_from(h @ net["down"] + large, "tensor")  # wrong
+
+
+def a_function_of_a_share(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    large = jnp.tanh(net["bias"] / lax.axis_size("tensor"))
+    return tensor.reduce_from(h @ net["down"] + large, "tensor")  # wrong
+
+
+def a_share_of_a_function(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    share = jnp.maximum(jnp.tanh(net["bias"]) / lax.axis_size("tensor"), 0)
+    return tensor.reduce_from(h @ net["down"] + share, "tensor")
+
+
+def a_share_through_a_number(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    share = net["bias"] / lax.axis_size("tensor") / jnp.exp(net["bias"])
+    return tensor.reduce_from(h @ net["down"] + share, "tensor")
+
+
+def a_product_before_the_sum(net, x):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(
+        h @ net["down"] + x @ jnp.outer(net["bias"], net["bias"]),  # wrong
+        "tensor",
+    )
+
+
+def a_product_of_a_share(net, x):
+    share = tensor.copy_to(x, "tensor") / lax.axis_size("tensor")
+    return of_shares(net, x, share @ jnp.outer(net["bias"], net["bias"]))
+
+
+def a_product_by_a_share(net, x):
+    share = jnp.outer(net["bias"], net["bias"]) / lax.axis_size("tensor")
+    return of_shares(net, x, tensor.copy_to(x, "tensor") @ share)
+
+
+def rows_of_a_share(net, x):
+    share = jnp.outer(net["bias"], net["bias"]) / lax.axis_size("tensor")
+    return of_shares(net, x, share[jnp.zeros(x.shape[:2], jnp.int32)])
+
+
+def shares_side_by_side(net, x):
+    first, second = jnp.split(tensor.copy_to(x, "tensor"), 2, axis=-1)
+    n = lax.axis_size("tensor")
+    return of_shares(net, x, jnp.concatenate([first / n, second / n], axis=-1))
+
+
+def a_share_beside_a_whole(net, x):
+    first, second = jnp.split(tensor.copy_to(x, "tensor"), 2, axis=-1)
+    half = jnp.concatenate([first / lax.axis_size("tensor"), second], axis=-1)
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(h @ net["down"] + half, "tensor")  # wrong
+
+
+def of_shares(net, x, share):
+    h = tensor.copy_to(x, "tensor") @ net["up"]
+    return tensor.reduce_from(h @ net["down"] + share, "tensor")
+
+
 def residual_before_the_sum(net, x):
     x = tensor.copy_to(x, "tensor")
     return tensor.reduce_from(x - jnp.tanh(x @ net["up"]) @ net["down"], ring("tensor"))  # wrong
@@ -278,6 +367,12 @@ PAIRS = [
     Pair(REDUCED, softmax_of_the_shard, softmax_of_the_whole, ("reduce_sum",)),
     Pair(REDUCED, norm_by_a_product, norm_of_each_head, ("dot_general",)),
     Pair(REDUCED, groups_of_the_whole, groups_of_a_device, ("groups that are cut",)),
+    Pair(
+        REDUCED,
+        softmax_of_the_shard_without_a_dim_of_size_1,
+        softmax_of_the_whole_without_a_dim_of_size_1,
+        ("float32[2,4]",),
+    ),
     Pair(REDUCED, norm_in_a_loop, norm_of_the_stream_in_a_loop, ("reduce_sum",)),
     Pair(
         PARTS,
@@ -303,6 +398,18 @@ PAIRS = [
     ),
     Pair(ADDED, residual_before_the_sum, a_share_of_the_bias, ("counts it 4 times",)),
     Pair(ADDED, bias_before_the_sum, the_bias_of_the_first, ()),
+    Pair(
+        ADDED,
+        bias_in_the_second_of_two_terms,
+        a_share_of_the_bias_times_a_number,
+        ("this adds float32[2,3,8]", "counts it 4 times"),
+    ),
+    Pair(ADDED, a_number_through_a_share, a_share_through_a_number, ("this adds float32[2,3,8]",)),
+    Pair(ADDED, a_function_of_a_share, a_share_of_a_function, ("this adds float32[2,3,8]",)),
+    Pair(ADDED, a_product_before_the_sum, a_product_of_a_share, ("counts it 4 times",)),
+    Pair(ADDED, a_product_before_the_sum, a_product_by_a_share, ()),
+    Pair(ADDED, a_product_before_the_sum, rows_of_a_share, ()),
+    Pair(ADDED, a_share_beside_a_whole, shares_side_by_side, ("this adds float32[2,3,8]",)),
 ]
 every_pair = pytest.mark.parametrize(
     "pair", PAIRS, ids=lambda pair: f"{pair.wrong.__name__}-{pair.right.__name__}"
@@ -325,6 +432,53 @@ def test_the_mistake_is_found_on_its_line(pair):
 @every_pair
 def test_the_right_layer_is_silent(pair):
     assert findings(pair.right) == []
+
+
+@pytest.mark.parametrize("act", [jnp.tanh, jax.nn.gelu])
+def test_the_half_of_an_activation_is_no_share_of_two_devices(act):
+    def layer(net, x):
+        x = tensor.copy_to(x, "tensor")
+        return tensor.reduce_from(act(x) + jnp.tanh(x @ net["up"]) @ net["down"], "tensor")
+
+    found = findings(layer, sizes={"data": 4, "tensor": 2})
+    assert [each.kind for each in found] == [ADDED]
+
+
+def gradients_in(loss, in_specs, shapes, **sizes):
+    """The kinds of mistakes in the gradients of a loss with regard to its first two arguments."""
+    mapped = jax.shard_map(
+        jax.grad(loss, (0, 1)),
+        mesh=mesh.make(**sizes),
+        in_specs=in_specs,
+        out_specs=in_specs[:2],
+        check_vma=False,
+    )
+    with jax.numpy_rank_promotion("allow"):
+        return [each.kind for each in lint.program(mapped, *shapes)]
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P(("data", "tensor"))])
+def test_random_keys_for_each_device_are_no_batch(spec):
+    def loss(up, down, x, keys):
+        h = x @ up
+        h = h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+        noise = jax.random.normal(keys[0], (), x.dtype)
+        return jnp.mean(lax.psum(h @ down, "tensor")) + noise
+
+    in_specs = P(None, "tensor"), P("tensor"), P("data"), spec
+    shapes = NET["up"], NET["down"], BATCH[0], jax.eval_shape(lambda: jax.random.split(key(0), 8))
+    assert gradients_in(loss, in_specs, shapes, data=2, tensor=4) == [REDUCED]
+
+
+def test_an_exchange_along_an_axis_of_one_device_too():
+    def loss(up, down, x):
+        h = (x @ up).reshape(*x.shape[:2], 4, -1)
+        h = lax.all_to_all(h, ("one", "tensor"), 2, 3, tiled=True)
+        h = h * lax.rsqrt(jnp.mean(h**2, 2, keepdims=True) + 1e-6)
+        return jnp.mean(h) + jnp.sum(down)
+
+    shapes = NET["up"], NET["down"], BATCH[0]
+    assert gradients_in(loss, (P(), P(), P()), shapes, data=2, one=1, tensor=4) == [REDUCED]
 
 
 # Tokens, split over an axis of their own
@@ -406,6 +560,32 @@ OF_TOKENS = {
 def test_attention_and_positions_of_split_tokens(name):
     attend, positions, kinds = OF_TOKENS[name]
     assert {each.kind for each in of_tokens(attended(attend, positions))} == kinds
+
+
+def with_positions(tables, x, first=0):
+    """Tokens whose width is split too, with learned positions whose width is split."""
+    y = x + tables["positions"][first + jnp.arange(x.shape[1], dtype=jnp.int32)]
+    return lax.pmean(jnp.mean(y**2), "tensor")
+
+
+def with_positions_of_its_own(tables, x):
+    return with_positions(tables, x, lax.axis_index("context") * x.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "kinds"), [(with_positions, {COUNTED}), (with_positions_of_its_own, set())]
+)
+def test_positions_in_a_table_that_is_split_by_its_width(loss, kinds):
+    specs = {"positions": P(None, "tensor")}
+    mapped = mesh.spmd(
+        grads.averaged(jax.value_and_grad(loss), ring(("data", "context"))),
+        mesh=mesh.make(data=2, context=2, tensor=2),
+        in_specs=(specs, P("data", "context", "tensor")),
+        out_specs=(P(), specs),
+    )
+    with jax.numpy_rank_promotion("allow"):
+        found = lint.program(mapped, {"positions": shape(16, WIDTH)}, shape(4, 16, WIDTH))
+    assert {each.kind for each in found} == kinds
 
 
 def merged(net, x):
@@ -599,7 +779,7 @@ def test_attention_that_makes_all_heads_of_a_shard_is_found(case):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("qk_size", [4, 8])
+@pytest.mark.parametrize("qk_size", [4, 8, 16])  # 16: a share is as wide as the whole values
 @pytest.mark.parametrize("change", [{"of_device": True}, {"gathered": True}])
 def test_attention_with_the_heads_of_a_device_is_silent(qk_size, change):
     case = Attending(qk_size, False, False, False, eqx.filter_jit)._replace(**change)
@@ -615,3 +795,17 @@ def test_a_reshape_of_an_array_without_elements_is_read():
         return row(jnp.concatenate([hidden, nothing], 1), net["down"])
 
     assert findings(layer) == []
+
+
+@pytest.mark.parametrize("frozen", [None, optax.MaskedNode()])
+def test_frozen_attention_is_silent(frozen):
+    """Its arrays are elsewhere, in another argument or nowhere."""
+    make = lambda key: eqx.nn.MultiheadAttention(4, WIDTH, dtype=jnp.float32, key=key)
+    trained, rest = eqx.partition(make(key(0)), eqx.is_array)
+    rest = jax.tree.map(lambda _: frozen, trained)
+
+    def attend(rest, trained, x):
+        trained = eqx.combine(trained, make(key(0)))
+        return jax.vmap(lambda x: trained(x, x, x))(x)
+
+    assert lint.program(attend, rest, trained, BATCH[0]) == []

@@ -16,7 +16,7 @@ from reference import EXACT, assert_close, assert_same_run, gpt2_on, gpt2_on_one
 from parallax import grads, mesh, rules, sequence, tensor
 from parallax.collectives import ring
 from parallax.layout import Layout
-from parallax.models import decoder, llama
+from parallax.models import decoder, gpt2, llama
 from parallax.models.attention import grouped
 
 BATCH, STEPS, KEY = 8, 5, jax.random.key(0)
@@ -74,6 +74,12 @@ def naive(q, k, v, first):
     return y
 
 
+def test_segments_that_do_not_number_all_keys_are_refused():
+    k = jnp.ones((2, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"^attention needs segments .* as many keys as queries"):
+        grouped(k[:, :1], k, k, first=2, segments=jnp.ones((2, 1), int))
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(("heads", "groups", "first"), [(6, 2, 0), (4, 4, 3), (4, 1, 2)])
 def test_grouped_attention_is_that_of_each_head(heads, groups, first):
@@ -101,10 +107,13 @@ def test_groups_that_were_not_picked_are_refused():
     ):
         grouped(q, k, k)
     with pytest.raises(
-        ValueError, match=r"4 heads of queries share one .* so 2 heads of queries need 1 .*; got 2"
+        ValueError, match=r"4 heads of queries share one .* so with 2 heads .* must be 1; got 2\."
     ):
         grouped(q, k[:, :, :2], k[:, :, :2], sharers=4)  # of 8 heads and 2 groups on 4 devices
     assert grouped(q, k[:, :, :1], k[:, :, :1], sharers=4).shape == q.shape
+    q = jnp.zeros((1, 3, 6, 4))  # four heads share the first head of keys, two the next
+    with pytest.raises(ValueError, match=r"a multiple or a divisor of 4 heads of queries; got 6\."):
+        grouped(q, k[:, :, :1], k[:, :, :1], sharers=4)
 
 
 @pytest.mark.sweep(3, "wholes")
@@ -125,13 +134,13 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
     shapes = jax.eval_shape(lambda: llama.Llama(config, key=KEY))
     with pytest.raises(
         ValueError,
-        match=r"llama: 6 heads of keys and values and 4 devices .* Use 3 devices, or groups=4",
+        match=r"llama: groups=6, .* must divide 4, .* Use 3 devices, or groups=4",
     ):
         rules.specs(
             shapes, llama.rules("tensor", size=4), mesh.make(tensor=4, devices=jax.devices()[:4])
         )
     config, layout = dataclasses.replace(TINY, heads=12, groups=6, width=24), Layout(tensor=4)
-    with pytest.raises(ValueError, match=r"6 heads of keys and values and 4 devices"):
+    with pytest.raises(ValueError, match=r"groups=6, .* must divide 4"):
         decoder.train_step(
             llama.FAMILY, config, optax.sgd(0.1), layout, on(layout), batch=BATCH, key=KEY
         )
@@ -140,6 +149,24 @@ def test_groups_that_neither_divide_the_devices_nor_are_divided_are_refused():
         ValueError, match=r"attention\.key\.weight.* dim 2 .*must be a multiple of 4"
     ):  # without the size
         rules.specs(shapes, llama.rules("tensor"), mesh.make(tensor=4, devices=jax.devices()[:4]))
+
+
+@pytest.mark.parametrize("family", [gpt2, llama])
+@pytest.mark.parametrize(("axis", "over"), [("x", ("x",)), (("x", "y"), ("x", "y")), ((), ())])
+def test_the_vocabulary_is_split_over_stages_and_several_axes(family, axis, over):
+    """JAX refused the axes in a tuple of their own."""
+    options = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 16}
+    options |= {"groups": 2, "hidden": 8} if family is llama else {}
+    config = family.Config(**options)
+
+    def model():
+        whole = family.FAMILY.model(config, key=KEY)
+        return eqx.tree_at(
+            lambda model: model.blocks, whole, jax.tree.map(lambda x: x[None], whole.blocks)
+        )
+
+    found = rules.specs(jax.eval_shape(model), family.rules(axis, stage="stage"))
+    assert (found.wte if family is gpt2 else found.table) == P(("stage", *over))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +191,7 @@ def test_a_configuration_that_means_nothing_is_refused(wrong, message):
 
 def test_a_scaling_that_means_nothing_is_refused():
     for wrong, message in (
-        ({"high": 1.0}, "a high above low"),
+        ({"high": 1.0}, "needs high > low"),
         ({"factor": 0.0}, "factor of more than 0"),
         ({"original": 0}, "original"),
     ):

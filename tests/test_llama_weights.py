@@ -209,7 +209,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
     with pytest.raises(ValueError, match=r"k_norm.weight must be of shape \(128,\)"):  # of Qwen 3
         llama.load(folder("qwen3", head_dim=...))
     with pytest.raises(
-        ValueError, match=r"needs a number for num_key_value_heads; got no such field"
+        ValueError, match=r"needs a number \(int\) for num_key_value_heads; got no such field"
     ):
         llama.load(folder("qwen2", num_key_value_heads=...))
     assert llama.load(folder("llama", rope_parameters=...)).config.theta == 10_000.0
@@ -223,13 +223,14 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "llama",
             {"hidden_act": "gelu"},
-            r"hidden_act must be 'silu'; it is 'gelu', for which this Llama has no code",
+            r"hidden_act must be 'silu'; it is 'gelu', which Parallax does not support in a Llama"
+            r"\. Load a model with a supported hidden_act\.",
         ),
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout must be 0\.0"),
         (
             "llama",
             {"tie_word_embeddings": 1},
-            r"needs true or false for tie_word_embeddings; got .*1",
+            r"needs true or false \(bool\) for tie_word_embeddings; got .*1",
         ),
         (
             "llama",
@@ -239,7 +240,8 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "mixtral",
             {"sliding_window": 4096},
-            r"sliding_window must be None; it is 4096, for which this Mixtral has no code",
+            r"sliding_window must be None; it is 4096, which Parallax does not support in a "
+            r"Mixtral\. ",
         ),
         ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise must be 0\.0; it is 0\.1"),
         (
@@ -256,7 +258,8 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "llama",
             {"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}},
-            r"it is 'dynamic', for which this Llama has no code",
+            r"it is 'dynamic', which Parallax does not support\. Load a model with one of these "
+            r"types\.",
         ),
         (
             "llama",
@@ -296,7 +299,8 @@ def test_fields_that_are_left_out_mean_what_they_mean_there(folder):
         (
             "qwen2",
             {"use_sliding_window": True},
-            r"use_sliding_window must be False; it is True, for which this Qwen 2",
+            r"use_sliding_window must be False; it is True, which Parallax does not support in a "
+            r"Qwen 2\. ",
         ),
         (
             "qwen2",

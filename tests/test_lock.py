@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import filelock
 import pytest
 
 from parallax.run import lock
@@ -108,6 +109,21 @@ def test_two_never_hold_it_while_runs_come_and_go(tmp_path):
     assert not list(tmp_path.rglob(lock.FILE))
 
 
+def test_a_folder_that_goes_while_it_is_looked_for_is_made_again(tmp_path, monkeypatch):
+    """Another run removes the folder between `mkdir` and the question whether it is a folder."""
+    acquire, errors = filelock.FileLock.acquire, [FileExistsError(17, "File exists")]
+
+    def acquire_later(self, *arguments):
+        if errors:
+            (tmp_path / "run").rmdir()
+            raise errors.pop()
+        return acquire(self, *arguments)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire_later)
+    with lock.take(tmp_path / "run"):
+        assert (tmp_path / "run" / lock.FILE).exists()
+
+
 @pytest.mark.sweep(3, "wholes")
 def test_a_file_that_is_replaced_between_opening_and_locking_is_not_the_lock(tmp_path, monkeypatch):
     """The holder releases the folder, and another run takes it, in that moment."""
@@ -147,10 +163,11 @@ def test_of_eight_at_once_one_has_it(tmp_path):
 def test_where_nothing_can_be_made_it_says_so(tmp_path, place):
     (tmp_path / "file").write_text("text")
     with pytest.raises(
-        OSError, match=r"needed a folder to write to; .*\. Choose another one\."
+        OSError, match=r"cannot write to this folder \(.*\)\. Choose another folder\."
     ) as caught:
         lock.take(tmp_path / place)
     assert not isinstance(caught.value, lock.Held)
+    assert ("a file has its name" in str(caught.value)) == (place == "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -160,7 +177,7 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").symlink_to(tmp_path / "thesis.txt")
     with pytest.raises(
-        OSError, match=r"needed a folder to write to; \.lock there is a link, and a lock is a file"
+        OSError, match=r"cannot write to this folder \(the lock's file \.lock is a link, not a"
     ):
         lock.take(tmp_path / "run")
     assert (tmp_path / "thesis.txt").read_text() == "text"
@@ -171,7 +188,7 @@ def test_a_full_disk_is_told_and_nothing_stays(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="needed a folder to write to; No space left on device"):
+    with pytest.raises(OSError, match=r"cannot write to this folder \(No space left on device"):
         lock.take(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 

@@ -47,10 +47,14 @@ from parallax.commands.options import HARDWARE, layout_of, model
                 "498 MB a round, 9.96 MB a step; as int8 2.57 MB a step",
             ),
         ),
+        (  # a device of any island may fail: 256 devices, as in the mesh of the file below
+            "plan --layout data=8,zero=1 --islands 32 --failures-per-device-year 0.2",
+            ("32 islands of 8 devices", "a failure every 7.1"),
+        ),
         (
             f"plan {Path(__file__).parent}/planned_step.py:train --mesh data=256 --hardware v5e "
             "--failures-per-device-year 0.2",
-            ("data=256", "collective-permute", "bound by", "a failure every 7.1", "loses least"),
+            ("data=256", "collective-permute", "bound by", "a failure every 7.1", "best: a save"),
         ),
     ],
 )
@@ -99,7 +103,7 @@ def test_prints(arguments, words, capsys):
             "plan --layout data=2 --devices -3",
             "--devices -3 must be a whole number from 1 to 2147483647. Use --layout data=2 ",
         ),
-        ("plan --layers 0", "--layers must be 1 or more; got 0. The model has 12."),
+        ("plan --layers 0", "--layers must be 1 or more; got 0. The model's own value is 12."),
         (
             "plan --devices 0",
             "--devices must be 1 or more; got 0.",
@@ -108,7 +112,7 @@ def test_prints(arguments, words, capsys):
             "plan --devices 8 --precision bf16",
             "one of full, bfloat16, float16; got 'bf16'. Use --precision bfloat16.",
         ),
-        ("plan --model xl", "plan needs --devices, --layout, or a file and --mesh."),
+        ("plan --model xl", "plan needs --devices, or --layout, or FILE:FUNCTION with --mesh."),
         (
             "plan --mesh data=8",
             "file, as in `plan path/to/file.py:function --mesh data=8`",
@@ -116,11 +120,20 @@ def test_prints(arguments, words, capsys):
         ("plan nowhere.py:train --mesh data=2", "there is no file 'nowhere.py'."),
         (f"plan {__file__}:nothing --mesh data=2", "has no function 'nothing'."),
         (f"plan {__file__}:nothing", "Use --mesh data=256."),
+        (
+            f"plan {__file__}:nothing --mesh data=2 --layout data=64 --batch 64 --attention-kernel",
+            "does not use --batch --layout --attention-kernel: the file makes the model",
+        ),
+        (
+            "plan --devices 8 --islands 4",
+            "--islands 4 needs --layout: a search ranks the layouts of one island.",
+        ),
         (f"plan {__file__}:nothing --mesh data=two", "as data=256,tensor=8; got 'data=two'."),
+        (f"plan {__file__}:nothing --mesh data=2,data=4", "each named once, and sizes of 1 or"),
         (
             "plan --model xl --devices 8 --hardware abacus",
             "--hardware must be one of v100, a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x, "
-            "or a slice of TPUs such as v5e:2x4; got 'abacus'.",
+            "or a slice of TPUs such as v5e:2x4 or v5p:2x2x1; got 'abacus'.",
         ),
         (
             "bisect --layout data=2 --record nowhere.npz",

@@ -61,7 +61,7 @@ def over(layout, f, in_specs, out_specs):
     sizes, axis_name = LAYOUTS[layout]
     world = mesh.make(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     fill = lambda spec: P(*[(axis_name or None) if entry == "X" else entry for entry in spec])
-    in_specs, out_specs = jax.tree.map(fill, (in_specs, out_specs), is_leaf=mesh.is_spec)
+    in_specs, out_specs = jax.tree.map(fill, (in_specs, out_specs))
     return jax.jit(mesh.spmd(f(axis_name), mesh=world, in_specs=in_specs, out_specs=out_specs))
 
 
@@ -189,6 +189,38 @@ def test_sums_of_a_weights_gradient_are_wide():
         np.testing.assert_array_equal(
             np.asarray(gradient, np.float32), np.float32(jnp.bfloat16(263))
         )
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_gradients_have_the_types_of_unlike_operands(n):
+    """16-bit `x` and 32-bit weights, as the plain product takes. They are whole numbers."""
+    draw = np.random.default_rng(0).integers
+    x, up, down = (
+        jnp.asarray(draw(-2, 3, size=size), dtype)
+        for size, dtype in zip(
+            ((2, n * T, D), (D, n * H), (n * H, D)), ("bfloat16", "float32", "float32"), strict=True
+        )
+    )
+    pairs = {}
+    for pair in (OURS, PLAIN):
+
+        def f(axis_name, pair=pair):
+            enter, leave = pair
+
+            def loss(x, between, up, down):
+                into = enter(x, up, axis_name, axis=1)
+                out = leave(between, down, axis_name, scatter_dimension=1)
+                return jnp.sum(into) + jnp.sum(out * x)
+
+            return jax.grad(loss, argnums=(0, 1, 2, 3))
+
+        specs = P(None, "X"), P(None, None, "X"), P(None, "X"), P("X")
+        hidden = jnp.ones((2, n * T, n * H), jnp.bfloat16)
+        with jax.numpy_dtype_promotion("standard"):
+            pairs[pair] = over(str(n), f, specs, specs)(x, hidden, up, down)
+    jax.tree.map(
+        functools.partial(np.testing.assert_array_equal, strict=True), pairs[OURS], pairs[PLAIN]
+    )
 
 
 def gradient_of_square(f, x):

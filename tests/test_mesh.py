@@ -86,6 +86,10 @@ WRONG_SIZES = {  # the sizes, and what make says
     ): "The mesh sizes data=3 x tensor=5 multiply to 15, and there are 8 devices. Either "
     f"{MAKE_CPU.format(15)}.",
     (
+        ("data", 1),
+    ): "The mesh sizes data=1 multiply to 1, and there are 8 devices. Either set data=8, or pass "
+    f"devices=jax.devices()[:1], or {MAKE_CPU.format(1).replace('devices with', 'device with')}.",
+    (
         ("data", 0),
     ): "mesh.make needs axes of size 1 or more, as in make(data=4, tensor=2); got (data=0).",
     (

@@ -217,6 +217,19 @@ def test_a_model_without_a_tokenizer_says_what_to_copy_and_takes_no_other_away(t
     assert (tmp_path / "vocab.json").exists()
 
 
+def test_a_tokenizer_that_stayed_is_removed_when_another_comes(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("first")
+    (folder / "merges.txt").write_text("first")
+    gpt2.save(gpt2.load(folder, vocabulary_multiple=4), tmp_path)
+    gpt2.save(random_model(), tmp_path)
+    assert (tmp_path / "merges.txt").exists()
+    (folder / "merges.txt").unlink()
+    (folder / "tokenizer.json").write_text("second")
+    gpt2.save(gpt2.load(folder, vocabulary_multiple=4), tmp_path)
+    assert not (tmp_path / "merges.txt").exists()
+    assert (tmp_path / "tokenizer.json").read_text() == "second"
+
+
 def test_a_tokenizer_that_is_gone_is_told(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     model = gpt2.load(folder)
@@ -322,6 +335,12 @@ def configured(**fields):
         ({"epsilon": -1.0}, r"needs epsilon of 0 or more; got -1\.0"),
         ({"epsilon": float("nan")}, r"needs epsilon of 0 or more; got nan"),
         ({"epsilon": "1e-5"}, r"needs epsilon of 0 or more; got '1e-5'"),
+        ({"epsilon": True}, r"needs epsilon of 0 or more; got True"),
+        ({"epsilon": np.True_}, r"needs epsilon of 0 or more; got np\.True_"),
+        ({"epsilon": jnp.array(True)}, r"needs epsilon of 0 or more; got Array\(True"),
+        ({"epsilon": bytearray(b"1.5")}, r"needs epsilon of 0 or more; got bytearray"),
+        ({"epsilon": np.complex64(0.5 + 2j)}, r"needs epsilon of 0 or more; got np\.complex64"),
+        ({"epsilon": np.array("1.5")}, r"needs epsilon of 0 or more; got array\('1\.5'"),
         ({"dropout": float("nan")}, r"needs dropout from 0"),
     ],
 )

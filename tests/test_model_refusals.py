@@ -43,11 +43,11 @@ REFUSED = [
     ({"a": 1, "b": 2}, r"'a', 'b' are not known here"),
     ({"is_causal": 1}, r"is_causal must be True; it is 1"),
     ({"is_causal": None}, r"is_causal must be True; it is None"),
-    ({"hidden_size": None}, r"needs a number for n_embd; got .*'hidden_size': None"),
+    ({"hidden_size": None}, r"needs a number \(int\) for n_embd; got .*'hidden_size': None"),
     ({"bos_token_id": "x"}, r"bos_token_id must be of type int or null; it is 'x'"),
     ({"use_cache": 1}, r"use_cache must be of type bool; it is 1"),
-    ({"n_layer": None}, r"needs a number for n_layer"),
-    ({"resid_pdrop": None}, r"needs a number for resid_pdrop"),
+    ({"n_layer": None}, r"needs a number \(int\) for n_layer"),
+    ({"resid_pdrop": None}, r"needs a number \(float\) for resid_pdrop"),
     (
         {"n_head": 10**9},
         r"width=12 must be a multiple of heads=1000000000. Use heads=12. In the file, heads is "
@@ -55,7 +55,7 @@ REFUSED = [
     ),
     (
         {"n_layer": 10**9},
-        r"there are 40 tensors; needed 12000000004 for a GPT-2 of n_layer=1000000000",
+        r"there are 40 tensors, but 12000000004 are needed for a GPT-2 of n_layer=1000000000",
     ),
     (
         {"n_layer": 10**18},
@@ -64,7 +64,7 @@ REFUSED = [
     ),
     (
         {"n_embd": 10**9, "n_head": 1},
-        r"must be of shape \(.*000000000,?.*\) in a GPT-2 of .*n_embd=1000000000.*; it is",
+        r"must be of shape \(.*000000000,?.*\) in a GPT-2 of .*n_embd=1000000000.*; its shape is",
     ),
     ({"vocab_size": 10**9}, r"wte\.weight must be of shape \(1000000000, 12\)"),
     ({"n_positions": 10**9}, r"wpe\.weight must be of shape \(1000000000, 12\)"),
@@ -128,14 +128,16 @@ def test_a_byte_order_mark_is_taken(folder):
     [
         (
             '{"n_layer": ' + "9" * 400 + "}",
-            r"an integer of 400 digits, 9999999999\.\.\.; needed 19 at most",
+            r"an integer of 400 digits, 9999999999\.\.\.; at most 19 are allowed",
         ),
-        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"has 100001 objects and lists; needed"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"has 100001 objects and lists; at most"),
         ('{"a": ' + "[" * 200 + "]" * 200 + "}", r"config\.json has 201 objects and lists"),
         (
             '{"n_layer": "' + "x" * 10**6 + '"}',
-            r"needs a number for n_layer; got \{'n_layer': 'x+\.\.\. \(\d+ characters\)",
+            r"needs a number \(int\) for n_layer; got \{'n_layer': 'x+\.\.\. \(\d+ characters\)",
         ),
+        ('{"chat_template": "' + "{[" * 99 + r'\"{"}', "n_layer; got no such field"),
+        ('{"chat_template": "' + "{[" * 99, r"config\.json is not valid JSON"),
         ('{"model_type": "\\ud800"}', r"model_type must be 'gpt2'; it is '\\ud800'"),
     ],
 )
@@ -181,7 +183,8 @@ def test_adapters_and_heads_in_place_of_embeddings_are_called_so(folder):
         ),
     )
     with pytest.raises(
-        ValueError, match=r"lora_A\.weight is of an adapter \(LoRA\). Merge it into its model first"
+        ValueError,
+        match=r"lora_A\.weight is part of an adapter \(LoRA\). Merge it into its model first",
     ):
         gpt2.load(folder)
     head = {name: value for name, value in tensors.items() if "wte" not in name} | {
@@ -190,7 +193,7 @@ def test_adapters_and_heads_in_place_of_embeddings_are_called_so(folder):
     change_tensors(folder, lambda _: head)
     with pytest.raises(
         ValueError,
-        match=r"wte\.weight is missing.*lm_head\.weight.*Store it as wte\.weight",
+        match=r"wte\.weight is missing.*lm_head\.weight.*Store the copy as wte\.weight",
     ):
         gpt2.load(folder)
     wte = tensors["transformer.wte.weight"].copy()

@@ -50,6 +50,23 @@ def by_hand(was, now):
     return missing * now.dtype.itemsize
 
 
+@pytest.mark.parametrize(
+    "numbers", [np.array([2**40 + 1]), np.array([1 / 3]), np.int64(-(2**31) - 1)]
+)
+def test_numpy_numbers_that_32_bits_cannot_hold_are_refused(numbers):
+    says = r"mesh\.move keeps all values; w is (int|float)64, and has a value"
+    with jax.enable_x64(False), pytest.raises(ValueError, match=says):
+        mesh.move({"w": numbers}, P(), devices("one"))
+
+
+def test_numpy_numbers_become_32_bit_where_no_value_changes():
+    numbers = np.array([0.5, np.nan, np.inf, 2.0**100])
+    with jax.enable_x64(False):
+        moved = mesh.move(numbers, P(), devices("one"))
+    assert (moved.tree.dtype, moved.bytes) == (np.float32, 16)
+    np.testing.assert_array_equal(moved.tree, numbers)
+
+
 @given(st.sampled_from([None, *PLACES]), st.sampled_from(PLACES))
 def test_bits_and_bytes(before, after):
     numbers = BITS if before is None else mesh.place(BITS, before[1], devices(before[0]))

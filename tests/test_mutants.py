@@ -128,6 +128,8 @@ ENDINGS = {
     "caught": (1, "FAILED tests/test_a.py::test_b[c d]"),
     "caught, since it hangs": (None, ""),
     "caught, since a test hangs": (1, "+++++ Timeout +++++"),
+    "caught, before the process crashed": (-6, "FAILED tests/test_a.py::test_b\nterminate called"),
+    "not a mutant, since no test was told": (-11, ""),
     "not a mutant": (2, "ERROR tests/test_a.py\n!!! Interrupted: 1 error during collection"),
     "not a mutant, once it is imported": (1, "FAILED tests/test_a.py::test_b - ImportError: no"),
 }

@@ -49,6 +49,14 @@ def test_the_last_machine_may_have_fewer_devices(n):
     assert networks.seconds(ring.table(n), nbytes, network, Group(n)) == pytest.approx(alone)
 
 
+def test_a_smaller_last_group_has_fewer_shared_links():
+    """Two devices of six are a group, whose shared links are as fast as one of a device: 2,000
+    bytes leave it."""
+    network = Nested((Level(4, Link(0.0, 0.0)), Level(6, Link(0.0, 1.0), shared=2.0)))
+    swapped = np.array([4, 5, 2, 3, 0, 1])
+    assert network.round([(swapped, 1000)]) == 2000
+
+
 def test_shared_links_count_if_all_their_messages_go_further():
     """1,000 bytes of each device go over the spine; pairs of devices leave their leaf by links that
     are shared by eight. No message ends at that level."""
@@ -146,6 +154,28 @@ def test_two_devices_of_a_chip_have_its_figures_together():
 def test_a_chip_of_one_core_is_one_device():
     with pytest.raises(ValueError, match=r"torus 2x4 has 8 chips, and the layout has 16 devices"):
         hardware.named("v5e:2x4").hops({"data": 16})
+    # Two slices, as three slices are
+    chip = hardware.named("v5e:2x4")
+    assert chip.for_devices(16) is chip
+
+
+def test_a_slice_of_one_layer_of_a_cube_has_no_rings():
+    axes = {"data": 4, "tensor": 4}
+    assert hardware.named("v4:4x4").hops(axes) == hardware.named("v4:4x4x1").hops(axes)
+    assert networks.of(hardware.named("v5p:8x8"), 64).rings == (False, False)
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2x4", "v5e:8", "v4:8", "v5p:2x2x2x2"])
+def test_a_torus_of_other_dims_than_the_chips_is_refused(name):
+    with pytest.raises(ValueError, match=f"sizes for the torus of a v.*got {name!r}. Write"):
+        hardware.named(name)
+
+
+def test_devices_that_do_not_fill_their_chips_are_refused():
+    """The record of a plan for 8 devices on 4 chips, for 3 devices."""
+    device = hardware.named("tpu7x:2x2x1").for_devices(8)
+    with pytest.raises(ValueError, match=r"for 2 devices on each chip .* 3 devices do not fill"):
+        networks.along("data", {"data": 3}, device, [("all_reduce", SIZE, 1)])
 
 
 def test_a_torus_by_its_own_table():

@@ -3,7 +3,9 @@ not."""
 
 import functools
 import re
+import typing
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,7 +247,7 @@ def test_an_update_made_of_another_leaf_is_right_or_refused(of_a, of_b, delayed)
     if not of_a == of_b == ("x",) and not of_a == of_b == (None, "x"):
         with pytest.raises(
             ValueError,
-            match=r"is made of|combines|on shards, |program depends on|depend on the leaf's own",
+            match=r"combines|on shards, |program depends on|depend on the leaf's elements",
         ):
             train(state, 0.0)
         return
@@ -276,6 +278,66 @@ def test_a_leaf_whose_split_dim_is_unknown_does_not_part_other_leaves():
     state, _ = train(state, 0.0)
     plain = optax.apply_updates(model, optimizer.update(model, optimizer.init(model), model)[0])
     assert_close(state.model, plain, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (
+            lambda g: (g | {"whole": g["c"]}, ()),
+            r"c is split along \('x', 'y'\): an update combines whole with c, ",
+        ),
+        (
+            lambda g: (g | {"whole": g["whole"] * jnp.sum(g["c"])}, ()),
+            r"c is split along \('x', 'y'\): reduce_sum at test_optimizers_holes",
+        ),
+        (
+            lambda g: (g, g["b"] + g["c"]),
+            r"b is split along \('x', 'y'\): an array of the state combines b with c, ",
+        ),
+    ],
+)
+def test_a_refusal_names_the_leaves_that_a_result_is_computed_from(update, message):
+    """`a`, the first split leaf, is in none of these results."""
+    specs = {"a": P("x"), "b": P("x", "y"), "c": P("x", "y"), "whole": P()}
+    run_on_shards = elementwise.checked(lambda g, state, params: update(g), specs, at="here")
+    run = mesh.spmd(
+        lambda g: run_on_shards(g, (), g)[0],
+        mesh=mesh.make(x=2, y=2, devices=jax.devices()[:4]),
+        in_specs=(specs,),
+        out_specs=specs,
+    )
+    with pytest.raises(elementwise.UnfitOptimizer, match=message):
+        run({name: jnp.ones((4, 4)) for name in specs})
+
+
+class Named(eqx.Module):
+    """Parameters at `w` and at `nu.w`: Adam's state has `nu.w` and `nu.nu.w` for them."""
+
+    w: jax.Array
+    nu: typing.Any = None
+
+
+def test_moments_of_parameters_named_as_a_moment_belong_to_the_right_ones():
+    model = Named(jnp.ones(8), Named(jnp.ones((4, 2))))
+    specs = jax.tree.map(lambda _: P("data"), model)
+    update = elementwise.checked(
+        optax.adam(0.1).update, {"w": P("data"), "nu.w": P("data")}, at="test"
+    )
+
+    def run(model):
+        updates, _ = update(model, optax.adam(0.1).init(model), model)
+        return updates
+
+    found = jax.jit(
+        mesh.spmd(
+            run,
+            mesh=mesh.make(data=2, devices=jax.devices()[:2]),
+            in_specs=(specs,),
+            out_specs=specs,
+        )
+    )(model)
+    assert_close(found, optax.adam(0.1).update(model, optax.adam(0.1).init(model))[0], EXACT)
 
 
 def test_a_choice_that_is_no_array_is_checked_for_each_value():

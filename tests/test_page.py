@@ -72,6 +72,11 @@ def test_a_page_has_all_that_it_was_given_and_loads_nothing(written):
     assert text.count('class="wraps"') == 1
 
 
+def test_a_text_in_place_of_a_list_of_parts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needed a list of parts below 'Bytes'; got one part"):
+        draw.page(tmp_path / "page.html", "Title", {"Bytes": "a table"})
+
+
 def test_a_picture_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must be an SVG or a PNG; got mesh\.pdf"):
         draw.page(tmp_path / "page.html", "", {"": [tmp_path / "mesh.pdf"]})

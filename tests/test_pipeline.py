@@ -665,15 +665,15 @@ def test_sums_are_wider_than_bfloat16():
             one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 16, lambda params, x, part, position: x[:, :4]),
             "pipeline: a stage must return what it takes, float64[4, 8], since its output is the "
-            "next stage's input; it returned float64[4, 4]. Move what changes the shape into "
-            "embed or head.",
+            "next stage's input; it returned float64[4, 4]. Change the shape or the dtype only "
+            "in embed or head.",
         ),
         (
             one_f_one_b_lockstep(4, 4),
             *(lambda params: params, 16, lambda params, x, part, position: x.astype(jnp.float32)),
             "pipeline: a stage must return what it takes, float64[4, 8], since its output is the "
-            "next stage's input; it returned float32[4, 8]. Move what changes the shape into "
-            "embed or head.",
+            "next stage's input; it returned float32[4, 8]. Change the shape or the dtype only "
+            "in embed or head.",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """What a pipeline's functions may not do is refused in a sentence that names the leaf and the cure;
 the lint tells of it too."""
 
+import functools
 import re
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from reference import EXACT, FLOAT64, assert_close
 
 from parallax import grads, lint, mesh, pipeline
-from parallax.schedule import one_f_one_b_lockstep
+from parallax.schedule import gpipe, one_f_one_b_lockstep, zero_bubble_lockstep
 
 STAGES, WIDTH = 2, 4
 TABLE = one_f_one_b_lockstep(STAGES, 4)
@@ -39,10 +40,12 @@ def head(params, x, part):
     return jnp.mean((x - part) ** 2)
 
 
-def grad_fn(embed=embed, stage=stage, head=head, grad_fn=pipeline.value_and_grad, **options):
+def grad_fn(
+    embed=embed, stage=stage, head=head, grad_fn=pipeline.value_and_grad, table=TABLE, **options
+):
     """The mapped grad_fn of `params()`; gradients are those of all."""
     f = grad_fn(
-        embed, stage, head, TABLE, "stage", blocks=lambda params: params["blocks"], **options
+        embed, stage, head, table, "stage", blocks=lambda params: params["blocks"], **options
     )
     return mapped(f, P() if grad_fn is pipeline.value else (P(), SPECS))
 
@@ -87,8 +90,8 @@ CURE = (
 )
 ELSEWHERE = (
     "{0} reads blocks.w, which is split over 'stage'. In {0} each device would read only the "
-    "blocks of its own stage, and the blocks would get no gradient from {0}. Move the code that "
-    "reads the blocks into the stage. A stage may add a term to the loss: let it return "
+    "blocks of its own stage, and the blocks would get no gradient from {0}. Read the blocks "
+    "in the stage instead. A stage may add a term to the loss: let it return "
     "pipeline.Output(x, loss=...). A weight that embed, head and all stages use does not belong in "
     "the blocks."
 )
@@ -253,8 +256,8 @@ def output(**fields):
 
 
 NOT_A_SCALAR = (
-    "pipeline: {} must be a scalar, one real number for a microbatch; got {}. Take its mean or "
-    "its sum."
+    "pipeline: {} must be a scalar, one real floating-point number for a microbatch; got {}. Take "
+    "its mean or its sum."
 )
 NO_NUMBER = (
     "pipeline: {} is no array of numbers, so it cannot be added up over the stages. Leave it out."
@@ -262,9 +265,9 @@ NO_NUMBER = (
 REFUSALS = {
     "another tree": (
         {"stage": lambda params, x, part, position: {"y": x}},
-        "pipeline: a stage must return the tree that it takes, float64[2, 4], since its output "
-        "is the next stage's input; it returned y: float64[2, 4]. Values beside x go into "
-        "pipeline.Output(x, loss=..., aux=...).",
+        "pipeline: a stage must return a tree of the same structure as its input, float64[2, 4], "
+        "since its output is the next stage's input; it returned y: float64[2, 4]. To return a "
+        "loss or auxiliary values as well, return pipeline.Output(output, loss=..., aux=...).",
     ),
     "another leaf": (
         {
@@ -272,8 +275,8 @@ REFUSALS = {
             "stage": lambda params, x, part, position: x | {"skip": x["skip"][:, :2]},
         },
         "pipeline: a stage must return what it takes, skip: float64[2, 4], since its output is "
-        "the next stage's input; it returned skip: float64[2, 2]. Move what changes the shape "
-        "into embed or head.",
+        "the next stage's input; it returned skip: float64[2, 2]. Change the shape or "
+        "the dtype only in embed or head.",
     ),
     "auxiliary value": (
         {
@@ -349,7 +352,7 @@ def test_nothing_to_compute_on_is_refused(change, rows, message):
 
 def test_a_scalar_in_the_batch_is_refused():
     with pytest.raises(
-        ValueError, match="is a scalar, and the first dim of every leaf must be the sequences"
+        ValueError, match="is a scalar, but the first dim of every leaf must run over the"
     ):
         jax.eval_shape(grad_fn(), params(), jnp.ones(()))
 
@@ -380,24 +383,24 @@ def test_a_head_that_some_stages_share_is_refused():
     [
         (
             lambda: pipeline.layers_per_stage(3, 4),
-            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a stage without a "
+            "pipeline.layers_per_stage: 3 layers on 4 stages of 1 chunks leave a chunk without a "
             "layer. Use at least 4 layers, or fewer stages or chunks.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2, 0, 1]])),
             "A table of layers has 0 for chunk 0 of stage 1, and each chunk needs at least one "
-            "layer, since all stages run the same program. Give it a layer of another chunk, or "
-            "use fewer stages.",
+            "layer, since padding repeats the chunk's last layer. Give this chunk a layer of "
+            "another chunk, or use fewer stages.",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((3, 2)), np.array([[2.0, 1.0]])),
-            "A table of layers must have whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; "
-            "got float64 of shape (1, 2).",
+            "A table of layers must be an array [chunks, stages] of whole numbers, such as "
+            "[[3, 3, 2, 2]]; got float64 of shape (1, 2).",
         ),
         (
             lambda: pipeline.pad_layers(jnp.ones((4, 2)), np.array([[2, 1]])),
-            "pipeline.pad_layers needs blocks of [3, ...], for the layers of the table; got shape "
-            "(4, 2). Put the layers into the first dim.",
+            "pipeline.pad_layers needs arrays [3, ...] in the blocks, since the table has 3 layers "
+            "in all; got shape (4, 2). Put the layers into the first dim.",
         ),
         (
             lambda: pipeline.unpad_layers(jnp.ones((1, 3, 2)), np.array([[2, 1]])),
@@ -410,3 +413,44 @@ def test_a_head_that_some_stages_share_is_refused():
 def test_tables_of_layers_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+CURE_OF_SUMS = (
+    "Leave 'stage' out of its axes. To gather a parameter, gather it in embed, and let x bring it "
+    "to the stages."
+)
+
+
+def of_stages(params, x, part, position):
+    """A stage that centres its x by a mean over all devices."""
+    return x - jax.lax.pmean(jnp.mean(x, axis=0), "stage")[None]
+
+
+def of_parameters(params, x, part, position):
+    """A stage that reads the scales of all stages."""
+    return x * jnp.mean(jax.lax.all_gather(params["scale"], "stage"), axis=0)[None]
+
+
+@pytest.mark.parametrize("make", [one_f_one_b_lockstep, gpipe, zero_bubble_lockstep])
+def test_a_stage_in_lockstep_communicates_with_no_other_stage(make):
+    """In a tick the stages have different microbatches, and some have none."""
+    own = functools.partial(grad_fn, table=make(STAGES, 4))
+    place = r"pipeline: stage has a collective over 'stage' \(.*_refusals.py:\d+\)\. "
+    mixed = "In a tick each stage has a microbatch of its own or none, so the collective would mix "
+    mixed += f"numbers of several microbatches. {CURE_OF_SUMS}"
+    dropped = "A stage that has no job in a tick drops its gradients, and with them the parts that "
+    dropped += f"such a collective brings from other stages. {CURE_OF_SUMS}"
+    for each in (pipeline.value_and_grad, pipeline.value):
+        with pytest.raises(ValueError, match=f"^{place}{re.escape(mixed)}"):
+            jax.eval_shape(own(stage=of_stages, grad_fn=each), params(), batch())
+    with pytest.raises(ValueError, match=f"^{place}{re.escape(dropped)}"):
+        jax.eval_shape(own(stage=of_parameters), params(), batch())
+
+
+def test_a_stage_in_lockstep_may_gather_what_is_not_trained():
+    """It is the same in all ticks, and has no gradient to lose."""
+    value = jax.jit(grad_fn(stage=of_parameters, grad_fn=pipeline.value))(params(), batch())
+    own = lambda params, x, part, position: x * params["scale"][None]
+    plain = pipeline.unpipelined(embed, own, head, blocks=lambda params: params["blocks"])
+    two_chunks = params() | {"blocks": {"w": params()["blocks"]["w"].reshape(2, 2, WIDTH, WIDTH)}}
+    np.testing.assert_allclose(value, plain(two_chunks, batch()), rtol=EXACT)

@@ -383,6 +383,57 @@ def test_a_constant_that_is_computed_in_a_checkpoint_waits_as_one(schedule):
     assert_close((loss, found), jax.value_and_grad(whole)(model), EXACT)
 
 
+@pytest.mark.parametrize("schedule", [one_f_one_b_lockstep, zero_bubble_lockstep])
+def test_a_random_key_of_a_checkpoint_may_differ_between_data_devices(schedule):
+    """The key is the same on all stages and for all microbatches, and differs along "data"."""
+    normal = lambda i, *shape: 0.3 * jax.random.normal(jax.random.key(i), shape, FLOAT64)
+    model, x = {"blocks": normal(1, 1, 4, WIDTH, WIDTH)}, normal(2, 16, WIDTH)
+
+    def stage_on(data_device):
+        def stage(model, x, part, position):
+            key = jax.random.fold_in(jax.random.key(0), data_device())
+
+            @jax.checkpoint
+            def one(x, w, key):
+                return jnp.tanh(x @ w) * jax.random.uniform(key, (WIDTH,), FLOAT64)[None]
+
+            for w in model["blocks"].reshape(-1, WIDTH, WIDTH):
+                x = one(x, w, key)
+            return x
+
+        return stage
+
+    embed, head = lambda model, x: x, lambda model, x, part: jnp.mean((x - part) ** 2)
+    grad = pipeline.value_and_grad(
+        embed,
+        stage_on(lambda: jax.lax.axis_index("data")),
+        head,
+        schedule(2, 4),
+        "stage",
+        blocks=lambda model: model["blocks"],
+    )
+    over = mesh.make(data=2, stage=2, devices=jax.devices()[:4])
+    specs = {"blocks": P(None, "stage")}
+    loss, found = jax.jit(
+        mesh.spmd(
+            grads.averaged(grad, "data"),
+            mesh=over,
+            in_specs=(specs, P("data")),
+            out_specs=(P(), specs),
+        )
+    )(model, x)
+
+    def whole(model):
+        blocks = {"blocks": model["blocks"][0]}
+        first, second = (
+            head(model, stage_on(device.item)(blocks, rows, rows, 0), rows)
+            for device, rows in zip(np.arange(2), jnp.split(x, 2), strict=True)
+        )
+        return (first + second) / 2
+
+    assert_close((loss, found), jax.value_and_grad(whole)(model), EXACT)
+
+
 def test_a_split_exchange_sends_its_part():
     """Half of the stage's bytes from each of two tensor devices, where a dim divides; the values
     are the same bit for bit."""

@@ -19,11 +19,12 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_benchmarks import load
 
 from parallax import hardware, mesh, plan, remat, rules
-from parallax.collectives import halving, ring, two_rings, xla
+from parallax.collectives import cost, halving, ring, two_rings, xla
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, llama, recipe
 from parallax.pipeline import lockstep, rows
@@ -36,7 +37,7 @@ from parallax.plan import (
     traffic,
 )
 from parallax.plan.jobs import jobs, table_of, timed_ticks
-from parallax.plan.seconds import span
+from parallax.plan.seconds import hop, span
 from parallax.validate import CHOICES, PER_STAGE
 
 ROOT = Path(__file__).parent.parent
@@ -157,6 +158,8 @@ COUNTED = [  # a layout, and what moves data along each of its axes
     "data=2,context=2,tensor=2,zero=3 data:two_rings",
     "tensor=2,stage=2,microbatches=2 tensor:xla",
     "data=2,tensor=2,stage=2,microbatches=2,zero=1 data:halving",
+    "stage=8,microbatches=8",
+    "tensor=2,stage=8,microbatches=8,sequence=True stage:halving",
 ]
 
 
@@ -193,6 +196,7 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
     before: as long a chain."""
     listed, _, algorithms = line.partition(" ")
     layout = Layout.parse(listed)
+    config = dataclasses.replace(TINY, layers=max(TINY.layers, layout.stage))
     batch = layout.replica * layout.data * layout.microbatches
     named = [pair.split(":") for pair in algorithms.split(",") if pair]
     # A stage with a job of its own cannot take part in a ring that needs all devices at once.
@@ -206,12 +210,12 @@ def test_messages_are_as_many_as_the_traced_step_sends(line):
             "key": jax.random.key(0),
             "compute": decoder.Compute(axes=algorithms),
         }
-        prepared = decoder.train_step(gpt2.FAMILY, TINY, plan.ADAMW, layout, world, **options)
-        windows = jax.ShapeDtypeStruct((batch, TINY.context + 1), jnp.int32)
+        prepared = decoder.train_step(gpt2.FAMILY, config, plan.ADAMW, layout, world, **options)
+        windows = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
         traced = plan.trace(
             prepared.train, (prepared.shapes, windows), world, platform="cpu"
         ).messages
-    terms = [term for term in traffic.terms(TINY, layout, batch, axes=algorithms) if term.axes]
+    terms = [term for term in traffic.terms(config, layout, batch, axes=algorithms) if term.axes]
     # XLA scatters the zeros of idle ticks once, and the plan counts what is left; the trace counts
     # all.
     unclear = {*layout.batch_axes, "context"} if layout.stage > 1 and layout.zero >= 2 else set()
@@ -570,6 +574,34 @@ def test_links_are_slow_where_a_group_leaves_its_machine():
         ValueError, match=r"hardware.named needs one of v100, .*; got 'b100'. Use one of them, or"
     ):
         hardware.named("b100")
+    with pytest.raises(ValueError, match=r"1 or more as the sizes .*; got 'v5e:0x4'\. .*'v5e:2x4'"):
+        hardware.named("v5e:0x4")
+    with pytest.raises(
+        ValueError, match=r"sizes of a torus only for TPUs; got 'a100:2x4'\. Use 'a100'\."
+    ):
+        hardware.named("a100:2x4")
+
+
+def test_links_are_slow_where_a_group_begins_in_one_machine_and_ends_in_the_next():
+    """Of twelve devices in machines of eight: the second six are 2 on the first, and 4 on the
+    second."""
+    sizes, chip = {"data": 2, "tensor": 6}, hardware.A100
+    assert span(sizes, ("tensor",)) == 6
+    assert hop(sizes, ("tensor",), chip) == chip.slow
+    assert hop({"data": 2, "tensor": 4}, ("tensor",), chip) == chip.fast
+    assert hop({"data": 6, "tensor": 2}, ("tensor",), chip, 2.0) == chip.link(2, 2.0)
+    # Neighbours along `tensor` exchange their matrices over the network.
+    world = mesh.abstract(**sizes)
+    shift = [(k, (k + 1) % 6) for k in range(6)]
+    step = mesh.spmd(
+        lambda x: lax.ppermute(x, "tensor", shift),
+        mesh=world,
+        in_specs=P("tensor"),
+        out_specs=P("tensor"),
+    )
+    shape = jax.ShapeDtypeStruct((6, 2**20), jnp.float32)
+    sent = plan.trace(step, (shape,), world, hardware=chip).seconds.messages
+    assert sent == {("tensor",): pytest.approx(cost.seconds(cost.Cost(1, 2**22), chip.slow))}
 
 
 def test_a_layout_that_does_not_fit_the_model_is_refused():
@@ -647,19 +679,24 @@ def test_what_cannot_be_found_is_told():
     with pytest.raises(
         ValueError,
         match=(
-            r"^search needs at least 1 device and a batch of 1 or more; got devices=0 and "
-            r"batch=8\.$"
+            r"^search needs at least 1 device, a batch of 1 or more and a count of 1 or more; got "
+            r"devices=0, batch=8 and count=5\.$"
         ),
     ):
         layouts.search(gpt2.SMALL, 0, hardware.A100, batch=8)
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=rf"got devices=8, batch=8 and count={count}\.$"):
+            layouts.search(gpt2.SMALL, 8, hardware.A100, batch=8, count=count)
     with pytest.raises(
         ValueError,
         match=(
-            r"search: no layout of 2 devices fits: they have 32 GB each, .*needs .*Use more "
+            r"search: no layout of 2 devices fits: each device has 32 GB, .*needs .*Use more "
             r"devices"
         ),
     ):
         layouts.search(gpt2.GPT3, 2, hardware.V100, batch=8)
+    with pytest.raises(ValueError, match="no layout of 1 device fits"):
+        layouts.search(gpt2.GPT3, 1, hardware.V100, batch=8)
 
 
 @pytest.mark.programs
@@ -773,3 +810,21 @@ def test_a_trace_for_gpus_counts_the_kernel_where_the_step_takes_one():
     assert ratio(hardware.H100, "bfloat16") < 0.7
     assert ratio(hardware.H100, "full") == 1
     assert ratio(hardware.V100, "bfloat16") == 1
+    # 128 does not divide the tokens, and cuDNN's kernel takes them.
+    config = dataclasses.replace(config, context=960)
+    assert ratio(hardware.H100, "bfloat16") < 0.7
+
+
+@pytest.mark.sweep(3, "wholes")
+def test_dropout_of_attention_weights_runs_in_no_kernel_and_is_recomputed():
+    config = dataclasses.replace(gpt2.SMALL, layers=2, attention_dropout=0.1)
+
+    def planned(remat, **options):
+        layout = Layout(precision="bfloat16", remat=remat)
+        return plan.plan(config, layout, hardware.H100, batch=8, **options)
+
+    kept, again = planned("none"), planned("attention")
+    assert not kept.attention_kernel
+    for kernel in (False, True):
+        assert planned("none", attention_kernel=kernel).seconds == kept.seconds
+    assert again.memory.temporaries < 0.7 * kept.memory.temporaries

@@ -68,11 +68,15 @@ def test_refusals_and_a_device_that_never_fails():
         faults.plan(1.0, save=0.0, restart=1.0)
 
 
+def test_a_restart_that_takes_no_time_loses_none():
+    assert "restarts 0.0%" in str(faults.plan(3600.0, save=60.0, restart=0.0))
+
+
 @pytest.mark.parametrize(("rate", "devices"), [(1e300, 8), (1e9, 1), (1e305, 1000)])
 def test_a_rate_at_which_no_run_gets_on_is_refused(rate, devices):
     with pytest.raises(
         ValueError,
-        match=r"plan\.faults: a failure comes every .* so no run makes progress\. Check the rate",
+        match=r"faults\.plan: a failure comes every .* so no run makes progress\. Check the rate",
     ):
         faults.plan(faults.mean_time(rate, devices), save=20.0, restart=600.0)
     with pytest.raises(ValueError, match=r"so no run makes progress"):

@@ -260,6 +260,11 @@ def test_the_scale_falls_at_an_overflow_and_rises_after_an_interval():
     assert [leaf.dtype for leaf in jax.tree.leaves(scale)] == [jnp.float32, jnp.int32, jnp.int32]
 
 
+def test_a_scale_outside_jit_may_be_donated():
+    adjust = jax.jit(precision.adjusted, donate_argnums=0)
+    assert adjust(precision.Scale(), jnp.asarray(True)).good == 1
+
+
 def test_its_defaults_are_those_of_torch():
     scale = precision.Scale()
     assert float(scale.value) == 2**15

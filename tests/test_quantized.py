@@ -468,6 +468,17 @@ def test_errors(message):
         jax.eval_shape(spmd(4, ERRORS[message]), jax.ShapeDtypeStruct((4, 6, 8), jnp.float32))
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+def test_a_derivative_of_error_feedback_is_refused(name):
+    """The terms of the other devices would be missing from it."""
+
+    def loss(x):
+        return jnp.sum(getattr(FEEDBACK, name)(x, FEEDBACK.initial(x))[0])
+
+    with pytest.raises(ValueError, match=r"^ErrorFeedback has no derivative\. Use it on gradients"):
+        jax.eval_shape(spmd(4, jax.grad(loss)), jax.ShapeDtypeStruct((4, 4, 64), jnp.float32))
+
+
 # Training
 
 CONFIG = gpt2.Config(
@@ -545,7 +556,7 @@ def by_hand(all_reduce):
 
     with jax.numpy_dtype_promotion("standard"):  # optax's
         state, specs = step.init(make_model, momentum(), gpt2.rules(), world)
-        errors = jax.tree.map(lambda spec: P("data", *spec), specs.model, is_leaf=mesh.is_spec)
+        errors = jax.tree.map(lambda spec: P("data", *spec), specs.model)
         start = mesh.spmd(
             ErrorFeedback("data").initial, mesh=world, in_specs=(specs.model,), out_specs=errors
         )

@@ -261,11 +261,11 @@ SUMS = (
 REFUSED = {
     "data=2,microbatches=2": (
         {"reduce_in_backward": True},
-        f"{SUMS}; got Layout(data=2,microbatches=2). Leave it out",
+        f"{SUMS}; got Layout(data=2,microbatches=2). Leave reduce_in_backward out",
     ),
     "data=2,zero=1": (
         {"reduce_in_backward": True},
-        f"{SUMS}; got Layout(data=2,zero=1). Leave it out",
+        f"{SUMS}; got Layout(data=2,zero=1). Leave reduce_in_backward out",
     ),
     "stage=2,microbatches=2": ({"reduce_in_backward": True}, SUMS),
     "tensor=2": (

@@ -289,7 +289,8 @@ def test_an_axis_that_is_not_there_is_named(use):
     misspelt = spmd(use, P("x"), P("x"))
     with pytest.raises(
         ValueError,
-        match=r"'dtaa' is not an axis of this code, which runs over 'x', 'y'\. Name one of those\.",
+        match=r"'dtaa' is not an axis of the shard_map around this call, which has the axes "
+        r"'x', 'y'\. Name one of those\.",
     ):
         misspelt(jnp.ones(8))
 
@@ -297,6 +298,6 @@ def test_an_axis_that_is_not_there_is_named(use):
 def test_outside_a_map_there_is_no_axis():
     with pytest.raises(
         ValueError,
-        match=r"'x' is not an axis of this code, which runs outside a map\. Call it inside",
+        match=r"'x' is not an axis here, since no shard_map is around this call\. Call it inside",
     ):
         ring.all_reduce(jnp.ones(8), "x")

@@ -554,7 +554,7 @@ ERRORS = {
     "dim.": lambda x: ring.reduce_scatter(x, "x", tiled=True),
     "reduce_scatter: dim 1 (scatter_dimension) of shape (6, 8) "
     "must be 4, the number of devices on the axis, since "
-    "tiled=False drops it. Pass tiled=True to split a longer dim, "
+    "tiled=False drops this dim. Pass tiled=True to split a longer dim, "
     "or reshape.": lambda x: ring.reduce_scatter(x, "x", scatter_dimension=-1),
     "all_to_all: dim 0 (split_axis) of shape (6, 8) must be a multiple of 4": lambda x: (
         ring.all_to_all(x, "x", 0, 1, tiled=True)

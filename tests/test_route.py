@@ -207,19 +207,22 @@ REFUSED = {
         (3,),
         [{1: [2], 2: [2]}, {1: [1]}],
     ),
-    "Route: in round 1 block 2 arrives at offset 1, whose block was sent away in round 0.": (
+    "Route: in round 1 block 2 of the sender arrives as block 1 of the receiver. But the receiver "
+    "already sent its block 1 in round 0, so the partial sum that arrives would not reach the "
+    "block's owner. Send block 2 in an earlier round": (
         (3,),
         [{1: [1]}, {1: [2]}],
     ),
-    "Route: in round 0 block 2 arrives at offset 1, whose block was sent away in round 0.": (
+    "Route: in round 0 block 2 of the sender arrives as block 1 of the receiver. But the receiver "
+    "already sent its block 1 in round 0, so": (
         (3,),
         [{1: [1, 2]}],
     ),
-    "Route: in 1 rounds the blocks 2, 3 of the box (4,) are never sent, so they never reach": (
+    "Route: for shape (4,), no round sends the blocks at offsets 2, 3, so these blocks never": (
         (4,),
         [{1: [1]}],
     ),
-    "Route: in 0 rounds the blocks (0, 1), (1, 0), (1, 1) of the box (2, 2) are never sent": (
+    "Route: for shape (2, 2), no round sends the blocks at offsets (0, 1), (1, 0), (1, 1), so": (
         (2, 2),
         [],
     ),
@@ -228,10 +231,21 @@ REFUSED = {
     "Route: round 0 has the step 3, which is outside the box (3,).": ((3,), [{3: [1]}]),
     "Route: round 0 has the step (1,), which is outside": ((2, 2), [{1: [(0, 1)]}]),
     "Route: round 0 sends block 0, which is at home already": ((3,), [{1: [0]}]),
-    "Route needs a box of one dim or more, of 1 or more devices each; got shape (0,).": ((0,), []),
-    "pairs needs a power of two devices; got 6. Use halving": lambda: tables.pairs.table(6),
+    "Route needs a shape with at least one dim, and at least 1 device along each dim; "
+    "got shape (0,).": ((0,), []),
+    "pairs: the number of devices must be a power of two; got 6. Use `halving`": (
+        lambda: tables.pairs.table(6)
+    ),
     "machines(4) needs a multiple of 4 devices; got 6.": lambda: tables.machines(4).table(6),
+    "machines needs an algorithm with one table between machines; two_rings has 2, which": (
+        lambda: tables.machines(2, tables.two_rings).table(6)
+    ),
 }
+
+
+def test_a_step_without_offsets_is_left_out():
+    """As a file of the table leaves it out."""
+    assert Route((2,), [{1: [1], -1: []}]) == Route((2,), [{1: [1]}])
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -285,6 +299,14 @@ def test_by_hand_is_the_ring_bit_for_bit(n):
     np.testing.assert_allclose(
         found[0][0][0], blocks.sum(0), rtol=1e-5, atol=1e-5
     )  # n additions of numbers near 1 in float32
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_by_hand_needs_a_block_for_each_device(rows):
+    with pytest.raises(
+        ValueError, match=f"x must have 4 blocks, one for each device; it has {rows}"
+    ):
+        sums(4, lambda x: by_hand.all_reduce(x, "x"))(np.ones((4, rows), np.float32))
 
 
 def test_by_hand_fits_a_blackboard():
@@ -437,9 +459,16 @@ def test_files_that_are_no_tables(tmp_path):
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([["box", "3", 1], ["round", "step", "offset"], [0, 1, 1]])
     with pytest.raises(
-        ValueError, match=r"^Route: in 1 rounds the blocks 2 of the box \(3,\) are never sent"
+        ValueError, match=r"^Route: for shape \(3,\), no round sends the blocks at offsets 2, so"
     ):
         from_csv(path)
+    lines = ["box,2,1", "round,step,offset", "0,1,1"]
+    for first_lines in (["ring,2,1", lines[1]], [lines[0], "round,offset,step"]):
+        path.write_text("\n".join([*first_lines, lines[2]]))
+        with pytest.raises(ValueError, match=r"^from_csv: .*table\.csv is no table\."):
+            from_csv(path)
+    path.write_text("\n".join(lines))
+    assert from_csv(path).rounds
 
 
 @every_algorithm
@@ -454,7 +483,7 @@ def test_pictures_show_which_block_is_where(of):
 def test_a_route_without_a_message_has_a_text_and_no_picture(tmp_path):
     alone = ring.table(1)
     assert draw.route(alone).splitlines()[-1] == "  holds  0: 0"
-    with pytest.raises(ValueError, match=r"needs a route with a message for its picture; a route"):
+    with pytest.raises(ValueError, match=r"needs a route with a message; a route of one"):
         draw.route(alone, tmp_path / "route.svg")
     with pytest.raises(ValueError, match="needs a route with a message"):
         draw.route([], tmp_path / "route.svg")

@@ -170,6 +170,15 @@ def test_a_tree_without_arrays_needs_no_rule():
     assert rules.specs({"f": jax.nn.relu, "n": 3}, rules.first()) == {"f": None, "n": None}
 
 
+def test_a_rule_and_a_tree_in_each_other_s_place_are_refused():
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    for call in (rules.specs, rules.audit, rules.explain):
+        with pytest.raises(
+            ValueError, match=r"a tree without arrays .* Exchange the two arguments"
+        ):
+            call(rules.match("**", P()), model)
+
+
 def test_rules_are_values():
     assert rules.match("a", P("x")) == rules.match("a", P("x"))
     assert (
@@ -296,6 +305,19 @@ B = rules.match("b", P())
 def test_one_axis_of_the_batch_may_be_given_by_its_name(batch_axes):
     with pytest.raises(ValueError, match="which splits the batch"):
         rules.specs({"w": W["b"]}, rules.match("w", P("data")), batch_axes=batch_axes)
+
+
+@pytest.mark.parametrize(
+    "batch_axes", [P("data"), P(None, ("tensor", "data")), (("tensor", "data"),), (None, "data")]
+)
+def test_the_axes_of_the_batch_may_be_given_as_its_spec(mesh, batch_axes):
+    with pytest.raises(ValueError, match="which splits the batch"):
+        rules.specs({"w": W["b"]}, rules.match("w", P("data")), mesh, batch_axes=batch_axes)
+
+
+def test_an_axis_of_the_batch_that_the_mesh_lacks_is_refused(mesh):
+    with pytest.raises(ValueError, match="batch_axes: there is no axis 'dta' in the mesh"):
+        rules.specs({"w": W["b"]}, rules.match("w", P("data")), mesh, batch_axes="dta")
 
 
 def test_the_rule_that_keeps_the_rest_whole_may_find_no_rest():
@@ -427,7 +449,7 @@ REFUSALS_WITH_A_MESH = {
         rules.first(rules.match("a.w", P("data", "tensor")), B),
         "a.w: dim 0 of shape (6, 8) must be a multiple of 4, the size of its mesh axes ('data' of "
         "size 4; rule match('a.w', ",
-        "no other free dim is a multiple of 4, or replicate this leaf with P().",
+        "no other free dim is a multiple of 4, so replicate this leaf with P().",
     ),
     "data, with its size": (
         a_plain_rule,
@@ -565,6 +587,22 @@ def test_optimizer_state_follows_its_parameter(name, mesh):
         )
 
 
+class Named(eqx.Module):
+    w: object
+    nu: object
+
+
+def test_a_parameter_may_be_named_like_a_field_of_the_state():
+    """`0.nu.w` is the moment of `w`, though `nu.w` is a parameter too."""
+    array, spec = jnp.zeros((8, 8)), P("data")
+    for params, specs in [
+        (Named(array, Named(array, None)), Named(spec, Named(P(), None))),
+        (Named(array, Named(array, array)), Named(P(), Named(spec, P()))),
+    ]:
+        adam, *_ = rules.optimizer_specs(optax.adam(1e-2), params, specs)
+        assert jax.tree.leaves([adam.mu, adam.nu]) == 2 * jax.tree.leaves(specs)
+
+
 def test_moments_of_adam_have_the_specs_of_the_parameters():
     specs = rules.specs(model(), RULE)
     adam, *_ = rules.optimizer_specs(optax.adamw(1e-2), model(), specs)
@@ -621,6 +659,6 @@ def test_state_of_a_foreign_shape_is_refused_unless_its_parameter_is_whole():
 def test_optimizer_specs_need_the_specs_of_this_tree():
     with pytest.raises(
         ValueError,
-        match=r"one PartitionSpec for each of its 5 arrays; .*; pass the result of rules\.specs",
+        match=r"one PartitionSpec for each of the 5 trainable .*\. Pass the result of rules\.specs",
     ):
         rules.optimizer_specs(optax.adam(1e-2), model(), P())

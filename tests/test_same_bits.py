@@ -73,6 +73,18 @@ def slope_run(data, dtype):
     return jax.tree.leaves(jax.device_get(jax.jit(run)(weights, rows)))
 
 
+def test_a_weakly_typed_rate_widens_no_parameter():
+    run = same_bits.spmd(
+        lambda weights, rate: weights - rate * weights,
+        cells={"data": 2},
+        mesh=mesh_of({"data": 2}, {"data": 2}),
+        in_specs=(P(), P()),
+        out_specs=P(),
+    )
+    weights = jnp.ones(4, jnp.bfloat16)
+    assert jax.eval_shape(jax.jit(run), weights, 0.1).dtype == jnp.bfloat16
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("data", [2, 4, 8])
@@ -353,6 +365,9 @@ COLLECTIVES = {
         lambda x: 2 * x,
         x,
     ),
+    "a window's maximum by a function": lambda x: lax.reduce_window(
+        x, -jnp.inf, lambda a, b: jnp.minimum(jnp.maximum(a, b), 6), (2, 2), (2, 2), "VALID"
+    ),
     "a loop without end": lambda x: lax.while_loop(
         lambda c: c[0, 0] < 99, lambda c: c + jnp.abs(c) + 1, x
     ),
@@ -381,6 +396,24 @@ def _varying(x):
     return types.varying(x, tuple(CELLS))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=jnp.dtype)
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}], ids=str)
+def test_the_largest_and_smallest_floats_of_8_bits_are_kept(dtype, sizes):
+    """Floats such as float8_e4m3fn have no infinities, and a half-filled sum is exact."""
+    limits = jnp.finfo(dtype)
+    row = jnp.stack([limits.max, limits.smallest_subnormal])
+    x = jnp.stack([row, jnp.zeros_like(row)]).astype(dtype)
+    cells = {"data": 2}
+    total = same_bits.spmd(
+        lambda x: lax.psum(x, "data"),
+        cells=cells,
+        mesh=mesh_of(sizes, cells),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    assert jax.jit(total)(x).tolist() == [row.tolist()]
+
+
 # Refusals
 
 
@@ -393,9 +426,9 @@ def mapped(f, cells=CELLS, sizes=None):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: mapped(lambda x: x, {"data": 3}), "a power of two of cells.*got data=3"),
-        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "sizes divide.*'data': 4"),
-        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "axes of the cells"),
+        (lambda: mapped(lambda x: x, {"data": 3}), "a power of two along each axis; got data=3"),
+        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 4}), "must divide.*'data': 4"),
+        (lambda: mapped(lambda x: x, {"data": 2}, {"data": 2, "tensor": 1}), "same axes as `cell"),
         (lambda: mapped(_prints)(jnp.ones(8)), "prints, calls Python or has another effect"),
         (lambda: mapped(_calls_python)(jnp.ones(8)), "cannot run `pure_callback`"),
         (lambda: mapped(_grouped)(jnp.ones(8)), "axis_index_groups"),

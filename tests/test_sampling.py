@@ -165,11 +165,34 @@ def test_a_temperature_without_meaning_is_refused_or_no_token_follows(value):
     assert drawn(np.array([3]), value, None, KEY).tolist() == [-1] * 12
 
 
+def test_a_temperature_above_all_of_float32_is_refused():
+    """It would become inf, and each token -1."""
+    options = {"tokens": 3, "key": KEY}
+    with pytest.raises(ValueError, match=r"sample needs a finite temperature .*; got 1e\+39\."):
+        sampled(Writer(logits, 4), [3], temperature=1e39, **options)
+    assert (sampled(Writer(logits, 4), [3], temperature=3e38, **options) >= 0).all()
+
+
 @pytest.mark.parametrize("value", [np.nan, -0.1, 1.1, np.inf])
 def test_a_top_p_without_meaning_is_refused_or_no_token_follows(value):
     with pytest.raises(ValueError, match=rf"sample needs a top_p from 0 to 1; got {value}\."):
         sampled(Writer(logits, 4), [3], tokens=3, top_p=value, key=KEY)
     assert drawn(np.array([3]), 1.0, value, KEY).tolist() == [-1] * 12
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_scalar_may_be_of_any_float_type(dtype):
+    at = lambda value: {"temperature": value, "top_p": value}
+    options = {"tokens": 3, "key": KEY}
+    for value in (jnp.asarray(0.5, dtype), np.asarray(0.5, dtype)):
+        np.testing.assert_array_equal(
+            sampled(Writer(logits, 4), [3], **at(value), **options),
+            sampled(Writer(logits, 4), [3], **at(0.5), **options),
+        )
+    small = jnp.asarray(0.002, dtype)
+    np.testing.assert_array_equal(
+        filtered(jnp.zeros(V), top_p=1 - small), filtered(jnp.zeros(V), top_p=float(1 - small))
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -184,9 +207,9 @@ def test_no_token_follows_logits_that_are_not_finite(bad):
     [
         (
             {"tokens": -1},
-            "needs tokens of 0 or more and a window of 1 or more; got tokens -1, window 4",
+            "needs 0 or more tokens to draw, and a window of 1 or more; got tokens=-1, window=4",
         ),
-        ({"window": 0}, "got tokens 3, window 0"),
+        ({"window": 0}, "got tokens=3, window=0"),
         ({"top_k": 0}, "a top_k of 1 or more, or None for all; got 0"),
         ({"prompt": []}, "a prompt of one token or more; got none"),
         ({"temperature": np.ones(2)}, "sample needs a finite temperature"),
@@ -317,7 +340,7 @@ def test_a_batch_of_nothing_and_arrays_that_are_gone_are_refused():
     for shape in ((0, 6), (2, 1)):
         with pytest.raises(
             ValueError,
-            match=r"gpt2 needs one sequence or more, each of one input token .*; got inputs of ",
+            match=r"gpt2 needs one or more sequences of one or more input tokens; got inputs of ",
         ):
             gpt2.loss(model, (jnp.zeros(shape, jnp.int32), None))
     copy = jax.tree.map(jnp.copy, model)

@@ -292,7 +292,8 @@ def test_a_moved_forward_or_backward_is_refused(size, data):
         lane[to, s],
         lane[tick, s],
     )  # to a free cell, or two jobs change places
-    with pytest.raises(ValueError, match=r"tick -?\d+, stage \d+: .*(needs its|comes before)"):
+    words = r"tick -?\d+, stage \d+: .*(must run in tick|comes before)"
+    with pytest.raises(ValueError, match=words):
         Schedule(*lanes, placement=table.placed)
 
 
@@ -532,8 +533,8 @@ MESSAGES = {
     ),
     "hop": (
         broken(late_start),
-        "tick 4, stage 1: forward of microbatch 3 needs its forward at the place before, which "
-        "runs in tick 4. Move it to tick 5.",
+        "tick 4, stage 1: forward of microbatch 3 must run in tick 5, since the forward of this "
+        "microbatch at the previous place of the model runs in tick 4.",
     ),
     "backward first": (
         broken(early_backwards),
@@ -547,6 +548,15 @@ MESSAGES = {
         ),
         "tick 5, stage 0: weight of microbatch 0 comes before its backward, which runs in tick 6. "
         "Move it to that tick or a later one.",
+    ),
+    "weight first, per stage": (
+        broken(
+            lambda lanes: (put("weight", 4, 0, -1)(lanes), put("weight", 2, 0, 0)(lanes)),
+            schedule.zero_bubble,
+            **{"stages": 2, "microbatches": 2},
+        ),
+        "tick 2, stage 0: weight of microbatch 0 comes before its backward, which runs in tick 3. "
+        "Move it to a later tick.",
     ),
     "idle": (
         broken(idle_tick),
@@ -574,14 +584,14 @@ MESSAGES = {
         "The forward table must be whole numbers, ticks x stages, got float64 of shape (1, 1). "
         "Write one row per tick and -1 where a stage rests.",
     ),
-    "stages": (lambda: gpipe(0, 4), "A schedule needs stages of at least 1, got stages=0."),
+    "stages": (lambda: gpipe(0, 4), "A schedule needs stages >= 1, got stages=0."),
     "microbatches": (
         lambda: one_f_one_b_lockstep(4, 0),
-        "A schedule needs microbatches of at least 1, got microbatches=0.",
+        "A schedule needs microbatches >= 1, got microbatches=0.",
     ),
     "chunk count": (
         lambda: zero_bubble_lockstep(4, 4, 0),
-        "A schedule needs chunks of at least 1, got chunks=0.",
+        "A schedule needs chunks >= 1, got chunks=0.",
     ),
     "true in a table": (
         lambda: Schedule(np.ones((1, 1), bool), np.zeros((1, 1), int)),
@@ -690,13 +700,16 @@ FILES = {
     ),
     "tick": (
         "tick,stage 0\n0,0F0 0B0\n2,0F1 0B1\n",
-        "{path}: line 3: needs tick 1 and 2 cells, got '2,0F1 0B1'.",
+        "{path}: line 3: needs 2 cells, and the first cell must be the tick, 1; got '2,0F1 0B1'.",
     ),
-    "cells": ("tick,stage 0\n0\n", "{path}: line 2: needs tick 0 and 2 cells, got '0'."),
+    "cells": (
+        "tick,stage 0\n0\n",
+        "{path}: line 2: needs 2 cells, and the first cell must be the tick, 0; got '0'.",
+    ),
     "cell": (
         "tick,stage 0\n0,0F0 B0\n",
-        "{path}: line 2, stage 0: 'B0' is no job. Write a job as 5F3: the place, one of F, I, "
-        "W and B, and the microbatch.",
+        "{path}: line 2, stage 0: 'B0' is no job. Write a job as 5F3: the place, then a "
+        "letter (F, I, W or B), then the microbatch.",
     ),
     "two jobs of a lane": (
         "tick,stage 0\n0,0F0 0F1 0B0\n1,0B1\n",
@@ -715,8 +728,8 @@ FILES = {
     ),
     "late": (
         "tick,stage 0,stage 1\n0,0F0,\n1,,\n2,,1F0 1B0\n3,0B0,\n",
-        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 needs its forward at the place "
-        "before, which runs in tick 0. Move it to tick 1.",
+        "{path}: line 4: tick 2, stage 1: forward of microbatch 0 must run in tick 1, since the "
+        "forward of this microbatch at the previous place of the model runs in tick 0.",
     ),
     "nowhere": (
         "tick,stage 0\n0,0F0\n",
@@ -781,6 +794,6 @@ def test_a_table_is_read_of_a_regular_file_alone(tmp_path):
     os.mkfifo(tmp_path / "pipe.csv")
     for name in ("device", "pipe"):
         with pytest.raises(
-            ValueError, match=rf"{name}\.csv: needed a table of text, found no regular file\."
+            ValueError, match=rf"{name}\.csv: needed a table .*, found a pipe or a device file\."
         ):
             from_csv(tmp_path / f"{name}.csv")

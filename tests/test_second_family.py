@@ -197,8 +197,8 @@ def test_a_second_family_is_read_and_written_by_its_table(family, tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            rf"missing, which .*a {format_.fields.title} of num_hidden_layers=2|config\.json "
-            r"asks for"
+            rf"missing, but .*a {format_.fields.title} of num_hidden_layers=2|config\.json "
+            r"asks for it"
         ),
     ):
         files.load(format_, tmp_path, dtype=jnp.float32)

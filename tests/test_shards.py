@@ -45,6 +45,27 @@ def test_any_cut_of_the_text_reads_as_the_text(tmp_path_factory, lengths, size, 
     assert all(isinstance(part, token_file.File) for part in found.parts)
 
 
+def test_a_piece_may_be_a_buffer_that_is_filled_again(tmp_path):
+    def pieces():
+        buffer = np.empty(4, np.int64)
+        for k in range(4):
+            buffer[:] = k
+            yield buffer
+
+    shards.write(tmp_path, pieces(), vocabulary=300, shard_tokens=8)
+    found = shards.read(tmp_path, vocabulary=300)
+    np.testing.assert_array_equal(found[np.arange(16)], np.repeat(np.arange(4), 4))
+
+
+def test_files_are_read_in_the_order_of_their_numbers(tmp_path, monkeypatch):
+    """As text, 100000.bin is before 10001.bin."""
+    numbered = lambda cut: zip((10_000, 10_001, 100_000), cut, strict=True)
+    monkeypatch.setattr(shards, "enumerate", numbered, raising=False)
+    shards.write(tmp_path, [TOKENS[:30]], vocabulary=300, shard_tokens=10)
+    found = shards.read(tmp_path, vocabulary=300)
+    np.testing.assert_array_equal(found[np.arange(30)], TOKENS[:30])
+
+
 @given(
     seed=st.integers(0, 2**64 - 1),
     step=st.integers(0, 10**6),
@@ -83,8 +104,8 @@ def damaged(folder, copy, kind):
     ("kind", "message"),
     [
         ("missing", r"00003\.bin: needed a file of 300 bytes, found no file"),
-        ("short", r"00003\.bin: needed 300 bytes, the file has 298"),
-        ("bit", r"00003\.bin: needed the hash \w+\.\.\., the file has other bytes"),
+        ("short", r"00003\.bin: needed a file of 300 bytes, found 298 bytes"),
+        ("bit", r"00003\.bin: needed bytes with the hash \w+\.\.\., found other bytes"),
         ("manifest", r"manifest\.json: the manifest is damaged"),
     ],
 )
@@ -103,6 +124,21 @@ def test_processes_check_the_bytes_of_each_shard_once(folder, tmp_path):
         except manifest.Damaged:
             refused.append(rank)
     assert refused == [0]  # 00003 is the fourth
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int16", "uint64"])
+def test_places_may_be_of_any_integer_type(folder, kind):
+    places = np.array([120, 0, 1, 0], kind)
+    np.testing.assert_array_equal(shards.read(folder, vocabulary=300)[places], TOKENS[places])
+
+
+@pytest.mark.parametrize(("rank", "processes"), [(1, 1), (3, 3), (-1, 2), (0, 0)])
+def test_ranks_are_counted_from_0(folder, rank, processes):
+    """Ranks from 1 on would never check the first shard."""
+    with pytest.raises(
+        ValueError, match=rf"rank from 0 to processes - 1; got rank={rank} and .*={processes}\."
+    ):
+        shards.read(folder, vocabulary=300, rank=rank, processes=processes)
 
 
 def test_mistakes_are_refused(folder, tmp_path):
@@ -190,7 +226,9 @@ def test_a_link_that_leads_out_is_refused(own, tmp_path):
 def test_four_bytes_a_token_declared_as_two_are_refused(tmp_path):
     """Sizes and hashes may be right, and all halves below the vocabulary."""
     content = TOKENS.astype("<u4").tobytes()
-    message = "needed tokens of 2 bytes .vocabulary 300., but every second one is 0"
+    message = (
+        "needed tokens of 2 bytes .vocabulary 300., found that every second number is at most 0"
+    )
     (tmp_path / "text.bin").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         data.read(tmp_path / "text.bin", vocabulary=300)
@@ -234,8 +272,8 @@ def test_a_file_that_is_cut_short_later_gives_a_line(own, tmp_path):
     np.testing.assert_array_equal(found[np.arange(600)], TOKENS[:600])
     for source, name, size in ((found, "00004", 300), (of_text, "text", 2000)):
         line = (
-            rf"{name}\.bin: needed the file of {size} bytes that was opened before; it was cut "
-            r"short or written to since"
+            rf"{name}\.bin: the file was cut short or written to after this run first opened it; "
+            rf"it had {size} bytes then, and has 0 bytes now\."
         )
         with pytest.raises(manifest.Damaged, match=line):
             source[np.array([599, 600, 601][1:] if source is found else [599, 600])]
@@ -248,7 +286,7 @@ def test_a_file_that_is_written_over_later_gives_a_line(own):
         file.write(b"\xff\xff")
     with pytest.raises(
         manifest.Damaged,
-        match=r"00001\.bin: needed the file of 300 bytes that was opened before; it was cut short",
+        match=r"00001\.bin: the file was cut short or written to after this run first opened it",
     ):
         found[np.array([150])]
     np.testing.assert_array_equal(found[np.arange(150)], TOKENS[:150])
@@ -312,7 +350,8 @@ def test_four_bytes_a_token_without_a_record_are_refused(tmp_path_factory, vocab
     )
     with pytest.raises(
         ValueError,
-        match=r"needed tokens of 2 bytes .vocabulary 65536., but every second one is \d+ or less",
+        match=r"needed tokens of 2 bytes .vocabulary 65536., found that every second number is at "
+        r"most \d+",
     ):
         data.read(path, vocabulary=65_536)
 
@@ -366,7 +405,7 @@ def test_bytes_are_read_once_or_not_at_all(own, tmp_path, reads):
     assert not reads
     for changed in (path, own / "00005.bin"):
         changed.write_bytes(changed.read_bytes()[::-1])
-        message = rf"{changed.name}: needed the hash \w+\.\.\., the file has other bytes"
+        message = rf"{changed.name}: needed bytes with the hash \w+\.\.\., found other bytes"
         with pytest.raises(manifest.Damaged, match=message):
             both()
         both(check_bytes=False)

@@ -19,6 +19,7 @@ from parallax import mesh, precision, step
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2
 from parallax.precision import Scale
+from parallax.run import fingerprint
 from parallax.run.spikes import LEAST, WINDOW, Spiked, Spikes
 
 # The step
@@ -59,6 +60,18 @@ def test_a_loss_above_the_limit_changes_nothing_and_compiles_nothing_anew(scale)
             assert (float(new.scale.value), int(new.scale.skipped)) == (8.0, 0)
     assert len(traced) == 1
     assert not train(state, batch)[1].skipped
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_loss_of_16_bits_is_compared_as_the_guard_does(dtype):
+    """In bfloat16 the limit 3.0234375 would be rounded up, to this loss."""
+    model = jnp.array([3.03125], dtype)
+    train = step.make(jax.value_and_grad(lambda w, batch: jnp.sum(w * batch)), optax.sgd(0.1))
+    begin = step.State(model, optax.sgd(0.1).init(model), jnp.zeros((), jnp.int32), None)
+    for limit, skipped in [(3.0234375, True), (3.03124, True), (3.03125, False)]:
+        _, info = jax.jit(train)(begin, jnp.ones(1, dtype), np.float32(limit))
+        assert info.loss.dtype == dtype
+        assert bool(info.skipped) is skipped is (float(info.loss) > limit)
 
 
 @pytest.mark.sweep(30, "steps")
@@ -120,7 +133,7 @@ def test_as_many_as_the_budget_among_the_last_64_steps_are_too_many():
     assert spikes.count(101 + WINDOW, 9.0)  # the first is too long ago
     with pytest.raises(
         Spiked,
-        match=r"step 180: the loss is 9, above 2, 2 times its running median; .* at 3 "
+        match=r"step 180: the loss is 9, above the limit 2 \(2 times the running median .* at 3 "
         r".*\(the last ones: 120, 165, 180\)",
     ) as caught:
         spikes.count(180, 9.0)
@@ -140,6 +153,17 @@ def test_a_note_goes_on_as_the_guard_would_have():
     assert behind.back(75, 70, note).past == 25
 
 
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1.0, 0.5, -1.0])
+def test_a_factor_with_which_ordinary_losses_are_spikes_is_refused(factor):
+    with pytest.raises(ValueError, match=rf"needs a finite factor above 1; got {factor}"):
+        Spikes(factor, 3)
+
+
+def test_a_budget_below_1_is_refused():
+    with pytest.raises(ValueError, match="needs a budget of 1 spike or more; got 0"):
+        Spikes(2.0, 0)
+
+
 # The example, around a step that computes next to nothing
 
 BAD = {22, 24, 25, 27}  # batches, counted from 0
@@ -149,8 +173,10 @@ def batch_of(windows):
     return tuple(np.asarray(windows).ravel())
 
 
-def run(folder, capsys, *, until=None, **options):
-    """The batches that the steps took, in their order, and what was printed."""
+def run(folder, capsys, *, until=None, differs=None, **options):
+    """The batches that the steps took, in their order, and what was printed. `until` is the step
+    of a kill, and `differs` one at which, once, copies of the state differ.
+    """
     from parallax import data
 
     train, _ = data.split(np.frombuffer(untrained.TEXT.encode(), np.uint8))
@@ -162,6 +188,10 @@ def run(folder, capsys, *, until=None, **options):
     def losses(i, windows):
         if i == until:
             raise KeyboardInterrupt
+        if taken and taken[-1] == differs and (i, None) not in taken:
+            taken.append((i, None))  # so that this happens once
+            found = fingerprint.Differs("w", 1, 0, alike=1, copies=8, outvoted=True)
+            raise fingerprint.CopiesDiffer(i, [found])
         taken.append((i, number[batch_of(windows)]))
         return 9.0 if taken[-1][1] in BAD else 1 + 1 / i
 
@@ -201,6 +231,12 @@ def test_the_example_skips_goes_back_and_past_the_batches(tmp_path, capsys):
         )["note"]["spikes"]["past"]
         == 6
     )
+
+
+def test_what_was_skipped_stays_skipped_where_copies_differ_before_the_next_save(tmp_path, capsys):
+    taken, printed = run(tmp_path / "one", capsys, differs=(28, 33))
+    assert re.search(r"step 29: device 1 .* holds other bits.*The run goes back to its", printed)
+    assert taken[-20:] == [(i, i + 5) for i in range(21, 41)]
 
 
 @pytest.mark.sweep(3)

@@ -92,7 +92,13 @@ def test_slow_verification_ends_no_restore_and_is_shared(seen):
 def test_damage_that_one_process_finds_is_refused_by_both(seen):
     for process in seen:
         assert process["then"] == 3
-        assert (
-            "The file has other bytes" in process["refused"]["4"]
-            or "the file has other bytes" in process["refused"]["4"]
-        )
+        assert "found other bytes" in process["refused"]["4"]
+
+
+@pytest.mark.programs
+@pytest.mark.long
+def test_damage_that_the_first_process_finds_is_told_to_both(seen):
+    first, second = (process["refused by the first"] for process in seen)
+    assert first == second
+    assert {"3", "4"} <= {*first}
+    assert "found no file. The checkpoint was not finished" in first["3"]

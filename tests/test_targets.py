@@ -1,6 +1,7 @@
 """Programs for accelerators that are not there are read right: saved ones, and new ones where a
 compiler is (`-m targets`)."""
 
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -11,12 +12,13 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import make_compiled_fixtures as made
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from parallax import draw, hardware, mesh, plan
+from parallax import draw, grads, hardware, mesh, plan
 from parallax.__main__ import main
-from parallax.collectives import ring
+from parallax.collectives import cost, ring
 from parallax.compiled import (
     certificate,
     costly,
@@ -137,6 +139,8 @@ def test_links_of_a_torus_and_of_a_switch():
     cube = links.torus(hardware.TPU_V4, [(k % 4, k // 4 % 4, k // 16) for k in range(64)])
     assert cube.path(0, 1) == [(0, 0, 0, 0, 0, 1)]
     assert cube.path(0, 3) == [(0, 0, 0, 0, 0, -1)]  # round the back
+    long = links.torus(hardware.TPU_V4, [(k % 8, k // 8 % 4, k // 32) for k in range(128)])
+    assert [len(long.path(0, k)) for k in range(8)] == [0, 1, 2, 3, 4, 3, 2, 1]
     assert links.of_a_hop(cube, {"data": 16, "tensor": 4}) == {
         "data": 1.25,
         "tensor": 1.0,
@@ -423,6 +427,173 @@ def test_messages_between_slices_are_read(what):
         hlo.module(other)
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """A device with the number that programs for several slices give it."""
+
+    id: int
+
+
+def numbered(ids, **sizes):
+    devices = np.array([Numbered(number) for number in ids]).reshape(tuple(sizes.values()))
+    return jax.sharding.Mesh(devices, tuple(sizes))
+
+
+def slices_of_four(ids):
+    """The machine of v5e slices of 2 x 2 chips, with the devices in this order."""
+    places = [(number % 2, number // 2 % 2) for number in ids]
+    groups = [number // 100_000 - 1 for number in ids]
+    return links.torus(hardware.TPU_V5E, places, groups)._replace(numbers=tuple(ids))
+
+
+def test_chips_of_slices_are_found_in_the_mesh():
+    """A ring round two slices, each laid as a ring: chip 1 is at position 3. A hop is two permutes
+    of the text, one inside the slices and one between them."""
+    program, nbytes = text("tpu", "slices_halves"), 4 * 64 * 128
+    ids = [number + chip for number in (100_000, 200_000) for chip in (0, 2, 3, 1)]
+    (entry,) = entries = certificate.read(program, numbered(ids, data=8))
+    assert (entry.axes, entry.count, entry.hops) == (("data",), 14, 14)
+    predicted = {"data": cost.of(ring.all_reduce, nbytes, 8)}
+    assert certificate.differences(entries, predicted) == []
+    hop = 14 * nbytes // 8
+    two = slices_of_four(ids)
+    assert links.by_kind(program, two) == {"network": 2 * hop, "link": 6 * hop}
+    assert set(timeline.of(program, two, {"data": 8}).exposed_along) == {"data"}
+    with pytest.raises(ValueError, match="names device 100001, and the mesh has no device of this"):
+        certificate.read(program, numbered([*ids[:3], 100_009, *ids[4:]], data=8))
+    with pytest.raises(ValueError, match=r"slices of 4 devices, and the mesh has slices of \[3\]"):
+        certificate.read(program, numbered([*ids[:3], *ids[4:7]], data=6))
+
+
+INSIDE = """HloModule m, is_scheduled=true, num_partitions=4
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0:T(128)} parameter(0)
+  ROOT %y = f32[8]{0:T(128)} all-reduce(%x), replica_groups=GROUPS, use_global_device_ids=true
+}
+"""
+
+
+@pytest.mark.parametrize("groups", ["{{0,1,2,3}}", "{}"])
+@pytest.mark.parametrize("far_first", [True, False])
+def test_messages_inside_all_slices_count(groups, far_first):
+    """A text for several slices that has no messages between them; the slices follow each other in
+    the mesh, or alternate."""
+    ids = np.array([[100_000 + k for k in range(4)], [200_000 + k for k in range(4)]])
+    sizes = {"far": 2, "near": 4} if far_first else {"near": 4, "far": 2}
+    ids = [int(number) for number in (ids if far_first else ids.T).flat]
+    program = INSIDE.replace("GROUPS", groups)
+    (entry,) = certificate.read(program, numbered(ids, **sizes))
+    assert entry.axes == ("near",)
+    sent = {"link": 2 * 4 * 2 * 3 * 32 // 4}
+    machine = slices_of_four(ids)
+    assert links.by_kind(program, machine) == sent
+    assert links.by_kind(program, machine._replace(numbers=())) == sent
+    assert set(timeline.of(program, machine, sizes).exposed_along) == {"near"}
+
+
+def test_fusions_of_an_asynchronous_collective_are_one_message():
+    """Two of the three gathers of weights of 8 MB are hidden by the products before theirs."""
+    program, nbytes = text("tpu", "hidden"), 3 * 2 * 2048 * 2048
+    (entry,) = certificate.read(program, mesh.make(data=8))
+    assert (entry.kind, entry.count, entry.bytes, entry.hops) == ("all-gather", 3, nbytes, 1)
+    machine = links.torus(hardware.TPU_V5E, [(k // 4, min(k, 7 - k)) for k in range(8)])
+    assert links.by_kind(program, machine) == {"link": 7 * nbytes}
+    found = timeline.of(program, machine, {"data": 8})
+    first, *others = [event for event in found.events if event.row == "data"]
+    assert [event.name.partition(".")[0] for event in others] == 2 * ["async-collective-start"]
+    assert first.stop - first.start < sum(found.waits.values()) + 1e-9 < 1e-4
+    (line,) = found.waits
+    assert "make_compiled_fixtures.py:" in line
+    products = [event for event in found.events if "fusion" in event.name]
+    for message, product in zip(others, products[:2], strict=True):
+        assert product.start <= message.start < message.stop < product.stop
+    # A gather of what was computed behind another one does not wait for that one.
+    apart = program.replace("%all-gather.24,", "%copy-done,").replace("(%copy.6)", "(%fusion.7)")
+    assert apart.count("(%fusion.7)") == 1 + program.count("(%fusion.7)")
+    assert certificate.read(apart, mesh.make(data=8))[0].hops == 1
+
+
+def test_devices_of_a_chip_share_its_port_to_the_network():
+    places = [(k // 2 % 4 // 2, k // 2 % 2) for k in range(16)]  # two on each chip
+    two = links.torus(hardware.TPU7X, places, [k // 8 for k in range(16)])
+    busy, _ = two.crossing({(k, k + 8): 12.5e9 for k in range(8)})
+    assert max(busy.values()) == pytest.approx(2.0)
+    planned = hardware.named("tpu7x:2x2x1").for_devices(8)
+    assert max(busy.values()) == pytest.approx(12.5e9 * planned.slow.beta)
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [("bf16", 312e12), ("f32", 156e12), ("f64", 156e12)])
+def test_products_of_a_gpu_take_the_rate_of_their_type(dtype, rate):
+    product = """%fused (x: T[8192,8192]) -> T[8192,8192] {
+  %x = T[8192,8192]{1,0} parameter(0)
+  ROOT %y = T[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+ENTRY %main (w: T[8192,8192]) -> T[8192,8192] {
+  %w = T[8192,8192]{1,0} parameter(0)
+  ROOT %f = T[8192,8192]{1,0} fusion(%w), kind=kOutput, calls=%fused
+}""".replace("T[", f"{dtype}[")
+    (found,) = costly.instructions(product, hardware.A100)
+    assert found.seconds == pytest.approx(2 * 8192**3 / (rate * hardware.A100.efficiency))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "line"),
+    [('metadata={source_file="/a/b.py" source_line=7}', "/a/b.py:7"), ("", timeline.UNKNOWN)],
+)
+def test_a_wait_has_the_line_of_the_collective_in_a_fusion(metadata, line):
+    program = f"""HloModule m, is_scheduled=true
+
+%fused (x: f32[250000]) -> f32[250000] {{
+  %x = f32[250000]{{0:T(128)}} parameter(0)
+  ROOT %y = f32[250000] collective-permute(%x), source_target_pairs={{{{0,1}}}}, {metadata}
+}}
+
+ENTRY %main (x: f32[250000]) -> f32[250000] {{
+  %x = f32[250000]{{0:T(128)}} parameter(0)
+  ROOT %f = f32[250000]{{0:T(128)}} fusion(%x), kind=kCustom, calls=%fused
+}}
+"""
+    found = timeline.of(program, links.torus(hardware.TPU_V5E, [(0, 0), (1, 0)]), {"x": 2})
+    assert found.waits == {line: pytest.approx(found.exposed)}
+    assert found.exposed > 0
+
+
+@pytest.mark.parametrize("shape", ["[]", "[4]"])
+def test_a_loops_test_of_a_long_sum_is_read_at_once(shape):
+    """Each summand is read by two instructions: 2 ** 64 paths, or 4000 instructions in a row."""
+    depth = 64 if shape == "[]" else 4000
+    chain = [f"  %c{k} = s32{shape} add(%c{k - 1}, %c{k - 1})" for k in range(1, depth + 1)]
+    chain[0] = f"  %c1 = s32{shape} fusion(%next, %step), kind=kLoop, calls=%sum"
+    last = f"  %moved = s32[] fusion(%c{depth}, %step), kind=kLoop, calls=%sum"
+    before = "  %moved = s32[] copy(%next)"
+    program = LOOP.replace(before, "\n".join([*chain, last]))
+    assert program != LOOP
+    for word, number in {"FIRST": "constant(0)", "STEP": "1", "BOUND": "7"}.items():
+        program = program.replace(word, number)
+    (loop,) = [
+        line
+        for line in hlo.module(program.replace("DIRECTION", "LT"))["main"]
+        if line.opcode == "while"
+    ]
+    assert dict(loop.called) == {"test": 0, "trip": 0}
+
+
+def test_a_step_without_work_is_reported():
+    """Its text does not tell the platform; and one of its arguments is an array, on no mesh."""
+    there = targets.Target("8 x h100", "h100", hardware.H100, tuple(jax.devices()), 1)
+    world = mesh.make(data=8)
+    shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=mesh.shardings(P("data"), world))
+    idle = jax.jit(lambda scale, x: jnp.zeros(()))
+    program = targets.compile(idle, jnp.float32(3), shape, target=there)
+    assert program.mesh == world
+    assert "8 devices of H100, data=8" in report.table(program)
+    nothing = timeline.Timeline(0.0, 0.0, {}, dict.fromkeys(timeline.SPEEDS, 0.0), {}, [], 0)
+    assert "links 0.5 x: 0 ms, exposed 0 ms (0.0%)" in report.estimate(nothing)
+    with pytest.raises(ValueError, match="got shapes without a sharding"):
+        targets.compile(idle, jnp.float32(3), jnp.ones(8), target=there)
+
+
 def test_operations_and_bytes_of_a_gpu_program():
     product = """ENTRY %main (x: f32[8,16], w: f32[16,32]) -> f32[8,32] {
   %x = f32[8,16]{1,0} parameter(0)
@@ -436,10 +607,63 @@ def test_operations_and_bytes_of_a_gpu_program():
     assert costs.traffic(dot) == 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
+def test_a_fused_slice_reads_the_slice_and_its_whole_index():
+    sliced = """%fused (big: f32[64,8], i: s32[]) -> f32[1,8] {
+  %big = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%big, %i, %zero), dynamic_slice_sizes={1,8}
+}
+ENTRY %main (x: f32[64,8], n: s32[]) -> f32[1,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %y = f32[1,8]{1,0} fusion(%x, %n), kind=kLoop, calls=%fused
+}"""
+    program = hlo.module(sliced)
+    fusion = program["main"][-1]
+    row, index = 4 * 8, 4
+    assert seconds.Costs(program, hardware.H100, 1).traffic(fusion) == row + index + row
+
+
+def test_two_fused_updates_of_one_array_write_both_updates():
+    updated = """%fused (big: f32[64,8], row: f32[1,8], i: s32[]) -> f32[64,8] {
+  %big = f32[64,8]{1,0} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %once = f32[64,8]{1,0} dynamic-update-slice(%big, %row, %zero, %zero)
+  ROOT %twice = f32[64,8]{1,0} dynamic-update-slice(%once, %row, %i, %zero)
+}
+ENTRY %main (x: f32[64,8], r: f32[1,8], n: s32[]) -> f32[64,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %r = f32[1,8]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %y = f32[64,8]{1,0} fusion(%x, %r, %n), kind=kLoop, calls=%fused
+}"""
+    program = hlo.module(updated)
+    row, index = 4 * 8, 4
+    written, read = 2 * row, row + index
+    costs = seconds.Costs(program, hardware.H100, 1)
+    assert costs.traffic(program["main"][-1]) == written + read
+
+
+def test_messages_that_overlap_are_on_threads_of_their_own(tmp_path):
+    spans = [(0, 10), (3, 13), (10, 12), (13, 15)]
+    events = [timeline.Event("data", f"start.{k}", *span, "") for k, span in enumerate(spans)]
+    found = timeline.of(text(KINDS[0]), machine(KINDS[0]), AXES)
+    draw.replay_trace(found._replace(events=events), tmp_path / "replay.json")
+    written = json.loads((tmp_path / "replay.json").read_text())["traceEvents"]
+    names = {each["tid"]: each["args"]["name"] for each in written if each["ph"] == "M"}
+    assert names == {0: "compute", 1: "data", 2: "data"}
+    threads = {each["name"]: each["tid"] for each in written if each["ph"] == "X"}
+    assert threads == {"start.0": 1, "start.1": 2, "start.2": 1, "start.3": 1}
+
+
 def test_refusals(capsys):
     with pytest.raises(
         ValueError,
-        match=r"needs a machine of one of a100, .*v4, v5e.*; got 'v9:2x2'\. Examples: v5e:2x4",
+        match=r"needs a machine with one of the chips a100, .*v4, v5e.*; got 'v9:2x2'\. "
+        r"Examples: v5e:2x4",
     ):
         targets.target("v9:2x2")
     with pytest.raises(
@@ -457,6 +681,13 @@ def test_refusals(capsys):
         timeline.of(program, links.switch(hardware.H100, 1), {"data": 1})
     with pytest.raises(ValueError, match="needs axes that multiply to the machine's 8 devices"):
         timeline.of(text("tpu"), machine("tpu"), {"data": 4})
+    for devices in (4, 16):
+        other = links.torus(hardware.TPU_V5E, [(k // 4, k % 4) for k in range(devices)])
+        words = f"compiled for 8 devices, and the machine has {devices}"
+        with pytest.raises(ValueError, match=words):
+            timeline.of(text("tpu"), other, {"data": devices})
+        with pytest.raises(ValueError, match=words):
+            links.by_kind(text("tpu"), other)
     if not importlib.util.find_spec("libtpu"):
         with pytest.raises(
             ImportError, match=r'installed, libtpu\. .* run: pip install -e "\.\[tpu\]"'
@@ -466,6 +697,17 @@ def test_refusals(capsys):
             main(["compile", "--model", "tiny", "--target", "v5e:2x4", "--layout", "data=8"]) == 2
         )
         assert 'pip install -e ".[tpu]"' in capsys.readouterr().err
+
+
+def test_quiet_discards_a_line_that_has_not_ended(monkeypatch, capfd):
+    with open(2, "w", closefd=False) as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        with targets.quiet():
+            stderr.write("the first half of a line")
+        stderr.write("told")
+        stderr.flush()
+        assert capfd.readouterr().err == "told"
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
@@ -559,6 +801,16 @@ class TestCompiled:
         )
         assert set(program.by_link()) == {"link", "network"}
 
+    def test_a_ring_round_two_slices(self):
+        program = made.halves(targets.target("2 x v5e:2x2"))
+        saved = certificate.read(text("tpu", "slices_halves"), program.mesh)
+        assert program.certificate() == saved
+        assert set(program.timeline().exposed_along) == {"data"}
+
+    def test_gathers_behind_products(self):
+        program = made.hidden(targets.target("v5e:2x4"))
+        assert program.certificate() == certificate.read(text("tpu", "hidden"), mesh.make(data=8))
+
     @pytest.mark.parametrize(
         ("name", "sizes"),
         [
@@ -578,6 +830,36 @@ class TestCompiled:
     @pytest.mark.parametrize("what", ["all_gather", "all_reduce"])
     def test_computed_once(self, what):
         check_once(hlo.module(made.guarded(targets.target("v5e:2x4"), what).text), what)
+
+    @pytest.mark.parametrize("how", ["averaged", "summed", "reduced in the backward pass"])
+    def test_sums_of_bfloat16_gradients_stay_wide(self, how):
+        """A compiler may add in bfloat16, if a program uses only sums that are rounded to it."""
+        there = targets.target("v5e:2x4")
+        world = mesh.make(devices=there.devices, data=8)
+        block = lambda weight, x: jnp.tanh(x @ weight)
+        if how == "reduced in the backward pass":
+            block = grads.reduced_in_backward(block, "data")
+
+        def loss(weights, x):
+            x = jax.lax.scan(lambda x, weight: (block(weight, x), None), x, weights)[0]
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        reduce = grads.summed if how == "summed" else grads.averaged
+        reduced = (lambda weights: weights) if "pass" in how else None
+        grad = reduce(jax.value_and_grad(loss), "data", reduced=reduced)
+        step = mesh.spmd(
+            lambda weights, x: grad(weights, x)[1],
+            mesh=world,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+        )
+        shapes = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=mesh.shardings(spec, world))
+            for shape, spec in (((4, 128, 128), P()), ((1024, 128), P("data")))
+        )
+        program = targets.compile(jax.jit(step), *shapes, target=there)
+        sums = re.findall(r"(\w+)\[(?:4,)?128,128\]\S* all-reduce(?:-start)?\(", program.text)
+        assert sums == ["f32"]
 
     def test_refusals(self, capfd):
         with pytest.raises(ValueError, match=r"the compiler has no 'v5e:3x5'"):

@@ -296,6 +296,21 @@ def test_cross_entropy_equals_log_softmax(layout, algorithm, data):
     jax.tree.map(close, (nats, gradient), dense_entropy(logits, targets, weight))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_cross_entropy_of_narrow_logits_is_that_of_the_same_wide_ones(dtype):
+    """In 16 bits the sum of 70,000 exponentials would be rounded, or infinite."""
+    logits = jnp.sin(jnp.arange(140_000.0)).reshape(2, -1).astype(dtype)
+
+    def loss(logits):
+        return jnp.sum(tensor.cross_entropy(logits, jnp.arange(2), ()))
+
+    nats, gradient = jax.value_and_grad(loss)(logits)
+    expected, wide_gradient = jax.value_and_grad(loss)(logits.astype(jnp.float32))
+    assert (nats.dtype, gradient.dtype) == (jnp.float32, dtype)
+    assert float(nats) == float(expected)
+    np.testing.assert_array_equal(gradient, wide_gradient.astype(dtype))
+
+
 def test_cross_entropy_of_bfloat16_logits_is_near():
     logits = np.linspace(-4, 4, 64).reshape(4, 16)
     nats = tensor.cross_entropy(jnp.asarray(logits, jnp.bfloat16), jnp.arange(4), ())
@@ -339,12 +354,39 @@ REFUSED = {
         lambda x: tensor.reduce_from(x, ring("tensor")),
         "tensor.reduce_from needs partial sums that differ along 'tensor'; this x, of shape (2, "
         "3), is the same along ['tensor'], and would be counted once per device. Split the weights "
-        "of the layer before `reduce_from`, or leave out `reduce_from`.",
+        "of the layer whose result `reduce_from` sums, or leave out `reduce_from`.",
     ),
     "row": (
         lambda x: tensor.row(x, jnp.ones((3, 2)), None, ring(("tensor", "data"))),
-        "tensor.row needs a weight whose inputs are split over ('tensor', 'data'); this one, of "
-        "shape (3, 2), is the same along 'data', so the sum would count it once for each device.",
+        "tensor.row needs a weight whose inputs are split over ('tensor', 'data'); this weight, "
+        "of shape (3, 2), is the same along 'data', so devices would multiply different inputs by "
+        "the same weights.",
+    ),
+    "whole table": (
+        lambda x: tensor.embed(jnp.ones((8, 3)), jnp.arange(2), ring("tensor")),
+        "tensor.embed needs a vocabulary that is split over 'tensor'; this array, of shape (8, 3), "
+        "is the same along ['tensor'], so each of its 8 rows would count once per device. Split "
+        "the rows of the table by P('tensor'), or pass axis=().",
+    ),
+    "whole logits": (
+        lambda x: tensor.cross_entropy(x, jnp.arange(2), ring(("data", "tensor"))),
+        "tensor.cross_entropy needs a vocabulary that is split over ('data', 'tensor'); this "
+        "array, of shape (2, 3), is the same along ['tensor'], so each of its 3 rows would count",
+    ),
+    "ids beyond the table": (
+        lambda x: tensor.embed(x, jnp.arange(2), "data", vocabulary=5),
+        "tensor.embed needs a vocabulary of 1 to 4, the number of rows of the whole table; got 5. "
+        "Pass the number of rows that are not padding.",
+    ),
+    "targets beyond the logits": (
+        lambda x: tensor.cross_entropy(x, jnp.arange(2), (), vocabulary=4),
+        "tensor.cross_entropy needs a vocabulary of 1 to 3, the number of rows of the whole table; "
+        "got 4.",
+    ),
+    "no vocabulary": (
+        lambda x: tensor.cross_entropy(x, jnp.arange(2), (), vocabulary=0),
+        "tensor.cross_entropy needs a vocabulary of 1 to 3, the number of rows of the whole table; "
+        "got 0.",
     ),
 }
 

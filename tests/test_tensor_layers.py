@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from reference import EXACT, OPTIMIZER, assert_close
 
 from parallax import grads, mesh, rules, sequence, step, tensor, zero
-from parallax.collectives import ring
+from parallax.collectives import matmul, ring
+from parallax.collectives.types import varying
 
 STEPS, ROWS = 3, 8
 
@@ -209,20 +210,20 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
     "a row's split under a column": (
         lambda x, w: tensor.column(x, linear(w), None, "tensor"),
         P(None, "tensor"),
-        "tensor.ColumnLinear needs the 8 outputs of its eqx.nn.Linear split over the 4 devices "
-        "of 'tensor': a weight [outputs, inputs] of [1/4 of 8, 8] on each; got [8, 2]. Give it "
-        "the specs of tensor.rule(model)",
+        "tensor.ColumnLinear needs an eqx.nn.Linear whose 8 outputs are split over the 4 devices "
+        "of 'tensor': on each device a weight [outputs, inputs] of [1/4 of 8, 8]; got [8, 2]. Give "
+        "the layer the specs of tensor.rule(model)",
     ),
     "a column's split under a row": (
         lambda x, w: tensor.row(ON_TENSOR(x)[:, :2], linear(w), None, "tensor"),
         P("tensor"),
-        "tensor.RowLinear needs the 8 inputs of its eqx.nn.Linear split over the 4 devices of "
-        "'tensor': a weight [outputs, inputs] of [8, 1/4 of 8] on each; got [2, 8].",
+        "tensor.RowLinear needs an eqx.nn.Linear whose 8 inputs are split over the 4 devices of "
+        "'tensor': on each device a weight [outputs, inputs] of [8, 1/4 of 8]; got [2, 8].",
     ),
     "no split": (
         lambda x, w: tensor.column(x, linear(w), None, "tensor"),
         P(),
-        "tensor.ColumnLinear needs the 8 outputs of its eqx.nn.Linear split over the 4 devices "
+        "tensor.ColumnLinear needs an eqx.nn.Linear whose 8 outputs are split over the 4 devices "
         "of 'tensor'",
     ),
     "Equinox's order under a column": (
@@ -237,28 +238,28 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         lambda x, w: unchecked(tensor.row)(ON_TENSOR(x)[:, :2], w, None, "tensor"),
         P(None, "tensor"),
         "tensor.row needs a weight [inputs of this device, outputs]: x, of shape (3, 2), has "
-        "(2,) inputs here, and the weight is of shape (8, 2). Split its inputs over 'tensor' and "
-        "not its outputs.",
+        "inputs of shape (2,) on this device, and the weight, of shape (8, 2), takes inputs of "
+        "shape (8,). Split the weight's inputs over 'tensor' and not its outputs.",
     ),
     "a whole weight under a row": (
         lambda x, w: tensor.row(ON_TENSOR(x), w, None, "tensor"),
         P(),
-        "tensor.row needs a weight whose inputs are split over 'tensor'; this one, of shape (8, "
-        "8), is the same along 'tensor', so the sum would count it once for each device. Split "
-        "it by P('tensor').",
+        "tensor.row needs a weight whose inputs are split over 'tensor'; this weight, of shape "
+        "(8, 8), is the same along 'tensor', so devices would multiply different inputs by the "
+        "same weights. Split the weight by P('tensor').",
     ),
     "an x that is the same under a row": (
         lambda x, w: tensor.row(x[:, :2], w, None, "tensor"),
         P("tensor"),
-        "tensor.row needs an x whose inputs are split over 'tensor'; this one, of shape (3, 2), is "
-        "the same along 'tensor', so devices would multiply the same inputs by different weights. "
-        "Use",
+        "tensor.row needs an x that is split over 'tensor' along the layer's inputs; this x, of "
+        "shape (3, 2), is the same along 'tensor', so devices would multiply the same inputs by "
+        "different weights. As x, pass",
     ),
     "two biases": (
         lambda x, w: tensor.column(x, LAYER, LAYER.bias, "tensor"),
         P(),
-        "tensor.column: an eqx.nn.Linear brings its own bias. Pass bias=None; got one of shape "
-        "(8,).",
+        "tensor.column: an eqx.nn.Linear brings its own bias. Pass bias=None; got a bias of "
+        "shape (8,).",
     ),
     "sequence's column": (
         lambda x, w: unchecked(sequence.column)(x[None], w, None, "tensor", all_gather_matmul=None),
@@ -272,7 +273,7 @@ REFUSED = {  # x whole, the layer or matrix, the spec of its weight, and what is
         ),
         P(None, "tensor"),
         "sequence.row needs a weight [inputs of this device, outputs]: x, of shape (1, 3, 2), "
-        "has (2,) inputs here",
+        "has inputs of shape (2,) on this device",
     ),
 }
 
@@ -293,7 +294,7 @@ def test_the_wrong_order_is_refused(wrong):
 
 def test_scalars_cannot_be_split():
     layer = tensor.RowLinear(eqx.nn.Linear("scalar", 3, key=jax.random.key(0)), ())
-    with pytest.raises(ValueError, match="needs the scalar inputs"):
+    with pytest.raises(ValueError, match="whose scalar inputs are split over"):
         layer(jnp.ones(1))
 
 
@@ -382,7 +383,7 @@ def test_an_embedding_that_is_not_split_is_refused():
     look_up = mesh.spmd(embedding, mesh=mesh.make(**WORLD), in_specs=P(), out_specs=P())
     with pytest.raises(
         ValueError,
-        match=r"needs the 12 rows .* split over the 4 devices of 'tensor', 12 / 4 on each; got",
+        match=r"whose 12 rows are split over the 4 devices of 'tensor', 12 / 4 on each; got",
     ):
         look_up(jnp.zeros(3, jnp.int32))
     alone = tensor.Embedding(embedding.embedding, ())
@@ -405,3 +406,63 @@ def test_the_layers_of_sequence_take_what_those_of_tensor_take():
     np.testing.assert_allclose(
         over(x, up, down), np.tanh(x @ up) @ down + np.asarray(bias), rtol=1e-12
     )
+
+
+REPEATED = (
+    " needs an x that has this device's tokens; this x, of shape (2, 8, 4), is the same along "
+    "['tensor'], so each token would be repeated once per device. Split the tokens by "
+    "sequence.local_tokens, or by the spec P(None, 'tensor')."
+)
+COUNTED = (
+    " needs partial sums that differ along 'tensor'; this x, of shape (2, 8, 4), is the same along "
+    "['tensor'], and would be counted once per device. Split the weights of the layer"
+)
+SAME = {  # what takes an x and a weight that are the same on all devices, and what is said
+    "gather_from": (lambda x, w: sequence.gather_from(x, ring("tensor")), REPEATED),
+    "column": (lambda x, w: sequence.column(x, w, None, "tensor"), REPEATED),
+    "column, hop by hop": (
+        lambda x, w: sequence.column(
+            x, w, None, "tensor", all_gather_matmul=matmul.all_gather_matmul
+        ),
+        REPEATED,
+    ),
+    "reduce_scatter_to": (lambda x, w: sequence.reduce_scatter_to(x, ring("tensor")), COUNTED),
+    "row": (lambda x, w: sequence.row(x, w, None, "tensor"), COUNTED),
+    "row, hop by hop": (
+        lambda x, w: sequence.row(
+            x, w, None, "tensor", matmul_reduce_scatter=matmul.matmul_reduce_scatter
+        ),
+        COUNTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_tokens_and_terms_that_are_the_same_on_all_devices_are_refused(name):
+    f, said = SAME[name]
+    mapped = mesh.spmd(f, mesh=mesh.make(**WORLD), in_specs=(P(), P()), out_specs=P(None, "tensor"))
+    said = f"sequence.{name.split(',')[0]}{said}"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        jax.eval_shape(mapped, jnp.ones((2, 8, 4)), jnp.ones((4, 4)))
+
+
+def test_tokens_are_the_same_on_one_device_or_on_purpose():
+    """On an axis of one device, after a cast, and in a map whose types do not say what varies."""
+    x = jnp.ones((2, 8, 4))
+
+    def both(x):
+        return sequence.reduce_scatter_to(sequence.gather_from(x, "tensor"), "tensor")
+
+    on = functools.partial(mesh.spmd, in_specs=P(), out_specs=P(None, "tensor"))
+    one = on(both, mesh=mesh.make(data=8, tensor=1))
+    np.testing.assert_array_equal(one(x), x)
+    cast = on(lambda x: both(varying(x, "tensor")), mesh=mesh.make(**WORLD))
+    np.testing.assert_array_equal(cast(x), jnp.tile(4 * x, (1, 4, 1)))
+    untyped = jax.shard_map(
+        both,
+        mesh=mesh.make(**WORLD),
+        in_specs=P(None, "tensor"),
+        out_specs=P(None, "tensor"),
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(untyped)(x), 4 * x)

@@ -12,18 +12,24 @@ from collections import Counter
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from benchmark_modules import load
 from jax import lax
+from jax._src.lax import parallel
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from user_models import KINDS, batch_of
 from user_models import OPTIMIZER as ADAMW
 
-from parallax import grads, hardware, mesh, plan, rules, step
+from parallax import grads, hardware, jaxprs, mesh, plan, rules, step
 from parallax.collectives import halving, ring
 from parallax.layout import Layout
 from parallax.models import decoder, gpt2, llama
+from parallax.plan import primitives
 
 traces = load("traces")
 MEDIAN, WORST = 0.15, 0.40  # of the peak: what `plan.trace` promises, in each family
@@ -205,6 +211,16 @@ def test_parts_of_an_array_that_are_joined_are_all_read():
     assert read(lambda x: jnp.concatenate([x, x])) == SIZE
 
 
+def test_an_operation_that_reads_a_value_twice_is_one_reader():
+    """Its operand needs no memory, while a value that two operations read is written."""
+
+    def written(f):
+        return on_one(lambda x: f(x, jnp.exp(x)), SHAPE).written
+
+    assert written(lambda x, y: y * y) == written(lambda x, y: y * x) == SIZE
+    assert written(lambda x, y: (y * x, y + x)) == 3 * SIZE
+
+
 def test_a_loop_of_unknown_length_counts_only_in_the_branch_that_counts():
     """The branch with more products."""
 
@@ -286,6 +302,32 @@ def test_what_is_not_needed_or_done_twice_counts_once():
     assert on_one(lambda x: x @ x + x @ x, SHAPE).operations == {"float32": 2 * 256**3}
 
 
+@pytest.mark.parametrize("specs", [(P(), P("data")), (P("data"), P())])
+def test_an_array_that_is_passed_whole_and_split_counts_whole(specs):
+    world = mesh.abstract(data=4)
+    double = mesh.spmd(lambda x, y: (2 * x, 3 * y), mesh=world, in_specs=specs, out_specs=specs)
+    found = plan.trace(jax.jit(lambda x: double(x, x)), (SHAPE,), world)
+    whole = 4 * 256**2
+    assert found.arguments == whole
+    assert found.read == found.written == whole + whole // 4
+
+
+def test_large_arrays_that_differ_in_one_number_are_two():
+    """With this option JAX writes arrays into the program as literals."""
+    zeros = np.zeros((256, 256), np.float32)
+    other = zeros.copy()
+    other[100, 100] = 1
+    first, second = jnp.asarray(zeros), jnp.asarray(other)
+    expected = on_one(lambda x: (x @ first, x @ second), SHAPE)
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        found = on_one(lambda x: (x @ first, x @ second), SHAPE)
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    assert found.operations == expected.operations == {"float32": 2 * 2 * 256**3}
+    assert found.read == expected.read
+
+
 def test_a_sum_that_nothing_reads_is_not_sent():
     """Neither by itself nor in a loop, though JAX writes down the axis that it names as an
     effect."""
@@ -318,13 +360,245 @@ def test_a_sum_that_nothing_reads_is_not_sent():
             mesh.spmd(lambda x: x, mesh=mesh.abstract(data=2), in_specs=P(), out_specs=P()),
             "'data': 2",
         ),
+        (  # the order of the axes decides which devices are near each other
+            mesh.spmd(
+                lambda x: x, mesh=mesh.abstract(tensor=1, data=8), in_specs=P(), out_specs=P()
+            ),
+            "given the mesh {'data': 8, 'tensor': 1}",
+        ),
     ],
 )
 def test_refusals(f, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        plan.trace(f, (SHAPE,), mesh.abstract(data=8))
+        plan.trace(f, (SHAPE,), mesh.abstract(data=8, tensor=1))
     with pytest.raises(ValueError, match=r"mesh\.abstract needs axes"):
         mesh.abstract(data=0)
+
+
+def traced_on_four(f, *shapes, jit=lambda f: f):
+    """The trace of `f` on four devices, each with a whole copy of the arguments."""
+    world = mesh.abstract(data=4)
+    mapped = mesh.spmd(f, mesh=world, in_specs=P(), out_specs=P("data"))
+    return plan.trace(jit(mapped), shapes, world, hardware=hardware.H100)
+
+
+def test_a_ragged_all_to_all_takes_the_time_of_an_all_to_all_that_fills_its_result():
+    def exchanged(a, n):
+        a, n = (lax.pcast(each, "data", to="varying") for each in (a, n))
+        return lax.ragged_all_to_all(a, a, n, n, n, n, axis_name="data")
+
+    def all_to_all(a):
+        return lax.all_to_all(lax.pcast(a, "data", to="varying"), "data", 0, 0)
+
+    rows = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
+    found = traced_on_four(exchanged, rows, jax.ShapeDtypeStruct((4,), jnp.int32))
+    (message,) = found.messages
+    assert (message.kind, message.bytes) == ("ragged-all-to-all", 16000)
+    assert found.seconds.messages == traced_on_four(all_to_all, rows).seconds.messages
+
+
+@pytest.mark.parametrize("reduce", [lax.reduce, lax.reduce_window])
+def test_a_reduction_by_a_users_function_is_no_call_of_it(reduce):
+    windows = ((2, 2), (2, 2), "VALID") if reduce is lax.reduce_window else ((0,),)
+    capped = lambda a, b: jnp.minimum(jnp.maximum(a, b), 6)
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    found = traced_on_four(lambda x: reduce(x, np.float32(-np.inf), capped, *windows), x)
+    numbers = 32 if reduce is lax.reduce_window else 8
+    assert (found.read, found.written) == (4 * 16 * 8, 4 * numbers)
+
+
+def test_a_loop_without_iterations_counts_nothing():
+    def products(x):
+        looped, _ = lax.scan(lambda y, _: (y @ y, None), x, None, length=0)
+        return looped @ x
+
+    found = traced_on_four(products, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert found.operations == {"float32": 2 * 8**3}
+
+
+def test_a_donated_number_is_no_buffer():
+    donate = lambda f: jax.jit(f, donate_argnums=0)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert (
+        traced_on_four(lambda s, x: s["x"] * s["n"] + x, {"x": x, "n": 2}, x, jit=donate).donated
+        == 32
+    )
+
+
+ROWS = P("data")
+
+
+def on_four(f, *shapes, in_specs, out_specs=ROWS):
+    """The trace of `f` on four devices."""
+    world = mesh.abstract(data=4)
+    mapped = mesh.spmd(f, mesh=world, in_specs=in_specs, out_specs=out_specs)
+    return plan.trace(jax.jit(mapped), shapes, world)
+
+
+def test_every_primitive_of_jax_that_communicates_is_in_both_tables():
+    """Left out: the halves of asynchronous calls, and messages between two programs."""
+    assert set(primitives.COLLECTIVES) == jaxprs.COLLECTIVES - {"linear_collective"}
+    names = {each.name for each in vars(parallel).values() if isinstance(each, Primitive)}
+    whole = {name for name in names if not name.endswith(("_start", "_done"))}
+    silent = primitives.SAME | {"axis_index", "psend", "precv"}
+    assert whole - silent <= set(primitives.COLLECTIVES)
+
+
+def test_sums_of_unreduced_gradients_are_sent():
+    """The gradient of a reduced parameter is a term of a sum; the casts need no memory."""
+
+    def gradient(w, x, add):
+        w = lax.pcast(w, "data", to="reduced")
+        return add(jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), "data")
+
+    def traced(add, out):
+        f = functools.partial(gradient, add=add)
+        return on_four(f, SHAPE, SHAPE, in_specs=(P(), P("data")), out_specs=out)
+
+    summed = traced(lax.psum, P())
+    scattered = traced(functools.partial(lax.psum_scatter, tiled=True), P("data"))
+    of = lambda found: [(message.kind, message.bytes) for message in found.messages]
+    assert of(summed) == [("all-reduce", SIZE)]
+    assert of(scattered) == [("reduce-scatter", SIZE // 4)]
+
+    def cast(x, to):
+        return lax.psum(lax.pcast(jnp.sum(x, 0), "data", to=to) if to else jnp.sum(x, 0), "data")
+
+    unreduced, varying = (
+        on_four(functools.partial(cast, to=to), SHAPE, in_specs=P("data"), out_specs=P())
+        for to in ("unreduced", "")
+    )
+    assert (unreduced.sent, unreduced.temporaries) == (varying.sent, varying.temporaries)
+
+
+@pytest.mark.parametrize("platform", ["", "cpu"])
+def test_constants_that_a_loop_reads_too_are_in_memory_outside(platform):
+    def of(layer):
+        def f(x):
+            filled = [jnp.full((256, 256), 0.5 + k) for k in range(4)]
+            looped, _ = lax.scan(lambda y, _: (layer(y, filled), None), x, None, length=3)
+            return looped, filled[0] @ filled[1] + filled[2] @ filled[3]
+
+        return on_one(f, SHAPE, platform=platform).temporaries
+
+    unread = of(lambda y, _: jnp.tanh(y * 2))
+    assert of(lambda y, filled: functools.reduce(jnp.matmul, filled, y)) >= unread > 0
+
+
+def test_a_ragged_product_counts_as_one_of_all_its_rows():
+    def loss(experts, x):
+        return jnp.sum(lax.ragged_dot(x, experts, jnp.array([100, 156])))
+
+    def counted(f):
+        experts = jax.ShapeDtypeStruct((2, 256, 64), jnp.float32)
+        return on_one(f, experts, SHAPE).operations["float32"]
+
+    product = 2 * 256 * 256 * 64
+    assert counted(loss) == product
+    # Forward nothing is needed; backward one product each for the experts and for the rows.
+    assert counted(jax.grad(loss)) == product
+    assert counted(jax.grad(lambda e, x: loss(e, x) ** 2, argnums=(0, 1))) == 3 * product
+
+
+def test_a_linear_solve_runs_the_program_that_solves():
+    """Its matmuls and messages count, and the loop in it is named; what only the gradient reads
+    is not needed."""
+
+    def solved(a, b):
+        product = lambda v: lax.psum(a.T @ (a @ v), "data") + v
+        return jax.scipy.sparse.linalg.cg(product, b, maxiter=10)[0]
+
+    column = jax.ShapeDtypeStruct((256, 8), jnp.float32)
+    found = on_four(solved, SHAPE, column, in_specs=(P("data"), P()))
+    product = 2 * 64 * 256 * 8
+    # Before the loop, and in its one trip
+    assert found.operations == {"float32": 2 * 2 * product}
+    assert [(m.kind, times) for m, times in found.messages.items()] == [("all-reduce", 2)]
+    assert (len(found.unbounded), found.uncounted) == (1, [])
+
+    def with_transpose(a, b, c):
+        solve = lambda _, y: a @ y
+        transposed = lambda _, y: (c @ c) @ y
+        return lax.custom_linear_solve(lambda v: v, b, solve, transposed)
+
+    found = on_one(with_transpose, SHAPE, column, SHAPE)
+    assert found.operations == {"float32": 2 * 256 * 256 * 8}
+    assert found.arguments == SIZE + 4 * 256 * 8
+
+
+def test_a_kernel_without_a_stated_cost_is_named():
+    def kernel(x, out):
+        out[...] = x[...] * 2
+
+    def called(x, cost=None):
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).mat)
+        return pl.pallas_call(kernel, out_shape=out, cost_estimate=cost)(x)
+
+    silent = on_one(called, SHAPE)
+    assert len(silent.uncounted) == 1
+    assert "operations inside not counted: tests/test_trace.py" in str(silent)
+    cost = pl.CostEstimate(flops=7, transcendentals=0, bytes_accessed=0)
+    stated = on_one(functools.partial(called, cost=cost), SHAPE)
+    assert (stated.uncounted, stated.operations) == ([], {"float32": 7})
+    # In the branch of a conditional that does not count, it is not named.
+    larger = lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x, called, x)
+    assert on_one(larger, SHAPE).uncounted == []
+
+
+def test_a_name_needs_no_memory():
+    def of(name):
+        def loss(w, x):
+            for _ in range(3):
+                x = name(jnp.tanh(x @ w) * 2)
+            return jnp.sum(x**2)
+
+        found = on_one(jax.grad(loss), SHAPE, SHAPE)
+        return found.temporaries, found.read, found.written
+
+    assert of(lambda x: checkpoint_name(x, "x")) == of(lambda x: x)
+
+
+def test_groups_within_an_axis_are_refused():
+    grouped = functools.partial(
+        lax.all_gather, axis_name="data", axis_index_groups=[[0, 1], [2, 3]], tiled=True
+    )
+    with pytest.raises(ValueError, match=r"`all_gather` with axis_index_groups .*an axis of their"):
+        on_four(grouped, SHAPE, in_specs=P("data"))
+
+
+def test_lines_outside_of_spmd_that_use_its_split_arrays_are_named():
+    world = mesh.abstract(data=4)
+    double = mesh.spmd(lambda w, x: w * 2, mesh=world, in_specs=(ROWS, P()), out_specs=ROWS)
+    of = lambda f: plan.trace(jax.jit(f), (SHAPE, SHAPE), world)
+    for touched in (
+        lambda w, x: w - 0.1 * double(w, x),
+        lambda w, x: x @ double(w, x),
+        lambda w, x: double(w * 2, x),
+        lambda w, x: (jnp.sum(w), double(w, x)),
+    ):
+        found = of(touched)
+        assert len(found.outside) == 1
+        assert "outside of mesh.spmd, whole arrays counted: tests/test_trace.py" in str(found)
+    for apart in (double, lambda w, x: (double(w, x * 3), x * 2)):
+        assert of(apart).outside == []
+
+
+def test_a_step_without_a_branch_for_its_platform_is_refused():
+    halves = lambda x: lax.platform_dependent(x, cpu=jnp.sin, tpu=jnp.cos)
+    assert on_one(halves, SHAPE, platform="tpu").temporaries == 0
+    for platform in ("", "cuda"):
+        with pytest.raises(ValueError, match=r"for 'cpu', 'tpu' and no default.*Pass platform="):
+            on_one(halves, SHAPE, platform=platform)
+
+
+def test_the_condition_of_a_loop_counts_once():
+    def f(x):
+        small = lambda y: lax.psum(jnp.sum(y @ y), "data") < 1e9
+        return lax.while_loop(small, lambda y: y * 2, x)
+
+    found = on_four(f, jax.ShapeDtypeStruct((256, 64), jnp.float32), in_specs=P("data"))
+    assert found.operations == {"float32": 2 * 64**3}
+    assert [(m.bytes, times) for m, times in found.messages.items()] == [(4, 1)]
 
 
 # Models of users, and the recipe: each family of layouts

@@ -211,6 +211,12 @@ def test_goodput_counts_what_was_lost_and_the_time_away(monkeypatch):
 # Metrics
 
 
+def test_a_value_named_step_does_not_take_the_place_of_the_step(tmp_path):
+    sink = metrics.jsonl(tmp_path / "metrics.jsonl")
+    sink(7, {"step": 3.0, "loss": 1.0})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 7, "loss": 1.0}
+
+
 def test_jsonl_goes_on_after_the_checkpoint(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     sink = metrics.jsonl(path)

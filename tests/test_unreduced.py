@@ -176,14 +176,14 @@ REFUSED = {  # (function, states, what is said)
     "a reduced sum": (
         lambda m, x: m.all_reduce(x, "x"),
         {"x": "R"},
-        "all_reduce along 'x' needs an x that is varying or invariant there; this one, of shape "
-        "(8,), is reduced along 'x'. Cast it first: lax.pcast(x, 'x', to=\"varying\").",
+        "all_reduce along 'x' does not take an x that is reduced along 'x'; this x has the shape "
+        "(8,). Cast it first: lax.pcast(x, 'x', to=\"varying\").",
     ),
     "an unreduced block": (
         lambda m, x: m.all_gather(x, "x"),
         {"x": "U"},
-        "all_gather along 'x' needs an x that is varying or invariant there; this one, of shape "
-        "(8,), is unreduced along 'x'. Sum it first, by all_reduce or reduce_scatter.",
+        "all_gather along 'x' does not take an x that is unreduced along 'x'; this x has the shape "
+        "(8,). Sum it first, by all_reduce or reduce_scatter.",
     ),
     "unreduced along one of two": (
         lambda m, x: m.reduce_scatter(x, ("x", "y"), tiled=True),
@@ -195,7 +195,7 @@ REFUSED = {  # (function, states, what is said)
     "another type": (
         lambda m, x: m.all_gather(x, "x", to="unreduced"),
         {},
-        "all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; got "
+        "all_gather: `to` must be 'varying', 'invarying' or 'reduced', as in lax.all_gather; got "
         "'unreduced'.",
     ),
 }

@@ -19,7 +19,7 @@ from reference import products as of_computation
 
 from parallax import mesh, pipeline, plan, tensor
 from parallax.compiled import hlo
-from parallax.jaxprs import inner, opened
+from parallax.jaxprs import every, inner, opened
 from parallax.models import flash, gpt2
 from parallax.schedule import one_f_one_b_lockstep, zero_bubble_lockstep
 from parallax.split_backward import split
@@ -183,6 +183,67 @@ def test_what_waits_is_no_larger_than_the_cotangents_of_products():
     kept = forward(trained, x, given_)
     _, passed = jax.eval_shape(inputs, trained, given_, kept, (x, jnp.ones((), FLOAT64)))
     assert sum(leaf.size for leaf in passed) == L * (T * (3 * D + H + D + D) + H + D)
+
+
+def test_a_collective_of_jax_does_not_keep_the_gradient_of_a_weight_in_the_first_part():
+    """JAX gives its collectives an effect, the use of an axis's name. They may run in either
+    part."""
+    over = mesh.make(data=2, devices=jax.devices()[:2])
+
+    def names(jaxpr):
+        return [eqn.primitive.name for eqn in every(opened(jaxpr))]
+
+    def parts(whole, w, x):
+        y, transpose = jax.vjp(lambda w, x: jnp.tanh(x @ whole(w)), w, x)
+        kept, tree = jax.tree.flatten(transpose)
+
+        def backward(ct, *kept):
+            of_w, of_x = jax.tree.unflatten(tree, kept)(ct)
+            return of_x, of_w
+
+        first, second = split(jax.make_jaxpr(backward)(y, *kept), cotangents=1, inputs=1)
+        found.append((names(first), names(second)))
+        return y
+
+    found = []
+    gathered = lambda w: lax.all_gather(w, "data", tiled=True)
+    for whole, spec in ((gathered, P("data")), (lambda w: w, P())):
+        f = functools.partial(parts, whole)
+        run = mesh.spmd(f, mesh=over, in_specs=(spec, P("data")), out_specs=P("data"))
+        jax.eval_shape(run, jnp.ones((D, D)), jnp.ones((2 * T, D)))
+    for (first, second), collective in zip(
+        found, ("reduce_scatter", "psum_invariant"), strict=True
+    ):
+        assert first.count("dot_general") == second.count("dot_general") == 1
+        assert collective in second
+        assert collective not in first
+
+
+def test_a_loop_that_only_prints_is_split_too(capfd):
+    """It has no result, and its prints come from the first part alone."""
+
+    @jax.checkpoint
+    def stage(w, x):
+        show = lambda carry, row: (jax.debug.print("row {}", row), (None, None))[1]
+        lax.scan(show, None, x[:2, 0])
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    w, x = jnp.ones((L, D, D), FLOAT64) / D, jnp.ones((T, D), FLOAT64)
+    y, transpose = jax.vjp(stage, w, x)
+    kept, tree = jax.tree.flatten(transpose)
+
+    def backward(ct, *kept):
+        of_w, of_x = jax.tree.unflatten(tree, kept)(ct)
+        return of_x, of_w
+
+    first, second = split(jax.make_jaxpr(backward)(y, *kept), cotangents=1, inputs=1)
+    jax.effects_barrier()
+    capfd.readouterr()
+    of_x, *handed = jaxpr_as_fun(first)(y, *kept)
+    of_w = jaxpr_as_fun(second)(*kept, *handed)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("row") == 2
+    assert_close((of_x, *of_w), backward(y, *kept), 1e-13)
 
 
 CONFIG = gpt2.Config(layers=4, heads=2, width=32, context=16, vocabulary=8)

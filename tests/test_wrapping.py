@@ -201,7 +201,7 @@ def grad_fn(case, axis, algorithm=xla):
 
 
 REFUSALS = (
-    "as a share does",
+    "so it counts as a share",
     "is inside another one over the same axis",
     "A norm is taken inside a function",
     "wraps grads.clipped",
@@ -427,11 +427,65 @@ def test_a_share_that_is_gathered_for_one_use_of_two_is_refused():
 
     with pytest.raises(
         ValueError,
-        match=r"parameter itself, here of shape \(2, 8\), differs along 'dp' as a share does",
+        match=r"parameter itself, here of shape \(2, 8\), differs along 'dp', so it counts as",
     ):
         over(
             grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8
         )(PARAMS["table"], BATCH)
+
+
+def columns(weights, x):
+    return jnp.mean(jnp.tanh(x @ weights) ** 2)
+
+
+def gathered_products(weights, x, gather):
+    """A column-parallel layer, as over an axis that does not split the rows of `x`."""
+    return jnp.mean(jnp.tanh(gather(x @ weights)) ** 2)
+
+
+@pytest.mark.parametrize("how", ["gathered", "gathered by a ring", "in a convolution", "hidden"])
+def test_a_share_whose_product_with_own_rows_is_sent_is_refused(how):
+    """The rows of a product by a share are this device's own, so its columns are of other rows."""
+    gather = functools.partial(
+        ring.all_gather if how == "gathered by a ring" else lax.all_gather,
+        axis_name="dp",
+        axis=1,
+        tiled=True,
+    )
+
+    def loss(weights, x):
+        if how == "in a convolution":
+            convolved = lax.conv(x[..., None], weights[..., None], (1,), "VALID")
+            return jnp.mean(jnp.tanh(gather(convolved[..., 0])) ** 2)
+        if how == "hidden":
+            x = x @ lax.all_gather(weights, "dp", axis=1, tiled=True)[:, : x.shape[1]]
+        return gathered_products(weights, x, gather)
+
+    is_convolution = how == "in a convolution"
+    weights, specs = normal(0, 16, 16), P("dp") if is_convolution else P(None, "dp")
+    with pytest.raises(ValueError, match="differs along 'dp', so it counts as a share"):
+        over(grads.averaged(jax.value_and_grad(loss), "dp"), (specs, P("dp")), (P(), specs), dp=8)(
+            weights, normal(1, 16, 16)
+        )
+
+
+def test_own_rows_may_meet_a_share_first_and_then_travel():
+    """A ring of rows, written by hand: each device multiplies the rows of all devices by its
+    columns, its own rows first, and one all-to-all brings the products home."""
+
+    def loss(weights, x):
+        n, products = lax.axis_size("dp"), []
+        for _ in range(n):
+            products.append(x @ weights)
+            x = lax.ppermute(x, "dp", [(i, (i + 1) % n) for i in range(n)])
+        # Product `hop` has the rows of device me - hop.
+        by_owner = (lax.axis_index("dp") - np.arange(n, dtype=np.int32)) % n
+        home = lax.all_to_all(jnp.stack(products)[by_owner], "dp", 0, 0)
+        return jnp.mean(jnp.tanh(jnp.concatenate(home, axis=1)) ** 2)
+
+    weights, x, specs = normal(0, 16, 16), normal(1, 16, 16), P(None, "dp")
+    f = over(grads.averaged(jax.value_and_grad(loss), "dp"), (specs, P("dp")), (P(), specs), dp=4)
+    assert_close(f(weights, x), jax.value_and_grad(columns)(weights, x), EXACT)
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -452,7 +506,7 @@ def test_a_share_that_is_read_by_closure_is_gathered_too(gathers):
         return
     with pytest.raises(
         ValueError,
-        match=r"parameter itself, here of shape \(2, 8\), differs along 'dp' as a share does",
+        match=r"parameter itself, here of shape \(2, 8\), differs along 'dp', so it counts as",
     ):
         split(w, x)
 
@@ -485,7 +539,7 @@ def test_a_rule_that_splits_weights_like_the_batch_is_refused_whatever_its_axis_
     state, specs = step.init(make, optax.sgd(0.1), rule, mesh.make(**{axis: 8}))
     train = step.make(grads.averaged(jax.value_and_grad(local), axis), optax.sgd(0.1))
     with pytest.raises(
-        ValueError, match=f"down, here of shape .2, 8., differs along '{axis}' as a share does"
+        ValueError, match=f"down, here of shape .2, 8., differs along '{axis}', so it counts as a"
     ):
         over(train, (specs, P(axis)), (specs, P()), **{axis: 8})(state, BATCH)
 
@@ -503,7 +557,7 @@ def test_an_inner_mean_under_jit_knows_whether_it_is_inside():
     w, x = normal(0, WIDTH), normal(1, ROWS, WIDTH)
     want = jax.value_and_grad(lambda w, x: plain(w - jax.grad(plain)(w, x), x))(w, x)
     assert_close(over(meta, (P(), P("dp")), P(), dp=8)(w, x), want, EXACT)
-    with pytest.raises(ValueError, match="as a share does"):
+    with pytest.raises(ValueError, match="so it counts as a share"):
         over(lambda w, x: inner(varying(w, "dp"), x), (P(), P("dp")), P(), dp=8)(w, x)
     shares = over(
         grads.averaged(jax.value_and_grad(loss), "dp"), (P("dp"), P("dp")), (P(), P("dp")), dp=8
@@ -808,6 +862,14 @@ CLIPS_INSIDE = {
     "unscaled": precision.unscaled(
         grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.asarray(SCALE)
     ),
+    "accumulated, mixed": grads.accumulated(
+        precision.mixed(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.bfloat16),
+        microbatches=2,
+    ),
+    "unscaled, mixed": precision.unscaled(
+        precision.mixed(grads.clipped(grads.averaged(PLAIN, "data"), MAX_NORM), jnp.float16),
+        jnp.asarray(SCALE),
+    ),
 }
 
 
@@ -1047,7 +1109,7 @@ WRAPPERS = {
 def test_what_is_no_gradient_function_is_told(name, message, wrapper):
     grad_fn = WRAPPERS[wrapper](NO_GRADIENT_FUNCTIONS[name])
     params = {key: PARAMS[key] for key in ("up", "down")}
-    with pytest.raises(ValueError, match=f"this one returned {message}.*instead of the loss"):
+    with pytest.raises(ValueError, match=f"returned no pair, but .*{message}.*instead of the loss"):
         over(grad_fn, (P(), P("data")), P(), data=8)(params, BATCH)
 
 
@@ -1060,6 +1122,9 @@ def test_a_norm_that_nothing_can_have_is_refused(max_norm):
     ):
         with pytest.raises(ValueError, match=f"{name}: max_norm must be above 0"):
             wrapped()
+    # A user's arguments are not checked by their types, so the norm may also be an array.
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        inspect.unwrap(clipped)(PLAIN, jnp.asarray(max_norm))
     clipped(PLAIN, float("inf"))
 
 
@@ -1099,7 +1164,7 @@ FORGOTTEN = {
             lambda s: zero.sharded(optax.adamw(1e-3), "data", s),
         ),
         "optimizer's state has an array of shape .16, 8. for down, but each device updates only a "
-        "shard of this leaf, of shape .2, 8.*optimizer_rule=",
+        "shard of this leaf, of shape .2, 8.*pass to step.init an optimizer_rule",
     ),
 }
 

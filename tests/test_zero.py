@@ -368,6 +368,16 @@ def test_a_sharded_optimizer_is_the_optimizer(optimizer, arrive):
         assert_close(jax.jit(spmd)(PARAMS, INPUTS), expected, EXACT)
 
 
+def test_gradients_of_other_shapes_than_the_specs_are_not_scattered():
+    """In a pipeline, the gradients of blocks have a first dim of chunks."""
+    scatter = lambda gradients: zero.reduce_scatter(gradients, "data", {"w": P(None, "data")})
+    run = mesh.spmd(scatter, mesh=mesh.make(data=8), in_specs=(P(),), out_specs=P())
+    for shape in ((1, 3, 8), (8,)):
+        message = rf"splits dim 1 over the 8 devices of data, .* shape \({shape[0]}"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(run, {"w": jnp.zeros(shape)})
+
+
 @pytest.mark.sweep(3, "wholes")
 def test_a_split_inside_a_group_with_copies_across_groups():
     """Hybrid: shares over 4 devices, copies over 2 groups of them, the batch over all 8."""
@@ -485,6 +495,31 @@ def test_zero_3_takes_a_model_that_holds_random_keys(axis):
         out_specs=P(),
     )
     assert_close(jax.jit(run)(model, batch), loss(model, batch), EXACT)
+
+
+@pytest.mark.parametrize("wraps", ["the loss", "the gradients"])
+def test_specs_of_another_tree_are_refused(wraps):
+    """Nothing would be gathered, and each device would use its share as the whole parameter."""
+    specs, other = {"w": P("data")}, {"block": {"w": P("data")}, "bias": P()}
+    loss = lambda model, batch: jnp.mean(batch) * jnp.sum(model["w"])
+    if wraps == "the loss":
+        function = zero.gathered(loss, "data", other)
+    else:
+        grad = zero.gathered_once(jax.value_and_grad(loss), "data", other)
+        function = lambda model, batch: grad(model, batch)[0]
+    run = mesh.spmd(
+        lambda model, batch: jax.lax.pmean(function(model, batch), "data"),
+        mesh=mesh.make(data=8),
+        in_specs=(specs, P("data")),
+        out_specs=P(),
+    )
+    refused(
+        "the specs split 'block.w' over ('data',), and the tree has no leaf that they split. Its "
+        "leaves are ['w'].",
+        jax.jit(run),
+        {"w": jnp.ones(8)},
+        jnp.ones(8),
+    )
 
 
 @pytest.mark.parametrize(

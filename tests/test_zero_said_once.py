@@ -2,6 +2,7 @@
 part of it is told."""
 
 import functools
+import math
 import re
 
 import equinox as eqx
@@ -146,6 +147,78 @@ def test_stage_2_alone_scatters_each_microbatch(stage):
     assert ("reduce_scatter" in inside, "reduce_scatter" in outside) == (stage == 2, stage == 1)
 
 
+# Each device runs its own experts on the rows of all devices; the sum over the experts goes back to
+# the rows. The table is ZeRO's to split; the experts' other dims are odd, so `fsdp` splits none.
+EXPERTS = {
+    "up": jnp.sin(jnp.arange(4 * 3 * 5.0)).reshape(4, 3, 5),
+    "table": jnp.cos(jnp.arange(8 * 3.0)).reshape(8, 3),
+}
+OF_EXPERTS = rules.first(rules.experts("up", P("expert")), WHOLE)
+
+
+def expert_loss(model, rows, *, axis=None):
+    x = rows @ model["table"]
+    if axis is not None:
+        x = jax.lax.all_gather(x, axis, tiled=True)
+    y = jnp.tanh(jnp.einsum("rd,edf->erf", x, model["up"])).sum((0, 2))
+    if axis is not None:
+        y = jax.lax.psum_scatter(y, axis, tiled=True)
+    return jnp.mean(y**2)
+
+
+def experts_trained(stage, axis, sizes, microbatches):
+    """The model after three steps, and what each call of the loss got of the experts."""
+    optimizer, seen = optax.adam(1e-2, eps=1e-6), set()
+    world = mesh.make(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+    def split_loss(model, rows):
+        seen.add(model["up"].shape)
+        return expert_loss(model, rows, axis="expert")
+
+    sharing = zero.ZeRO(stage, axis, OF_EXPERTS, EXPERTS, world, min_size=1)
+    state, specs = step.init(
+        lambda: EXPERTS, optimizer, sharing.rule, world, optimizer_rule=sharing.optimizer_rule
+    )
+    grad = jax.value_and_grad(sharing.loss(split_loss))
+    grad = sharing.grad(grad, microbatches=microbatches)
+    train = step.make(grad, sharing.optimizer(optimizer), max_norm=0.5)
+    in_specs = specs, P(tuple(sizes))
+    train = jax.jit(mesh.spmd(train, mesh=world, in_specs=in_specs, out_specs=(specs, P())))
+    for _ in range(3):
+        with STANDARD():
+            state, _ = train(state, X)
+    return state.model, seen
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("axis", "sizes"),
+    [
+        (("data", "expert"), {"data": 2, "expert": 2}),
+        (("expert", "data"), {"data": 2, "expert": 2}),
+        ("expert", {"expert": 4}),
+        (ring(("data", "expert")), {"data": 4, "expert": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_stay_split_over_an_axis_of_the_batch(stage, axis, sizes, microbatches):
+    optimizer = optax.adam(1e-2, eps=1e-6)
+    alone = step.State(EXPERTS, optimizer.init(EXPERTS), jnp.zeros((), jnp.int32))
+    train = jax.jit(step.make(jax.value_and_grad(expert_loss), optimizer, max_norm=0.5))
+    for _ in range(3):
+        with STANDARD():
+            alone, _ = train(alone, X)
+    model, seen = experts_trained(stage, axis, sizes, microbatches)
+    assert seen == {(4 // sizes["expert"], 3, 5)}
+    for name, expected in alone.model.items():
+        np.testing.assert_allclose(model[name], expected, rtol=EXACT, atol=EXACT)
+    held = 1 / math.prod(sizes.values()) if stage == 3 else 1
+    table = model["table"]
+    assert table.addressable_shards[0].data.size == held * table.size
+
+
 FORGOTTEN = {
     "1: grad": (1, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
     "2: grad": (2, {"forgotten": ("grad",)}, "zero.reduce_scattered or ZeRO.grad"),
@@ -155,29 +228,29 @@ FORGOTTEN = {
     "1: the optimizer's rule": (
         1,
         {"forgotten": ("optimizer_rule",)},
-        "or ZeRO.optimizer_rule, or call this optimizer's init",
+        "or ZeRO.optimizer_rule. Or make the state for shards",
     ),
     "2: the optimizer's rule": (
         2,
         {"forgotten": ("optimizer_rule",)},
-        "or ZeRO.optimizer_rule, or call this optimizer's init",
+        "or ZeRO.optimizer_rule. Or make the state for shards",
     ),
     "3: loss": (3, {"forgotten": ("loss",)}, "ZeRO.loss"),
     "3: the model's rule": (
         3,
         {"model_rule": lambda sharing: RULE},
-        "a device needs the shape (8, 4) of layers.0.linear.weight",
+        "a device needs a part of shape (8, 4) of layers.0.linear.weight",
     ),
     "1: which rule is the model's": (
         1,
         {"model_rule": lambda sharing: sharing.optimizer_rule},
-        "in stage 1, by the spec P('tensor',), a device needs the shape (8, 8) of "
-        "layers.0.linear.weight, whose whole shape is (16, 8); got",
+        "in stage 1, a device needs a part of shape (8, 8) of layers.0.linear.weight; got (8, 4). "
+        "The whole shape is (16, 8), and the spec is P('tensor',).",
     ),
     "the rule of the split layers": (
         1,
         {"inside": WHOLE},
-        "tensor.ColumnLinear needs the 16 outputs",
+        "tensor.ColumnLinear needs an eqx.nn.Linear whose 16 outputs are split over the 2 devices",
     ),
     "the rule of the other leaves": (
         1,
@@ -193,7 +266,7 @@ FORGOTTEN = {
     "the model's other sizes": (
         1,
         {"model": eqx.filter_eval_shape(make_mlp, 32)},
-        "a device needs the shape (16, 8) of",
+        "a device needs a part of shape (16, 8) of",
     ),
     "a leaf of the model": (
         1,
@@ -203,7 +276,7 @@ FORGOTTEN = {
     "the state's specs": (
         1,
         {"specs_in": P()},
-        "a device needs the shape (8, 8) of layers.0.linear.weight",
+        "a device needs a part of shape (8, 8) of layers.0.linear.weight",
     ),
     "the size of the mesh": (1, {"sizes": (4, 2)}, "the mesh has 4 devices along 'data', not 2"),
 }

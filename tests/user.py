@@ -129,9 +129,7 @@ def train_steps(specs: PyTree) -> list[step.Step]:
     three = grads.averaged(value_and_grad(zero.gathered(loss, ring("data"), specs)), "data")
     sharded = zero.sharded(optimizer, ring("data"), specs)
     whole = optimizers.whole(optax.lamb(1e-3), "data", specs)
-    muon = optimizers.by_matrix(
-        optax.contrib.muon(1e-3), ring("data"), specs, layers={"blocks.**": 1}
-    )
+    muon = optimizers.by_matrix(optax.contrib.muon(1e-3), ring("data"), specs, layers={"w": 0})
     return [
         step.make(one, whole),
         step.make(one, muon),

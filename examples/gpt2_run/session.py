@@ -1,5 +1,5 @@
-"""What the loop of `examples/gpt2.py` works with: its counts, where its numbers go, its
-checkpoints, and the way back to one."""
+"""The `Session` of the training loop of `examples/gpt2.py`: counts skipped steps,
+writes metrics and checkpoints, and goes back to an earlier checkpoint after a fault."""
 
 import dataclasses
 import hashlib
@@ -20,8 +20,8 @@ from parallax.run.watchdog import Watchdog
 
 
 def sinks(plan: Plan, first: int) -> metrics.Sink:
-    """Where the numbers of each step go: rank 0 alone writes. The old numbers of steps
-    after `first`, which the run computes again, are dropped."""
+    """Returns the sink for the metrics of each step; only rank 0 writes. Old metrics of
+    steps after `first` are dropped, because the run computes these steps again."""
     s = plan.settings
     if plan.job.rank > 0:
         return metrics.to_all()
@@ -35,14 +35,16 @@ def sinks(plan: Plan, first: int) -> metrics.Sink:
 
 
 def limited(spikes: Spikes | None) -> tuple[Any, ...]:
-    """The arguments of the step after the batch: None for the weights of the tokens,
-    and the guard's limit on the loss. Without a guard there are no such arguments."""
+    """Returns the arguments that follow the batch in a call of the train step. With a
+    guard against spikes there are two: the weights of the tokens, here None, and the
+    guard's limit on the loss. Without a guard there are none."""
     return () if spikes is None else (None, np.float32(spikes.limit))
 
 
 @dataclasses.dataclass
 class Session:
-    """What the loop works with, from the first step of this process to its last."""
+    """The objects that the training loop uses, from the first step of this process to
+    its last step."""
 
     plan: Plan
     watch: Watchdog
@@ -52,9 +54,9 @@ class Session:
     checkpoints: Checkpoints
     rate: float  # flops per second
     rollbacks: list[int]  # the steps at which copies differed, or losses were spikes
-    spikes: Spikes | None  # the guard, where there is one
-    described: str  # what the run said before its first step
-    program: Any  # the compiled step as it is read, whatever `train` wraps round it
+    spikes: Spikes | None  # the guard against spikes, if there is one
+    described: str  # the text that the run printed before its first step
+    program: Any  # the compiled step, for the report; `train` may wrap it
     one_device: list[float]  # the losses of the first steps on one device
     skipped: metrics.Skipped = dataclasses.field(init=False)
     clock: metrics.Clock = dataclasses.field(init=False)
@@ -63,19 +65,23 @@ class Session:
     evaluated: tuple[int, float] = (
         0,
         math.nan,
-    )  # the last step at which the held-out loss was measured, and that
-    told: str = ""  # the signal that ended it
+    )  # the last step at which the held-out loss was measured, and that loss
+    told: str = ""  # the signal that ended the loop
 
     def begin(self, first: int, note: dict[str, Any]) -> None:
-        """Count from step `first` on, with what its checkpoint noted."""
+        """Prepares the session for the steps after `first`. `note` is a dict from the
+        checkpoint of step `first`, with the list of skipped steps and the states of the
+        clock and of the guard against spikes. Without a checkpoint `note` is empty."""
         plan, s = self.plan, self.plan.settings
         self.skipped = metrics.Skipped(s.skip_budget, note.get("skipped", []))
         self.clock = metrics.Clock(note.get("clock"))
         self.sink = sinks(plan, first)
         if self.spikes is not None:
+            past = self.spikes.past  # what the run skipped, it still skips
             self.spikes = Spikes(
                 self.spikes.factor, self.spikes.budget, note.get("spikes")
             )
+            self.spikes.past = max(past, self.spikes.past)
         live = sys.stdout.isatty() and plan.job.processes == 1
         self.progress = report.Progress(
             s.steps, first, report.printer(plan.job), live=live
@@ -88,12 +94,12 @@ class Session:
         return 0 if self.spikes is None else self.spikes.past
 
     def one_step(self, state: step.State, windows: Any) -> tuple[step.State, step.Info]:
-        """One step of training. If the run has a guard against spikes, a step whose
-        loss is above the guard's limit changes nothing."""
+        """Runs one step of training. If the run has a guard against spikes, a step
+        whose loss is above the guard's limit changes nothing."""
         return self.train(state, windows, *limited(self.spikes))
 
     def save(self, i: int, state: step.State) -> None:
-        """Begin a checkpoint, with what the loop has counted."""
+        """Begins to save a checkpoint, with the note that `begin` reads."""
         with self.clock("checkpoints"):
             note = {
                 "skipped": self.skipped.steps,
@@ -105,7 +111,7 @@ class Session:
             self.checkpoints.save(i, state, note, evaluated=evaluated)
 
     def compare(self, i: int, state: step.State, *, saves: bool) -> None:
-        """Raise `CopiesDiffer` if the devices' copies of the state differ. They are
+        """Raises `CopiesDiffer` if the devices' copies of the state differ. They are
         compared every `--fingerprint-every` steps, and before each save, so that no
         checkpoint holds a fault."""
         every = self.plan.settings.fingerprint_every
@@ -114,10 +120,11 @@ class Session:
                 fingerprint.check(i, state)
 
     def back(self, error: fingerprint.CopiesDiffer | Spiked) -> tuple[step.State, int]:
-        """The state and the step of the checkpoint to go on from. If copies differ, it
-        is the last checkpoint; if losses spike, it is one from before the spikes.
+        """Returns the state and the step of the checkpoint from which the run goes on.
+        If copies differ, this is the last checkpoint. If losses spike, it is the last
+        checkpoint from before the spikes.
 
-        After `--rollback-budget` such returns, the next one ends the run.
+        If the run has gone back `--rollback-budget` times already, `back` ends the run.
         """
         s, spiked = self.plan.settings, isinstance(error, Spiked)
         self.watch.phase("restore", waits=True)
@@ -153,14 +160,15 @@ class Session:
         ) if restored is None else restored.state, first
 
     def end(self, error: str) -> NoReturn:
-        """Leave the loop, and say why."""
+        """Ends the run with the message `error`."""
         self.progress.done()
         raise SystemExit(f"error: {error}")
 
     def measured(
         self, i: int, state: step.State, info: step.Info, took: float
     ) -> dict[str, Any]:
-        """The numbers of step `i`; ends the run if they show that it is lost."""
+        """Returns the metrics of step `i`. Ends the run if too many steps were skipped,
+        or if the held-out loss is not finite."""
         s, loss = self.plan.settings, float(info.loss)
         spike = self.spikes is not None and self.spikes.count(i, loss)
         if spike:

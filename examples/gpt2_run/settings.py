@@ -208,8 +208,8 @@ FIT += (
 
 
 def check(settings: Settings) -> None:
-    """Raise `ValueError` if a flag is wrong whatever the text and the devices are.
-    Nothing is written before this check."""
+    """Raises `ValueError` if `faults` finds a wrong flag. Nothing is written before
+    this check."""
     all_faults = list(faults(settings))
     if all_faults:
         needed, change = all_faults[0]
@@ -222,8 +222,9 @@ def check(settings: Settings) -> None:
 
 
 def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields a message for each flag that is wrong whatever the text and the devices
-    are, and the values to use instead, by the names of the fields."""
+    """Yields a pair for each wrong flag: a message, and a dict from names of fields to
+    the values to use instead. A flag that is wrong only for some texts or devices is
+    not found here."""
     for name, (least, most) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not least <= value <= most:
@@ -269,12 +270,14 @@ def faults(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def flag(name: str) -> str:
-    """A field as the command line has it."""
+    """Returns the flag of a field: `--keep-every` for `keep_every`."""
     return f"--{name.replace('_', '-')}"
 
 
 def spelt(change: Mapping[str, Any]) -> str:
-    """Values by name as flags: `--data 4 --no-sequence`."""
+    """Returns the command-line flags for `change`, a dict from names of fields to
+    values. For {"data": 4, "sequence": False}, the flags are `--data 4 --no-sequence`.
+    """
     flags = []
     for name, value in change.items():
         if isinstance(value, bool):
@@ -285,7 +288,8 @@ def spelt(change: Mapping[str, Any]) -> str:
 
 
 def _cure(change: Mapping[str, Any]) -> str:
-    """A change of flags as a sentence; a flag whose value is None is left out."""
+    """Returns the advice to change some flags. For {"data": 4, "keep_every": None}, the
+    advice is "Use --data 4 and leave out --keep-every."."""
     given = spelt({name: value for name, value in change.items() if value is not None})
     left_out = " ".join(flag(name) for name, value in change.items() if value is None)
     if not left_out:
@@ -296,8 +300,9 @@ def _cure(change: Mapping[str, Any]) -> str:
 
 
 def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | None:
-    """`change` with the further changes that make the flags valid on virtual CPU
-    devices; None if none are found."""
+    """Returns `change`, extended by further changes if `change` alone does not make all
+    flags valid on virtual CPU devices. Returns None if no valid flags are found, or if
+    the flags have --from."""
     after = dataclasses.replace(settings, **change)
     if next(faults(after), None) is not None or after.source is not None:
         return None
@@ -311,6 +316,6 @@ def _instead(settings: Settings, change: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def profiled(settings: Settings) -> range:
-    """The steps to trace."""
+    """Returns the steps to trace."""
     first, _, last = (settings.profile or "1:0").partition(":")
     return range(int(first), int(last) + 1)

@@ -11,10 +11,11 @@ from parallax.run.metrics import Sink
 
 
 def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:
-    """A sink to TensorBoard's event files.
+    """Returns a sink that writes TensorBoard's event files into `folder`. If an earlier
+    process of the run wrote points there, TensorBoard hides the points of steps after
+    `after`, because the run computes these steps again.
 
-    An earlier session's points past `after` are hidden.
-    Raises `ImportError` where `tensorboardX` is not installed.
+    Raises `ImportError` if `tensorboardX` is not installed.
     """
     try:
         from tensorboardX import SummaryWriter
@@ -33,9 +34,10 @@ def tensorboard(folder: str | Path, *, after: int = 0) -> Sink:
 
 
 def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
-    """A sink to Weights & Biases; the same `run` id goes on where it stopped.
+    """Returns a sink to Weights & Biases. If `project` has a run with the id `run`,
+    that run is continued; otherwise a new run begins.
 
-    Raises `ImportError` where `wandb` is not installed.
+    Raises `ImportError` if `wandb` is not installed.
     """
     try:
         import wandb as client  # pyright: ignore[reportMissingImports]
@@ -51,11 +53,13 @@ def wandb(project: str, *, run: str, settings: Mapping[str, Any]) -> Sink:
 
 @contextlib.contextmanager
 def profiler(folder: str | Path, steps: range) -> Iterator[Callable[[int], None]]:
-    """A function to call as each step begins. It writes a trace of the chosen `steps`
-    into `folder`, for Perfetto, XProf or TensorBoard.
+    """Yields a function to call with each step's number, as the step begins. The
+    function writes a trace of `steps` into `folder`, for Perfetto, XProf or
+    TensorBoard.
 
     The trace ends when a step that is not in `steps` begins, or at the end of the
-    `with` block. Wait for each step's arrays, or the trace lacks the last ones.
+    `with` block. Wait for the arrays of each step before the next step begins.
+    Otherwise the trace may end before the devices have computed the last steps.
     """
     on = False
 

@@ -1,5 +1,5 @@
-"""The loop of `examples/gpt2.py`, and what is around it: the model, prepared or
-restored, then the steps, then the sample."""
+"""The training loop of `examples/gpt2.py`. Before the loop, the model is prepared or
+restored; after the loop, the sample and the report are written."""
 
 import time
 from collections.abc import Callable
@@ -38,8 +38,8 @@ SAMPLED = 300  # tokens of text at the end
 
 
 def held_out_loss(plan: Plan, compute: decoder.Compute) -> Callable[[gpt2.GPT2], float]:
-    """A function from the model to its mean loss over the plan's held-out batches, on
-    the same devices, without dropout."""
+    """Returns a function from the model to its mean loss over the held-out batches of
+    the plan. The loss is computed without dropout, on the mesh of the plan."""
     loss: Any = decoder.loss_step(
         gpt2.FAMILY, plan.config, plan.layout, plan.mesh, compute=compute
     )
@@ -57,8 +57,8 @@ def held_out_loss(plan: Plan, compute: decoder.Compute) -> Callable[[gpt2.GPT2],
 
 
 def run(plan: Plan, started: float) -> None:
-    """Train from where the folder's checkpoints end, evaluate, sample, and say where
-    things are."""
+    """Trains from the last checkpoint, if there is one, to the last step. Then writes a
+    sample, the model and the report, and prints where these files are."""
     s, seconds = plan.settings, {"start": time.perf_counter() - started}
     with Watchdog(plan.job, seconds=s.watchdog, first=s.start_up) as watch:
         session, state, first = begin(plan, watch, seconds, started)
@@ -83,12 +83,14 @@ def run(plan: Plan, started: float) -> None:
 def begin(
     plan: Plan, watch: Watchdog, seconds: dict[str, float], started: float
 ) -> tuple[Session | None, Any, int]:
-    """Do all that comes before the first step of this process. Returns the session, the
-    state and the number of steps already done; no session (None) if the run is finished
-    already.
+    """Does all that comes before the first step of this process. Returns the session,
+    the state and the number of steps already done; no session (None) if the run is
+    finished already.
 
     Args:
-        seconds: what each part took is added here.
+        seconds: a dict from parts of the run to seconds. `begin` adds three entries:
+            "compile", "one device" (the first steps, computed on one device) and
+            "setup" (the rest of the time before the first step).
     """
     s, job = plan.settings, plan.job
     say = report.printer(job)
@@ -153,7 +155,7 @@ def begin(
 
 
 def prepared_step(plan: Plan, compute: decoder.Compute) -> decoder.TrainStep:
-    """The train step of the plan, ready to compile."""
+    """Returns the train step of the plan, ready to compile."""
     return decoder.train_step(
         gpt2.FAMILY,
         plan.config,
@@ -167,7 +169,8 @@ def prepared_step(plan: Plan, compute: decoder.Compute) -> decoder.TrainStep:
 
 
 def checkpoints_of_run(plan: Plan) -> Checkpoints:
-    """The checkpoints in the folder of the run, which any layout can read."""
+    """Returns the `Checkpoints` in the folder of the run. A run with any layout can
+    restore them."""
     s = plan.settings
     return Checkpoints(
         s.out / CHECKPOINTS,
@@ -179,8 +182,8 @@ def checkpoints_of_run(plan: Plan) -> Checkpoints:
 
 
 def steps(session: Session, state: step.State, first: int) -> step.State:
-    """The state after the loop, which begins again from a checkpoint where copies
-    differ, or losses spike."""
+    """Returns the state after the loop. If the devices' copies of the state differ, or
+    losses spike, the loop begins again from a checkpoint."""
     with processes.preemption() as preempted, session.checkpoints:
         while True:
             try:
@@ -194,8 +197,8 @@ def steps(session: Session, state: step.State, first: int) -> step.State:
 def loop(
     session: Session, state: step.State, first: int, preempted: processes.StopRequest
 ) -> step.State:
-    """The state after the last step, or after the one at which all processes were told
-    to end."""
+    """Returns the state after the last step, or after the step at which all processes
+    were told to end."""
     plan, job, watch = session.plan, session.plan.job, session.watch
     s, past = plan.settings, session.past
     sizes = {"size": s.batch, "length": plan.length}
@@ -245,8 +248,8 @@ def loop(
 def finish(
     session: Session, model: gpt2.GPT2, seconds: dict[str, float], started: float
 ) -> None:
-    """The sample, the pictures, and the last lines: rank 0's work, for which the others
-    bring their shards."""
+    """Writes the sample, the model and the report, and prints the last lines. Rank 0
+    does this alone; the other ranks send their shards of the model."""
     plan, s, start = session.plan, session.plan.settings, time.perf_counter()
     if plan.job.processes > 1:
         model = multihost_utils.process_allgather(model, tiled=True)
@@ -290,7 +293,7 @@ def finish(
 
 
 def sample(plan: Plan, model: gpt2.GPT2) -> str:
-    """Text that the model writes after the prompt; it is printed too."""
+    """Returns the text that the model writes after the prompt, and prints this text."""
     write = jax.jit(gpt2.sample, static_argnames=("tokens", "window"))
     key = jax.random.fold_in(jax.random.key(plan.settings.seed), plan.settings.steps)
     options = {"tokens": SAMPLED, "window": plan.length, "temperature": 0.8, "key": key}
@@ -303,13 +306,13 @@ def sample(plan: Plan, model: gpt2.GPT2) -> str:
 
 
 def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
-    """Meet the other processes, and train; a mistake is told in a line, and leaves the
-    folder as it was.
+    """Connects to the other processes, and trains. If a flag or an input is wrong, an
+    error is printed in one line, and the output folder stays as it was.
 
     Args:
-        claim: the lock on the folder, of a process alone; `None` where JAX alone knows
-            which process is rank 0.
-        started: when the program began, by `time.perf_counter`.
+        claim: the lock on the output folder, if there is only one process. `None` if
+            only JAX knows which process is rank 0; rank 0 then takes the lock here.
+        started: the time at which the program began, from `time.perf_counter`.
     """
     claims = [claim] if claim else []
 
@@ -341,8 +344,8 @@ def main(settings: Settings, claim: lock.Lock | None, started: float) -> None:
             if processes.of_peers(error):
                 raise
             raise SystemExit(
-                f"error: {error} {settings.out} is as it was before; the same command "
-                "goes on from there."
+                f"error: {error}\nThe error changed no checkpoint in {settings.out}. "
+                "The same command goes on from the last checkpoint in this folder."
             ) from error
 
     processes.run(train, job)

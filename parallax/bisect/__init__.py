@@ -1,7 +1,7 @@
 """Finds the first value in which a split run differs from a run on one device.
 
-`tap` gives a value of the model a name, and `compare` compares two runs name by name. A tap adds
-nothing to the program unless the run is recorded:
+`tap` gives a value of the model a name. `compare` records two runs, and compares their values name
+by name. In a run that is not recorded, a tap adds nothing to the program.
 
     x = bisect.tap(x, "blocks.3.attention.out", P("batch"))  # in the model
     print(bisect.compare(one_device, split))

@@ -55,11 +55,13 @@ _NAMED_COLLECTIVES = frozenset(
 
 
 class ProgramSlice(NamedTuple):
-    """The part of a program between a value and the last reported values that it is computed from.
-    A *tap* is an equation that reports a value.
+    """The part of a program that computes a value from the values reported just before it. A *tap*
+    is an equation that reports a value.
 
     Attributes:
-        taps: the taps at which this part of the program begins, as `(path, way)`.
+        taps: the taps at which this part of the program begins, each as `(path, way)`. `path` is
+            the name of the reported value. `way` is the pass that the value belongs to: "forward",
+            "backward", or "after" the backward pass.
         collectives: a description of each collective in this part. The collective nearest to the
             computed value comes first.
         functions: the Python functions that made the equations of this part, as `file.py:function`.
@@ -94,13 +96,14 @@ class _Body(NamedTuple):
 
 def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) -> ProgramSlice:
     """Returns the part of a program that computes a reported value from the values reported just
-    before it: the taps of these earlier values, and the collectives and functions in between.
+    before it.
 
-    A *tap* is an equation that reports a value. `path` is the name of the computed value, and `way`
-    is the pass that it belongs to: "forward", "backward", or "after" the backward pass. A tap also
-    reports the number of the microbatch and the number of the layer. If `numbers` is true, the part
-    also has the code that computes these two numbers, since a right value may be reported under a
-    wrong number.
+    A *tap* is an equation that reports a value. The part has the taps of the earlier values, and
+    the collectives and functions between these taps and the computed value. `path` is the name of
+    the computed value, and `way` is its pass: "forward", "backward", or "after" the backward pass.
+    A tap also reports the number of the microbatch and the number of the layer. If `numbers` is
+    true, the part also has the code that computes these two numbers, since a right value may be
+    reported under a wrong number.
     """
     # `follow` goes back from an operand to the nearest taps, and collects what is on the way.
     reader = _SliceReader()
@@ -119,9 +122,9 @@ def before_tap(program: Jaxpr, path: str, way: str, *, numbers: bool = False) ->
 
 
 def before_result(program: Jaxpr, place: int) -> ProgramSlice:
-    """Returns the part of a program before its result number `place`: the nearest taps (equations
-    that report a value) before this result, and the collectives and functions between these taps
-    and the result."""
+    """Returns the part of a program that computes its result number `place` from the values
+    reported just before it. The part has the taps (equations that report a value) of these values,
+    and the collectives and functions between the taps and the result."""
     reader = _SliceReader()
     reader.follow(program.outvars[place], _body(program, None, None))
     return reader.program_slice()
@@ -155,16 +158,15 @@ class _SliceReader:
         self.seen: set[tuple[tuple[int, ...], Any]] = set()
         # The bodies of opened calls, by the id of the called jaxpr and the body's own `calls`.
         self.bodies: dict[tuple[int, tuple[int, ...]], _Body] = {}
-        # Dicts without values are sets that keep their order.
+        # What was collected: the fields of `ProgramSlice`. Dicts without values are sets that keep
+        # their order.
         self.taps: dict[tuple[str, str], None] = {}
         self.collectives: dict[str, None] = {}
         self.functions: dict[str, None] = {}
         self.callers: set[str] = set()
 
     def program_slice(self) -> ProgramSlice:
-        """Returns the collected taps (equations that report a value) and collectives, the functions
-        that made the equations between these taps and the value, and the callers of these
-        functions."""
+        """Returns the collected taps, collectives, functions and callers as a `ProgramSlice`."""
         return ProgramSlice(
             tuple(self.taps),
             tuple(self.collectives),
@@ -173,10 +175,12 @@ class _SliceReader:
         )
 
     def follow(self, atom: Any, body: _Body) -> None:
-        """Goes back from `atom` to the nearest taps (equations that report a value). For each
-        equation on the way, `_inputs` collects its tap or its collectives and functions; those
-        nearer to `atom` come first. `atom` is an operand of an equation of `body`, or a result of
-        `body`."""
+        """Goes back from `atom` to the nearest taps (equations that report a value). `atom` is an
+        operand of an equation of `body`, or a result of `body`.
+
+        On the way, `_inputs` collects the taps, the collectives, and the Python functions that made
+        the equations. In each of these three collections, the item nearest to `atom` comes first.
+        """
         waiting = [(atom, body)]
         while waiting:
             atom, body = waiting.pop(0)
@@ -189,18 +193,22 @@ class _SliceReader:
             waiting += self._outside(atom, body) if eqn is None else self._inputs(eqn, atom, body)
 
     def _inputs(self, eqn: JaxprEqn, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Collects the equation `eqn` of `body` if it is a tap, else the collectives that it runs
-        and the Python functions that made it. Returns the operands from which `eqn` computes its
-        result `atom`, each with the body whose jaxpr it belongs to. `follow` goes on from these
-        operands.
+        """Returns the variables from which `follow` goes on after `eqn`, the equation of `body`
+        that computes `atom`. Each variable is returned with the body whose jaxpr it belongs to.
 
-        There are three kinds of equations. A tap (an equation that reports a value) is collected
-        and ends the search: no operand is returned. A call of a function, or a `scan`, is opened:
-        the result of its jaxpr that becomes `atom` is returned, and `follow` goes on in this jaxpr.
-        For any other equation, such as a `while` or a `cond`, the Python functions that made it and
-        the collectives that it runs are collected, and so are those of all equations inside its
-        jaxprs. A tap whose `way` is LINEAR belongs to a derivative and reports no value, so it is
-        treated as such an equation, and the search goes on from the tapped value.
+        There are three kinds of equations:
+
+        - A tap, an equation that reports a value, is collected. The search ends at a tap, so no
+          variable is returned.
+        - A call of a function, or a `scan`, is opened, and nothing is collected. The result of its
+          jaxpr that becomes `atom` is returned, so `follow` goes on inside this jaxpr.
+        - Any other equation, such as a `while` or a `cond`, is noted: `_note` collects the
+          collectives that the equation runs, and the Python functions that made the equation. All
+          equations inside its jaxprs are noted too. The operands of the equation are returned.
+
+        A tap whose `way` is LINEAR belongs to a derivative and reports no value. So a LINEAR tap is
+        of the third kind. A call of one of JAX's own functions is also of the third kind, but its
+        jaxpr is left out (see `_is_cached`).
         """
         is_tap = eqn.primitive.name == "tap"
         # A LINEAR tap is in the derivative of a forward pass, and reports no values.
@@ -220,8 +228,9 @@ class _SliceReader:
         self._note(eqn, body)
         if not is_cached:
             # A `while` and a `cond` are not opened: all their code counts, even code that does not
-            # compute `atom`, and a tap in them does not end the search. `_note` finds the mesh in
-            # the equation's own body, since a branch may hold a `shard_map`.
+            # compute `atom`, and a tap in them does not end the search. `inside` is the body that
+            # holds `inner_eqn`: `_note` looks for the mesh from there outward, since a branch may
+            # itself hold the `shard_map`.
             for jaxpr in inner(eqn):
                 for inside in _bodies(jaxpr, body, eqn):
                     for inner_eqn in inside.jaxpr.eqns:
@@ -239,11 +248,12 @@ class _SliceReader:
         names = [f"{_short(frame.file_name)}:{frame.function_name}" for frame in frames]
         self.functions |= dict.fromkeys(names[:1])
         self.callers.update(names[1:])
+        # `_caller` adds the source lines that called the collective: " in A for B".
         for name, axes in _collectives(eqn, _mesh(body)):
             self.collectives[f"{name} over {axes}{_caller(eqn)}"] = None
 
     def _outside(self, atom: Any, body: _Body) -> list[tuple[Any, _Body]]:
-        """Returns the variables outside `body` on which `atom`, an input of `body`, depends. Each
+        """Returns the variables on which `atom`, an input of `body`, directly depends. Each
         variable is returned with the body whose jaxpr it belongs to.
 
         The returned list has the operand that the equation around `body` passes as `atom`. If
@@ -316,8 +326,9 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 
 def _collectives(eqn: JaxprEqn, mesh: Any) -> list[tuple[str, str]]:
-    """Returns a pair (name, axes) for each collective that an equation runs. The name is that of
-    the function of `parallax.collectives` that was called. If none was called, it is the name of
+    """Returns a pair (name, axes) for each collective that an equation itself runs. For a loop or a
+    call the list is empty, since only the equations inside it run collectives. The name is that of
+    the function of `parallax.collectives` that was called. If none was called, the name is that of
     the primitive. `mesh` is the mesh of the `shard_map` around the equation."""
     name = _collective_function(eqn)
     # The equation of a collective of this library has a function as its parameter, and no jaxpr:

@@ -1,8 +1,8 @@
 """Guesses the kind of mistake from a wrong value and the right one.
 
-Each guess is a function of two arrays, the right and the wrong value, which are in float64 and have
-the same shape. The function returns a text with the mistake, or "" if this mistake does not explain
-the wrong value.
+Each guess is a function that looks for one kind of mistake. Its first two arguments are the right
+and the wrong value, arrays in float64 of the same shape. The function returns a text that describes
+the mistake, or "" if a mistake of this kind does not explain the wrong value.
 """
 
 import itertools
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+
+from parallax.bisect.records import gaps, largest_finite
 
 FEW = 0.02  # a smaller share of the numbers may be zero by chance
 MANY = 5  # the largest number of blocks whose orders are all tried: 5! = 120
@@ -21,6 +23,7 @@ DIGITS = {
 NEAR = 1e-6  # the error that a guess may leave, as a share of the largest number
 
 
+@np.errstate(invalid="ignore")  # of inf and nan in the values
 def diagnose(
     right: np.ndarray,
     wrong: np.ndarray,
@@ -28,9 +31,9 @@ def diagnose(
     microbatches: int,
     differs: Sequence[str] = (),
 ) -> str:
-    """Returns a text with the kind of mistake, such as "summed 4 times: the size of data" if the
-    mesh axis "data" has 4 devices. The text is the first guess that explains the wrong value, or
-    "no known kind".
+    """Returns a text that names the kind of mistake, such as "summed 4 times: the size of data" if
+    the mesh axis "data" has 4 devices. The text is the first guess that explains the wrong value,
+    or "no known kind".
 
     Args:
         right: the right value.
@@ -65,23 +68,24 @@ def diagnose(
 
 
 def _largest(x: np.ndarray) -> float:
-    """Returns the largest absolute number; 0 for an empty array."""
+    """Returns the largest absolute value of the elements; 0 for an empty array."""
     return float(np.max(np.abs(x), initial=0))
 
 
 def _near(wrong: np.ndarray, guess: np.ndarray) -> bool:
     """Returns whether a guess equals the wrong value, up to rounding."""
-    return _largest(wrong - guess) <= NEAR * _largest(guess)
+    return _largest(gaps(guess, wrong)) <= NEAR * largest_finite(guess)
 
 
 def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
     """Returns a text such as "rounded to bfloat16" if the wrong numbers seem to be the right ones,
     rounded to a shorter type; else "". A type fits if the largest relative error of the wrong
     numbers is at most the type's rounding error, and more than 1/16 of this rounding error."""
-    errors = np.abs(wrong - right) / np.maximum(np.abs(right), 1e-300)  # no division by 0
+    errors = gaps(right, wrong) / np.maximum(np.abs(right), 1e-300)  # no division by 0
     # If all relative errors are about equal, the wrong value is a multiple of the right one, and
-    # was not rounded.
-    if float(np.min(errors, initial=np.inf)) > _largest(errors) / 4:
+    # was not rounded. A multiple of 0 or of an infinite number has no error.
+    counted = np.isfinite(right) & (right != 0)
+    if float(np.min(errors, initial=np.inf, where=counted)) > _largest(errors) / 4:
         return ""
     for name, digits in DIGITS.items():
         # Rounding to so many binary digits changes a number by at most 2^-digits of it. The largest
@@ -92,13 +96,14 @@ def _rounded(right: np.ndarray, wrong: np.ndarray) -> str:
 
 
 def _multiple(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -> str:
-    """Returns a text with the factor, and the axes whose size is this factor, if the wrong value is
-    a multiple of the right one; else "". `counts` has the sizes of the axes and the number of
-    microbatches.
+    """Returns a text if the wrong value is a multiple of the right one, else "". The text has the
+    factor, and the axes whose size is the factor or its inverse. `counts` has the sizes of the axes
+    and the number of microbatches.
     """
     # The factor f that makes `wrong - f * right` smallest (least squares).
-    squares = float(np.vdot(right, right))
-    factor = float(np.vdot(right, wrong)) / squares if squares else 0.0
+    finite = np.isfinite(right) & np.isfinite(wrong)
+    squares = float(np.vdot(right[finite], right[finite]))
+    factor = float(np.vdot(right[finite], wrong[finite])) / squares if squares else 0.0
     if not factor or not _near(wrong, factor * right):
         return ""
     if abs(factor + 1) < NEAR:
@@ -139,9 +144,9 @@ def _permuted(right: np.ndarray, wrong: np.ndarray, counts: Mapping[str, int]) -
 
 
 def _other_zeros(right: np.ndarray, wrong: np.ndarray) -> str:
-    """Returns a text that says that the runs seem to have used different random keys, if the two
-    values are 0 in different places, for example by different dropout masks; else "". The text has
-    the share of places in which exactly one of the two values is 0. Both values must have zeros."""
+    """Returns a text if the two values have zeros in different places, such as those of two dropout
+    masks; else "". The text says that the runs used different random keys, and gives the share of
+    places in which exactly one of the values is 0."""
     # A share below FEW may be chance. Two random masks never differ in nearly all places.
     share = float(((right == 0) != (wrong == 0)).mean())
     if not (FEW < share < 1 - FEW and (right == 0).any() and (wrong == 0).any()):
@@ -154,7 +159,8 @@ def _wrong_in_one_block(right: np.ndarray, wrong: np.ndarray) -> str:
     this box is the whole value. The text calls the box "missing" if the wrong value is 0 everywhere
     in the box, else "wrong"."""
     # The index of each wrong number, in an array of shape [wrong numbers, dims].
-    off = np.argwhere(np.abs(wrong - right) > NEAR * _largest(right))
+    # A negated condition, since it is also true for nan.
+    off = np.argwhere(~(gaps(right, wrong) <= NEAR * largest_finite(right)))
     if not off.size:
         return ""
     starts, stops = off.min(axis=0), off.max(axis=0) + 1

@@ -4,11 +4,11 @@ A hop is one message from each device to another. A table can be read, combined 
 and used to compute the cost of the collective. The collectives can be differentiated.
 
 Algorithms are values. Call `ring.all_reduce(x, "data")` in place of `lax.psum(x, "data")`, and pass
-`ring("data")` to a function that takes an axis. The module `tuning` measures links, and must be
-imported explicitly: `from parallax.collectives import tuning`.
+`ring("data")` to a function that takes an axis.
 
-A file of this package is imported when a name of the file is first used. So a layer that takes an
-axis does not import all algorithms.
+Each name in `__all__` is imported at the first use of the name, so a layer that takes an axis does
+not import all algorithms. The module `tuning`, which measures links, is not in `__all__`: use
+`from parallax.collectives import tuning`.
 """
 
 from importlib import import_module

@@ -2,7 +2,7 @@
 
 A table is a `Route`, a list of rounds {step: offsets}. In a round each device sends a message to
 the device that is `step` places after it. The message holds the blocks for the devices that are
-`offsets` places after the sender.
+`offsets` places after the sender. Here `offsets` is `[step]`: only the receiver's own block.
 
 `A[I_X, J]` is split along dim I over the n devices of axis X. `A[I, J_X]` is split along dim J.
 """
@@ -45,9 +45,9 @@ def straight(n: int) -> Route:
 def _messages(size, n, itemsize):
     """Returns the rounds of messages of `all_to_all`, from which `cost` computes a call's cost.
 
-    A message has 1/n of the `size` numbers of the array on one device, rounded up; `itemsize` is
-    the bytes of a number. `n` is a number of devices, or a tuple with the number on each of several
-    axes; `devices(n)` is the number of all devices.
+    `n` is the number of devices, or a tuple with the number on each of several axes; `devices(n)`
+    is the number of all devices. A message has 1/`devices(n)` of the `size` numbers of the array on
+    one device, rounded up. `itemsize` is the bytes of a number.
     """
     return messages([straight(devices(n))], [-(-size // devices(n)) * itemsize])
 
@@ -81,10 +81,10 @@ def all_to_all(
     """
 
     def leaf(x):
-        """Returns one array after the all-to-all.
+        """Returns the result of the all-to-all for one array, `x`.
 
-        `linear_collective` states the transpose of the all-to-all. JAX itself would derive the
-        transpose hop by hop.
+        `linear_collective` gives JAX the transpose, `backward`. JAX would otherwise transpose each
+        message of `forward` separately.
         """
         # Typed as varying along the axis. An unreduced or reduced array is refused, as by `lax`.
         x = check_block("all_to_all", jnp.asarray(x), axis_name)

@@ -34,7 +34,8 @@ def _no_table(*sizes: int) -> NoReturn:
     """Raises `ValueError`. This function is the default value of `Algorithm.table`: an algorithm
     without a table keeps it."""
     raise ValueError(
-        "This algorithm has no table of messages. Use one of `collectives.tables`, such as ring."
+        "This algorithm has no table of messages. Use an algorithm of `collectives.tables`, such "
+        "as ring."
     )
 
 
@@ -53,7 +54,7 @@ class Algorithm:
         all_reduce: the counterpart of `lax.psum`.
         reduce_scatter: the counterpart of `lax.psum_scatter`.
         all_gather: the counterpart of `lax.all_gather`.
-        all_to_all: the counterpart of `lax.all_to_all`, which is the default.
+        all_to_all: the counterpart of `lax.all_to_all`; by default `lax.all_to_all` itself.
         table: a function that returns, for a number of devices, a table of messages (a `Route`), or
             several tables that run side by side.
     """
@@ -70,7 +71,7 @@ class Algorithm:
         return Axis(axis_name, self)
 
     def all_mean(self, x: Tree, axis_name: AxisName) -> Tree:
-        """Returns the mean over devices, on every device: `A {U_X} -> A`.
+        """Returns the mean of `x` over the devices, on every device.
 
         `all_mean` works like `lax.pmean`, and costs one `all_reduce`.
         """
@@ -139,9 +140,9 @@ class Axis:
             return Axis(axis)
         if not isinstance(axis, tuple | list):
             raise ValueError(
-                "An axis must be a name, such as 'data', a tuple of names, or an algorithm with "
-                f"its name, such as ring('data'); got {axis!r}. An ErrorFeedback has a state, so "
-                "it is not an axis: call its own all_reduce."
+                "An axis must be a name, such as 'data', an algorithm called with a name, such as "
+                f"ring('data'), or a tuple of these; got {axis!r}. If you passed an ErrorFeedback, "
+                "call its method all_reduce instead: it has a state, so it cannot be an axis."
             )
         names = tuple(name for name in axis if isinstance(name, str))
         if len(names) == len(axis):
@@ -149,8 +150,8 @@ class Axis:
         return _in_order([Axis.of(part) for part in axis])
 
     def over(self, names: AxisName) -> "Axis":
-        """Returns this algorithm along those `names` that `self` has too, in the order of
-        `names`."""
+        """Returns an `Axis` with the algorithm of `self`, along the mesh axes that are in both
+        `names` and `self.names`, in the order of `names`."""
         return Axis(tuple(name for name in axes(names) if name in axes(self.names)), self.algorithm)
 
     def size(self) -> int:
@@ -162,17 +163,19 @@ class Axis:
         return types.axis_index(self.names)
 
     def all_reduce(self, x: Tree) -> Tree:
-        """Returns the sum over devices, on every device: `A {U_X} -> A`."""
+        """Returns the sum over devices, on every device: `A {U_X} -> A`. `{U_X}` means that each
+        device along axis X has one term of the sum."""
         return self.algorithm.all_reduce(x, self.names)
 
     def all_mean(self, x: Tree) -> Tree:
-        """Returns the mean over devices, on every device: `A {U_X} -> A`."""
+        """Returns the mean of `x` over the devices, on every device."""
         return self.algorithm.all_mean(x, self.names)
 
     def reduce_scatter(self, x: Tree, *, scatter_dimension: int = 0, tiled: bool = False) -> Tree:
-        """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`."""
-        return self.algorithm.reduce_scatter(
-            x, self.names, scatter_dimension=scatter_dimension, tiled=tiled
+        """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`. `{U_X}`
+        means that each device along axis X has one term of the sum."""
+        return _by_dims(
+            self.algorithm.reduce_scatter, x, self.names, tiled, scatter_dimension=scatter_dimension
         )
 
     def all_gather(self, x: Tree, *, axis: int = 0, tiled: bool = False) -> Tree:
@@ -185,11 +188,24 @@ class Axis:
         self, x: Tree, split_axis: int, concat_axis: int, *, tiled: bool = False
     ) -> Tree:
         """Sends block j of device i to device j, where it is block i: `A[I_X, J] -> A[I, J_X]`."""
-        return self.algorithm.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
+        return _by_dims(
+            self.algorithm.all_to_all,
+            x,
+            self.names,
+            tiled,
+            split_axis=split_axis,
+            concat_axis=concat_axis,
+        )
 
     def permute(self, x: Tree, perm: list[tuple[int, int]]) -> Tree:
-        """Returns device i's `x` on device j for each (i, j) in `perm`; other devices get zeros."""
-        return lax.ppermute(x, self.names, perm)
+        """Returns device i's `x` on device j for each (i, j) in `perm`; other devices get zeros.
+
+        Devices are numbered as by `index`, in the order of the names.
+        """
+        from parallax.collectives.permute import send  # most axes do not need it
+
+        # `lax.ppermute` would number them in the order of the mesh's axes.
+        return jax.tree.map(functools.partial(send, axis_name=self.names, pairs=perm), x)
 
     def all_max(self, x: Tree) -> Tree:
         """Returns the maximum over devices, on every device: `lax.pmax`."""
@@ -198,6 +214,22 @@ class Axis:
 
     def __repr__(self) -> str:
         return repr(self.names) if self.algorithm == xla else f"{self.algorithm}({self.names!r})"
+
+
+def _by_dims(collective: Collective, x: Tree, names: AxisName, tiled: bool, **dims: int) -> Tree:
+    """Returns the tree `collective(x, names)`. The arguments `dims` are dims of each leaf, counted
+    from the end if negative."""
+    if min(dims.values()) >= 0 or collective not in (lax.psum_scatter, lax.all_to_all):
+        return collective(x, names, **dims, tiled=tiled)
+
+    from parallax.collectives.drop_in import dim_of  # most axes do not need it
+
+    # `lax` passes a negative dim to XLA, which refuses it or crashes.
+    def leaf(x):
+        counted = {name: dim_of(name, dim, jnp.ndim(x)) for name, dim in dims.items()}
+        return collective(x, names, **counted, tiled=tiled)
+
+    return jax.tree.map(leaf, x)
 
 
 AxisLike: TypeAlias = AxisName | Axis | tuple[str | Axis, ...]
@@ -215,7 +247,7 @@ def combined_axis(*parts: AxisLike) -> Axis:
     named = [axis for axis in map(Axis.of, parts) if axes(axis.names)]
     if len({axis.algorithm for axis in named}) > 1:
         return _in_order(named)
-    # One collective over a product of axes needs fewer messages than one for each axis.
+    # One all-reduce over all axes sends fewer bytes than one all-reduce for each axis.
     names = tuple(name for axis in named for name in axes(axis.names))
     # Without a name, the algorithm is the default: `xla`, the collectives of `jax.lax`.
     return Axis(names, named[0].algorithm if named else xla)
@@ -229,9 +261,10 @@ def _in_order(parts: list[Axis]) -> Axis:
     the first, as `Axis.of` states. An all-to-all is refused.
 
     The `axis_name` passed to a collective may name all mesh axes of the combined axis, or only some
-    of these mesh axes; their order in `axis_name` counts. `_groups` joins neighbouring axes that
-    have the same algorithm. Then the groups work one after the other.
+    of these mesh axes; their order in `axis_name` counts. Neighbouring mesh axes that have the same
+    algorithm form one group (see `_groups`). A collective works along one group after the other.
     """
+    from parallax.collectives.drop_in import check_divides, dim_of  # most axes do not need it
 
     def all_reduce(x, axis_name):
         """Returns the sum over the axes `axis_name`: over the first group of axes, then over the
@@ -250,10 +283,16 @@ def _in_order(parts: list[Axis]) -> Axis:
         """
 
         def leaf(x):
-            """Returns this device's part of the sum of one array: each group of axes in turn
-            scatters the part that the groups before it left.
+            """Returns this device's part of the sum of one array over the devices.
+
+            The first group of axes (see `_groups`) scatters the whole array. Each later group
+            scatters the part that the group before it returned.
             """
-            groups, dim = _groups(parts, axis_name), scatter_dimension % x.ndim
+            groups, n = _groups(parts, axis_name), types.axis_size(axis_name)
+            if not groups:  # without an axis, `lax` drops no dim even if not tiled
+                return x
+            dim = dim_of("scatter_dimension", scatter_dimension, x.ndim)
+            check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
             if not tiled:
                 # The dim, of size n, becomes one dim for each group. The scatter along a group
                 # drops the group's dim, so the next group's dim stands at `dim` again.
@@ -270,18 +309,21 @@ def _in_order(parts: list[Axis]) -> Axis:
         over the axis before it, and so on."""
 
         def leaf(x):
-            """Returns all devices' blocks of one array, joined along its dim `axis`.
+            """Returns all devices' blocks of the array `x`, joined along dim `axis` of the array.
 
             The groups of mesh axes (see `_groups`) gather one after another, the last group first.
             """
+            groups, n = _groups(parts, axis_name), types.axis_size(axis_name)
+            if not groups:  # without an axis, `lax` adds no dim even if not tiled
+                return x
             # Untiled, the result has one dim more than `x`, and a negative `axis` counts it too.
-            dim = axis % (x.ndim + (not tiled))
+            dim = dim_of("axis", axis, x.ndim + (not tiled))
             shape = x.shape
             # The last axis varies fastest in `lax`'s order, so its blocks are gathered first.
-            for group in reversed(_groups(parts, axis_name)):
+            for group in reversed(groups):
                 x = group.all_gather(x, axis=dim, tiled=tiled)
             # Untiled, each group added a dim: they become one dim of all devices.
-            return x if tiled else x.reshape(*shape[:dim], -1, *shape[dim:])
+            return x if tiled else x.reshape(*shape[:dim], n, *shape[dim:])
 
         return jax.tree.map(lambda x: leaf(jnp.asarray(x)), x)
 
@@ -297,8 +339,9 @@ def _groups(parts: list[Axis], axis_name: AxisName) -> list[Axis]:
     """Returns the mesh axes `axis_name` in groups. Each group is one `Axis`, with the algorithm
     that `parts` gives to these mesh axes.
 
-    Neighbouring axes that have the same algorithm form one group: a collective over two axes sends
-    fewer messages than two collectives.
+    Neighbouring axes that have the same algorithm form one group. To all-reduce S bytes, a device
+    sends less than 2 S bytes in one ring over two axes. In two rings, one along each axis, the
+    device would send up to 4 S bytes in total.
     """
     groups: list[Axis] = []
     for name in axes(axis_name):

@@ -29,7 +29,7 @@ NBYTES = 2**20
 
 
 def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
-    """Returns `axis` with an `all_reduce` that sends one message for each bucket of leaves.
+    """Returns `axis` with an `all_reduce` that reduces each bucket of leaves as one array.
 
     ```python
     grads.averaged(grad, bucketed(ring("data")))
@@ -37,13 +37,14 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 
     The values equal those of an `all_reduce` of each leaf, if the algorithm rounds the sum of an
     element in the same way wherever the element is in an array. Types and gradients are the same
-    too. A bucket holds leaves of one dtype that vary along the same axes, in the order of the tree,
-    up to `nbytes`. A leaf that JAX types as `unreduced` or `reduced` along an axis has its own
-    bucket, and so has a leaf of `nbytes` or more. A bucket is padded to a multiple of the number of
-    devices, so that a ring need not copy the bucket again. The int8 algorithm `quantized` rounds a
-    block of neighbouring numbers by one scale, and in a bucket a block may hold numbers of two
-    leaves. So reduce a loss apart from the gradients: the magnitude of the loss would spoil the
-    accuracy of the gradients.
+    too. The leaves of a bucket have the same dtype and vary along the same axes. They are in the
+    order of the tree, and have at most `nbytes` bytes together. A leaf that JAX types as
+    `unreduced` or `reduced` along an axis has its own bucket, and so has a leaf of `nbytes` or
+    more. While the leaves are copied into a bucket, the bucket is padded to a multiple of the
+    number of devices. Otherwise a ring would copy the bucket once more to pad it. The int8
+    algorithm `quantized` rounds a block of neighbouring numbers by one scale, and in a bucket a
+    block may hold numbers of two leaves. So reduce a loss apart from the gradients: the magnitude
+    of the loss would spoil the accuracy of the gradients.
 
     Args:
         axis: the axis, or its name. All collectives but `all_reduce` stay as they are.
@@ -85,8 +86,8 @@ def bucketed(axis: AxisLike, *, nbytes: int = NBYTES) -> Axis:
 def assign_buckets(leaves: Sequence[Shaped[Array, "..."]], nbytes: int) -> list[list[int]]:
     """Returns the buckets, each a list of the indices of its leaves.
 
-    A bucket has one leaf, or several leaves that have at most `nbytes` bytes together. Leaves share
-    a bucket if they have one dtype and vary along the same axes. A leaf that JAX types as
+    A bucket has one leaf, or several leaves that have at most `nbytes` bytes together. All leaves
+    of a bucket have the same dtype and vary along the same axes. A leaf that JAX types as
     `unreduced` or `reduced` along an axis is alone in its bucket: JAX does not join such arrays.
     """
     # open_buckets: for each kind of leaf, the bucket that is being filled, and its bytes.
@@ -112,8 +113,8 @@ def _packed(leaves, axis_name):
     """Returns the leaves joined into one vector, padded to a multiple of the number of
     devices.
 
-    All leaves have one dtype and vary along the same axes. Without the padding a ring would pad the
-    vector itself, and so copy it a second time.
+    All leaves have the same dtype and vary along the same axes. Without the padding, a ring would
+    copy the whole vector once more to pad it.
     """
     missing = -sum(leaf.size for leaf in leaves) % lax.axis_size(axis_name)
     # Typed as the leaves are: JAX joins only arrays that vary along the same axes.

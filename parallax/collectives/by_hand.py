@@ -1,6 +1,6 @@
-"""A ring in plain `ppermute`s, to read before all other files: each of n devices sends to its right
-neighbour. `x` has one block for each device, `[n, *block]`. `A[I_X]` is split along dim I over axis
-X, and `A[I] {U_X}` is not yet summed over X. The tests compare `tables.ring` with this ring."""
+"""A ring in plain `ppermute`s: each of n devices sends to its right neighbour. Read it first.
+Each device's `x` is `[n, *block]`: one block for each of the n devices. `A[I_X]` is split along dim
+I over axis X, and `A[I] {U_X}` is not yet summed over X. Tests compare `tables.ring` with it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,12 +8,12 @@ from jaxtyping import Array, Shaped
 
 
 def reduce_scatter(x: Shaped[Array, "n *block"], axis_name: str) -> Shaped[Array, "*block"]:
-    """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`.
-
-    The partial sum for block i starts at device i + 1, and gains one term per hop to device i.
-    """
+    """Returns block i of the sum over devices, on device i: `A[I] {U_X} -> A[I_X]`."""
     n, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    partial = x[(me - 1) % n]  # after n - 1 hops it is at device me - 1, which owns that block
+    if len(x) != n:  # JAX would read the last block in place of one that `x` lacks
+        raise ValueError(f"x must have {n} blocks, one for each device; it has {len(x)}.")
+    # The sum of block i starts on device i + 1, gains a term per hop, and ends on its owner i.
+    partial = x[(me - 1) % n]
     for hop in range(1, n):
         partial = _to_the_right(partial, axis_name) + x[(me - 1 - hop) % n]
     return partial

@@ -4,11 +4,12 @@
     cost.seconds(price, link)                    # start + alpha hops + beta bytes + gamma reduced
 
 A collective is a list of rounds. In a round every device sends a message, or several over separate
-links, and waits for the messages that it receives. Some rounds do not depend on the round before: a
-program may send the messages of two such rounds at the same time, but a device with one port
-cannot. The other rounds have `waits` set. A round's `reduced` is the bytes that a device adds to
-its own numbers. All costs here are integers that include padding, and they equal the costs that the
-tests read from the compiled programs. `tuning.fit` measures the time of a hop on the live mesh.
+links, and waits for the messages that it receives. Some rounds do not depend on the round before. A
+program may start such a round together with the round before; a device with only one port then
+sends their messages one after another. The other rounds have `waits` set. A round's `reduced` is
+the bytes that a device adds to its own numbers. All counts in a `Cost` are integers. They include
+padding, and equal the counts that the tests read from the compiled programs. `tuning.fit` measures
+the time of a hop on the live mesh.
 
 Sources: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
 MPICH (2005); Chan et al., Collective communication: theory, practice, and experience (2007).
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-Sizes = int | tuple[int, ...]  # the number of devices on the axis, or on each of several axes
+# The number of devices on the axis, or a tuple with the number of devices on each of several axes.
+Sizes = int | tuple[int, ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -33,8 +35,8 @@ class Message(NamedTuple):
     Attributes:
         bytes: the size of the message.
         step: the distance of the message, in devices, along each dim of the grid that the devices
-            form (`Route.shape`); negative if the message goes backwards. A message crosses one link
-            on a switch, and `step` links on a bare ring.
+            form (`Route.shape`); negative if the message goes backwards. Behind a switch the
+            distance does not matter; on a ring of direct links a message crosses that many links.
         pieces: the number of permutes that send the message: one for each block if blocks are
             large, else one for all blocks.
     """
@@ -64,12 +66,12 @@ class Round(NamedTuple):
 def priced(
     rounds: Callable[..., Sequence[Round]], name: str = ""
 ) -> Callable[[Function], Function]:
-    """Returns a decorator that gives a function a name, and the rounds of messages from which
-    `cost.of` computes its cost.
+    """Returns a decorator that sets a function's name and its attribute `rounds`, from which
+    `cost.of` computes the function's cost.
 
     Args:
-        rounds: `rounds(size, n, itemsize, **options)` returns the rounds for an array of `size`
-            numbers of `itemsize` bytes on n devices.
+        rounds: `rounds(size, n, itemsize, **options)` returns the rounds if each of n devices has
+            an array of `size` numbers, each of `itemsize` bytes.
         name: the name in errors and reports, such as "ring.all_reduce"; by default the name of the
             function.
     """
@@ -139,12 +141,13 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
         nbytes: the bytes of the collective's argument on each device. For an all-gather the
             argument is one block; for `matmul.matmul_reduce_scatter`, `nbytes` is the bytes of the
             product.
-        n: the number of devices on the axis, or on each of several axes.
-        itemsize: the bytes of a number. An array is padded, with numbers of this size, to a
-            multiple of n numbers.
+        n: the number of devices on the axis, or a tuple with the number of devices on each of
+            several axes.
+        itemsize: the size in bytes of one element. An array is padded to a multiple of n elements.
 
     Raises:
-        ValueError: `collective` has no table, or `nbytes` is no multiple of `itemsize`.
+        ValueError: `collective` has no table; or `nbytes` is negative or no multiple of `itemsize`;
+            or `n` or `itemsize` is below 1.
     """
     return total(rounds(collective, nbytes, n, itemsize=itemsize))
 
@@ -152,8 +155,8 @@ def of(collective: Callable[..., Any], nbytes: int, n: Sizes, *, itemsize: int =
 def of_leaves(
     collective: Callable[..., Any], sizes: Iterable[int], n: Sizes, *, itemsize: int = 4
 ) -> Cost:
-    """Returns the cost of one call of `collective` for each leaf (or bucket), one after another.
-    `sizes` has the bytes of each leaf on a device; the other arguments are those of `of`.
+    """Returns the total cost of calling `collective` once for each leaf (or bucket), one call after
+    another. `sizes` has the bytes of each leaf on a device; the other arguments are those of `of`.
 
     Raises the errors of `of`.
     """
@@ -166,9 +169,9 @@ def rounds(
 ) -> Sequence[Round]:
     """Returns the rounds of messages of a call of `collective`.
 
-    The arguments, and the errors that are raised, are those of `cost.of`: `nbytes` is the bytes of
-    the argument on one device (for an all-gather, of one block), and `itemsize` is the bytes of a
-    number. `n` is the number of devices on the axis, or on each of several axes.
+    The arguments and the errors are those of `cost.of`. `nbytes` is the bytes of the collective's
+    argument on one device, and `itemsize` is the size in bytes of one element. `n` is the number of
+    devices on the axis, or a tuple with the number of devices on each of several axes.
     """
     # If nested partials set one option, the value of the outer partial counts.
     function, options = collective, {}
@@ -179,10 +182,15 @@ def rounds(
             f"cost.of needs a function that has a table of messages; got {function}. Use one of "
             "the package's own, such as ring.all_reduce; jax.lax has no tables."
         )
+    if nbytes < 0 or min(itemsize, *(n if isinstance(n, tuple) else (n,))) < 1:
+        raise ValueError(
+            "cost.of needs nbytes of 0 or more, and numbers of devices and an itemsize of 1 or "
+            f"more; got nbytes={nbytes}, n={n} and itemsize={itemsize}."
+        )
     if nbytes % itemsize:
         raise ValueError(
             f"cost.of needs nbytes that are a multiple of itemsize={itemsize}; got {nbytes}. Pass "
-            "itemsize=..., the bytes of a number of the array."
+            "itemsize=..., the size in bytes of one element of the array."
         )
     # The function that gives the rounds takes only options that change them, as keywords; the name
     # of an axis, or `tiled`, does not. A sorted tuple can be a key of the cache of `_rounds`.
@@ -193,12 +201,13 @@ def rounds(
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(function, size, n, itemsize, options):
-    """Returns the rounds of a function decorated by `priced`, without empty rounds; equal
-    neighbours are joined.
+    """Returns the rounds of a function that `priced` decorated, without empty rounds. Equal rounds
+    in a row are joined into one `Round`, whose `times` is their number.
 
     The rounds are for an array of `size` numbers of `itemsize` bytes on each device. `n` is the
-    number of devices on the axis, or on each of several axes. `options` are the function's options,
-    as (name, value) pairs in a tuple: the cache of these rounds needs arguments that can be hashed.
+    number of devices on the axis, or a tuple with the number of devices on each of several axes.
+    `options` are the function's options, as (name, value) pairs in a tuple: the cache of these
+    rounds needs arguments that can be hashed.
     """
     joined: list[Round] = []
     for planned in function.rounds(size, n, itemsize, **dict(options)):
@@ -216,7 +225,9 @@ def _rounds(function, size, n, itemsize, options):
 
 
 def describe(collective: Callable[..., Any]) -> str:
-    """Returns a function's name for errors and reports: `ring.all_reduce` or `lax.psum`."""
+    """Returns a function's name for errors and reports, such as `ring.all_reduce`."""
+    while isinstance(collective, functools.partial):
+        collective = collective.func
     # `priced` gave the function its `rounds`, and this name as `__qualname__`.
     if hasattr(collective, "rounds"):
         return collective.__qualname__
@@ -242,8 +253,8 @@ def total(rounds: Iterable[Round]) -> Cost:
 def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
     """Returns the numbers by which `seconds` multiplies a link's alpha, beta, gamma and start.
 
-    The numbers are (hops, bytes, reduced, 1). Through one port, which sends all messages of a round
-    one after another, the numbers are (messages, sent, reduced, 1).
+    The numbers are (hops, bytes, reduced, 1), from the fields of `cost`. With `one_port` all
+    messages and the bytes of all messages count: (messages, sent, reduced, 1).
     """
     if one_port:
         return cost.messages, cost.sent, cost.reduced, 1
@@ -251,15 +262,16 @@ def terms(cost: Cost, one_port: bool) -> tuple[int, int, int, int]:
 
 
 def seconds(cost: Cost, link: Link) -> float:
-    """Returns the seconds of a call: start + alpha hops + beta bytes + gamma reduced.
+    """Returns the predicted seconds of a call, from the fields of `link` and `cost`:
+    `start + alpha * hops + beta * bytes + gamma * reduced`.
 
-    If `link.one_port` is true, so that a device sends the messages of a round one after another,
-    the seconds are start + alpha messages + beta sent + gamma reduced.
+    If `link.one_port` is true, a device sends the messages of a round one after another. Then the
+    seconds are `start + alpha * messages + beta * sent + gamma * reduced`.
     """
     # The first four fields of a `Link` are alpha, beta, gamma and start, in the order of `terms`.
     return sum(rate * count for rate, count in zip(link, terms(cost, link.one_port), strict=False))
 
 
 def devices(n: Sizes) -> int:
-    """Returns the number of devices on all axes together."""
+    """Returns the total number of devices: `n`, or the product of its numbers if `n` is a tuple."""
     return math.prod(n) if isinstance(n, tuple) else n

@@ -1,12 +1,13 @@
 """Workarounds that only XLA's CPU backend needs. Programs for other backends do not contain them.
 
-**Collectives in one order**: jaxlib 0.10.2 and 0.12.0 need `sequence_after`. XLA's CPU backend may
-run an operation that follows a loop while the loop still runs, if the operation does not use the
-loop's results. A collective after the loop can then meet a collective of the loop in the same
-rendezvous. The process aborts: "Id can't be larger than the number of participating threads". No
-XLA issue that reports this fault is known. The fault is rare: pipelined steps on more devices than
-cores have shown it. The program below has such a pair of collectives, but 400 runs of it did not
-abort. `compiled.hlo.unordered` finds such pairs in a compiled program.
+**Collectives in one order**: `sequence_after` makes arrays wait for other arrays. jaxlib 0.10.2 and
+jaxlib 0.12.0 both need it. While a loop runs, XLA's CPU backend may start an operation that comes
+after the loop in the program and does not use the loop's results. If this operation and the loop
+both contain collectives, a collective of the loop can meet the later collective in one rendezvous.
+The process aborts: "Id can't be larger than the number of participating threads". No XLA issue that
+reports this fault is known. The fault is rare: it was seen in pipelined steps, with more devices
+than CPU cores. The program below has a collective in a loop and a collective after the loop, but
+400 runs did not abort. `compiled.hlo.unordered` finds such pairs in a compiled program.
 
     def body(x):
         looped = lax.fori_loop(0, 8, lambda _, y: lax.ppermute(jnp.tanh(y @ y), "i", ring), x)
@@ -30,8 +31,8 @@ def sequence_after(x: Tree, after: PyTree) -> Tree:
     """Returns the tree `x`, which a CPU computes only after `after`; values and types do not
     change.
 
-    The result is differentiable in `x`. Random keys do not wait, and neither do arrays that JAX
-    types as `unreduced` or `reduced`, since JAX cannot index them.
+    The result is differentiable in `x`. Random keys, and arrays that JAX types as `unreduced` or
+    `reduced`, neither wait nor are waited for.
     """
     leaves, structure = jax.tree.flatten(x)
     waiting = [i for i, leaf in enumerate(leaves) if _can_wait(leaf)]

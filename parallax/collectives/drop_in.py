@@ -1,9 +1,10 @@
 """Drop-in replacements for `lax`'s collectives, made from a scatter and a gather of slices.
 
-The scatter and the gather are a pair, `Slices`, and work along one dim of one array. Both keep this
-dim: over n devices, a scatter makes it n times shorter, a gather n times longer. This file does the
-rest of what `lax`'s functions do: it takes the same arguments (the dim, `tiled`, `to`), refuses the
-same mistakes, and gives the results the same replication types.
+The scatter and the gather are a pair, `Slices`, and work along one dim of one array. They neither
+add nor remove a dim. Over n devices, a scatter makes the dim n times shorter, and a gather makes
+the dim n times longer. This file does the rest of what `lax`'s functions do: it takes the same
+arguments (the dim, `tiled`, `to`), refuses the same mistakes, and gives the results the same
+replication types.
 
 As in `lax`, a collective over n devices with `tiled` cuts a dim into n blocks, or joins n blocks
 along a dim. Without `tiled` the dim has size n: the scatter cuts it to size 1, and then it is
@@ -48,9 +49,9 @@ def reduce_scatter_leaf(
 ) -> Shaped[Array, "..."]:
     """Returns `lax.psum_scatter` of one array, computed by `slices.scatter`.
 
-    The transpose is `slices.gather`. `slices.scatter` and `slices.gather` keep the dim along which
-    they cut or join; so if not `tiled`, the dim is dropped after the scatter, and added before the
-    gather.
+    The transpose is `slices.gather`. Neither `slices.scatter` nor `slices.gather` adds or removes a
+    dim. So if not `tiled`, dim `scatter_dimension`, which the scatter cuts to size 1, is dropped
+    after the scatter, and added before the gather.
     """
     # Booleans are counted. Random keys, and replication types that `lax` refuses, raise an error.
     x = check_summand("reduce_scatter", summable(x), axis_name)
@@ -75,13 +76,14 @@ def all_gather_leaf(
     """Returns `lax.all_gather` of one array, of numbers or random keys.
 
     `slices.gather` computes the result. The transpose is `slices.scatter`, or a slice if the result
-    is invariant. The gather and its transpose keep the dim along which they join or cut; so if not
-    `tiled`, the dim is added before the gather, and dropped after the transpose. `to` is the type
-    of the result along the axis, in the words of `lax.pcast`.
+    is invariant. Neither the gather nor its transpose adds or removes a dim. So if not `tiled`, dim
+    `axis`, of size 1, is added before the gather, and dropped after the transpose. `to` is the
+    replication type of the result along the axis: "varying", "invarying" or "reduced", as in
+    `lax.pcast`.
     """
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(
-            "all_gather needs to='varying', 'invarying' or 'reduced', as lax.all_gather; "
+            "all_gather: `to` must be 'varying', 'invarying' or 'reduced', as in lax.all_gather; "
             f"got {to!r}."
         )
     x = check_block("all_gather", jnp.asarray(x), axis_name)
@@ -102,8 +104,8 @@ def all_gather_leaf(
     def backward(cotangent):
         """Returns the cotangent of this device's block, from that of the gathered array.
 
-        The block has size `length` along dim `dim` of the gathered array. `to` is the type of the
-        gathered array along the axis.
+        The block has size `length` along dim `dim` of the gathered array. `to`, an argument of
+        `all_gather_leaf`, is the replication type of the gathered array along the axis.
         """
         # An invariant result has the whole cotangent on each device, so a device takes its slice.
         # Otherwise each device has a cotangent of its own, and their sum is scattered. (The
@@ -155,12 +157,13 @@ def merge_blocks(blocks: Shaped[Array, "..."], dim: int, tiled: bool) -> Shaped[
 
 
 def summable(x: ArrayLike) -> Shaped[Array, "..."]:
-    """Returns `x` as an array that can be added: booleans are counted, as in `lax.psum`."""
+    """Returns `x` as an array that can be added. Booleans become int32, so that a sum counts the
+    true elements, as `lax.psum` does."""
     array = jnp.asarray(x)
     # The sum of two keys is no key, and means nothing.
     if is_key(array):
         raise ValueError(
-            f"Random keys cannot be added, and this array holds some, "
+            "Random keys cannot be added; got an array of keys, "
             f"{array.dtype}{list(array.shape)}. Make the key the same on all devices, or gather it."
         )
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
@@ -205,6 +208,6 @@ def check_divides(
     if not tiled and shape[dim] != n:
         raise ValueError(
             f"{function}: dim {dim} ({argument}) of shape {shape} must be {n}, the number of "
-            "devices on the axis, since tiled=False drops it. Pass tiled=True to split a longer "
-            "dim, or reshape."
+            "devices on the axis, since tiled=False drops this dim. Pass tiled=True to split a "
+            "longer dim, or reshape."
         )

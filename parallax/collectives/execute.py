@@ -1,22 +1,25 @@
 """Runs one or several tables of messages (`Route`) at the same time, forwards or backwards.
 
-Run forwards, a table is a scatter: partial sums travel to the devices that own them. Run backwards,
-it is a gather: blocks travel from the devices that own them. If several tables run at the same
-time, each carries its own share of the array that is summed or gathered. A message is a list of
-arrays: one for each block, or only one if the blocks are small enough to join.
+Each device is the *owner* of one block of the array. Run forwards, a table is a *scatter* (a
+reduce-scatter): the partial sums of each block travel to its owner. Run backwards, a table is a
+*gather*: each block travels from its owner to all devices. If several tables run at the same time,
+each table carries its own share of every block. A message is a list of arrays: one for each block,
+or only one if the blocks are small enough to join.
 
-The devices form a box, such as `(2, 8)`. An *offset* is a place in the box relative to this device.
-It is a `Point`: one number for each dim of the box. This device is at `route.home`, offset 0, and
-`route.device_at(me, offset)` is the device at an offset. A block is named by its table and by the
-offset of the device that owns it. A round of a `Route` is {step: offsets}: each device sends the
-blocks at `offsets` to the device at offset `step`. A block that is at offset o for the sender is at
-`offset_after(o, step)` for the receiver, and at `offset_after(o, step, k)` after k such hops.
-`pairs(step)` lists the (sender, receiver) of each message of a hop; with `back=True` each message
-goes from the receiver to the sender.
+The devices form a box, such as `(2, 8)`. An *offset* is the place of a device in the box, counted
+from this device. It is a `Point`: one number for each dim of the box. This device is at
+`route.home`, offset 0, and `route.device_at(me, offset)` is the device at an offset. The pair
+(table, offset of the owner) identifies one share of one block. A round of a `Route` is
+{step: offsets}: in a scatter, each device sends to the device at offset `step` the blocks whose
+owners are at `offsets` from the sender. If a block's owner is at offset o from the sender, the
+owner is at `offset_after(o, step)` from the receiver. After k hops of the same step, the owner is
+at `offset_after(o, step, k)` from the device that has the block. `pairs(step)` lists the messages
+of one hop of a scatter as pairs (sender, receiver); `pairs(step, back=True)` lists the messages of
+the same hop of a gather.
 
-Consecutive rounds are a *chain* if, from the second on, each table passes on exactly the blocks
-that just arrived, as in a ring. A long chain becomes a loop, so that the compile time does not grow
-with the number of devices. Other rounds are written out.
+Consecutive rounds are a *chain* if, in each table, every round after the chain's first round sends
+exactly the blocks that arrived in the round before, as in a ring. A long chain becomes a loop, so
+that the compile time does not grow with the number of devices. Other rounds are written out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +43,7 @@ Tree = TypeVar("Tree", bound=PyTree)
 # The blocks of a message are joined into one array if each has at most this many bytes. Joining
 # copies them; for a larger block the copy would take longer than a permute of its own.
 JOINED = 2**16
-# Chains are written out up to this number of hops. The compile time of a loop does not grow.
+# Chains are written out up to this number of rounds. The compile time of a loop does not grow.
 UNROLLED = 8
 
 
@@ -52,16 +55,17 @@ def scatter(
     dim: int = 0,
     unrolled: float | None = None,
 ) -> list[Shaped[Array, "..."]]:
-    """Returns this device's block of the sum over all devices, as a list with each table's share of
-    it.
+    """Returns this device's block of the sum over all devices, as a list of shares, one for each
+    table.
 
     Args:
         routes: the tables, all with the same number of rounds.
-        term: `term(table, j)` returns this device's term of a share of device j's block: the share
-            that `routes[table]` carries.
+        term: `term(table, j)` returns this device's term of the sum for device j's block, cut to
+            the share that `routes[table]` carries.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
+        unrolled: the largest number of rounds of a chain (see `_chains`) that are unrolled. A
+            longer chain runs as a loop. By default `UNROLLED`.
     """
     me = axis_index(axis_name)
     # For each table, the partial sums that have arrived, by offset. If an offset is missing, no sum
@@ -79,7 +83,7 @@ def scatter(
 
     for chain in _chains(routes):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
-            # It updates `sums`, as the rounds below do.
+            # `_scatter_in_a_loop` updates `sums`, as the rounds below do.
             _scatter_in_a_loop(routes, chain, term, take, sums, axis_name, dim)
             continue
         for number in chain:
@@ -114,10 +118,11 @@ def gather(
         result: the first argument of the first `write`.
         axis_name: the mesh axis, or several.
         dim: the dim of a block along which the blocks of one message are joined.
-        unrolled: a chain of more hops than this becomes a loop; `UNROLLED` by default.
+        unrolled: the largest number of rounds of a chain (see `_chains`) that are unrolled. A
+            longer chain runs as a loop. By default `UNROLLED`.
     """
     me = axis_index(axis_name)
-    # For each table, the blocks that this device has, by the offset of their owners.
+    # `copies[table][offset]` is this device's copy of the block whose owner is at `offset`.
     copies = [{route.home: block} for route, block in zip(routes, blocks, strict=True)]
 
     def copy(table, offset):
@@ -129,12 +134,13 @@ def gather(
     # A gather runs the table backwards: the last round of the scatter comes first.
     for chain in reversed(list(_chains(routes))):
         if len(chain) > (UNROLLED if unrolled is None else unrolled):
+            # `_gather_in_a_loop` adds to `copies` the blocks that a later round may pass on.
             result = _gather_in_a_loop(routes, chain, copies, write, result, axis_name, dim)
             continue
         for number in reversed(chain):
             arrivals = _arrivals(routes, number, copy, axis_name, dim, backwards=True)
             for table, offset, block in arrivals:
-                copies[table][offset] = block  # a later round may send it on
+                copies[table][offset] = block  # a later round may pass it on
                 result = write(result, table, routes[table].device_at(me, offset), block)
     return result
 
@@ -143,10 +149,11 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
     """Yields the chains (consecutive rounds that can run as a loop), as ranges of round numbers. A
     single round may be a chain.
 
-    From the second round of a chain on, each table passes on exactly the blocks that just arrived,
-    or the table sends nothing in the whole chain. A round that breaks this rule begins a new chain.
+    After the first round of a chain, a table sends in each round exactly the blocks that arrived in
+    the round before. If no block arrived, the table sends nothing. A round that breaks this rule
+    begins a new chain.
     """
-    # `_hands_on` tells whether a round passes on, by the same step, the blocks of the round before.
+    # `_hands_on` tells whether a round follows this rule, with the step of the round before.
     count, start = len(routes[0].rounds), 0
     for number in range(1, count + 1):
         if number == count or not all(_hands_on(route, number) for route in routes):
@@ -155,11 +162,11 @@ def _chains(routes: Sequence[Route]) -> Iterator[range]:
 
 
 def _hands_on(route: Route, number: int) -> bool:
-    """Returns whether round `number` sends the blocks that the round before brought, over the same
-    distance.
+    """Returns whether round `number` has the same step as the round before, and sends exactly the
+    blocks that arrived in the round before.
 
-    The result is False if one of the two rounds has several steps, or if only one of them sends
-    anything. It is True if both send nothing.
+    A step is the receiver's offset from the sender. The result is False if one of the two rounds
+    has several steps, or if only one of them sends anything. It is True if both send nothing.
     """
     before, now = list(route.rounds[number - 1].items()), list(route.rounds[number].items())
     if len(before) != 1 or len(now) != 1:
@@ -171,7 +178,7 @@ def _hands_on(route: Route, number: int) -> bool:
 def _arrivals(
     routes, number: int, take, axis_name, dim: int, *, backwards: bool = False
 ) -> list[tuple[int, Point, Any]]:
-    """Sends round `number` of all tables, and returns the blocks that arrive.
+    """Sends the messages of round `number` of all tables, and returns the blocks that arrive.
 
     Each arrival is (table, offset of the block's owner, block). `take(table, offset)` gives the
     block to send, which belongs to the device at that offset. Small blocks are joined along `dim`.
@@ -194,21 +201,20 @@ def _arrivals(
 def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: int) -> None:
     """Runs a chain of rounds of a scatter as a loop, one hop per iteration, and updates `sums`.
 
-    In a chain, each round passes on the partial sums that just arrived. After each hop a device
-    adds its own terms to them. `sums` has partial sums from earlier chains, by table and offset.
-    `take(table, offset)` removes and returns one of these partial sums, or returns this device's
-    term if there is none. Each table carries its own share of every block: `term(table, j)` returns
-    this device's term for device j's block, cut to the share of `routes[table]`. The blocks of one
+    Each iteration sends the partial sums of the iteration before, and a device adds its own terms
+    to the partial sums that arrive. `sums` has the partial sums from earlier chains, by table and
+    offset. `take(table, offset)` removes and returns one of them, or returns this device's term if
+    there is none. Each table carries its own share of every block: `term(table, j)` returns this
+    device's term for device j's block, cut to the share of `routes[table]`. The blocks of one
     message are joined along `dim`.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
 
     def terms_by_trip(table, step, offsets):
-        """Returns a function from `trip`, an iteration's number, to the terms that this device
-        adds.
+        """Returns a function of `trip`, the number of an iteration. The function returns the terms
+        that this device adds to the partial sums that arrive in this iteration for `table`.
 
-        The device adds these terms to the message of `table`. Before the first iteration, this
-        message holds the partial sums for the devices at `offsets`.
+        `step` and `offsets`, from `_chain_messages`, are those of the first round in the loop.
         """
         route = routes[table]
 
@@ -235,8 +241,8 @@ def _scatter_in_a_loop(routes, chain: range, term, take, sums, axis_name, dim: i
     def hop(trip, partial_sums):
         """Returns the partial sums of each table after one hop, with this device's terms added.
 
-        The enclosing function's list `messages` has (table, step, offsets) for each table that
-        sends, as in the first round of the chain. All rounds of the chain have the same step.
+        `messages` (see `_chain_messages`) has (table, step, offsets) for each table that sends. A
+        table has the same `step`, the offset of the receiver, in all rounds of the loop.
         `terms[table](trip)` are the terms to add in iteration `trip`.
         """
         arrived = {}
@@ -269,35 +275,38 @@ def _indexed_by_trip(stacks: list) -> Callable[[Any], list]:
 
 
 def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, dim: int) -> Any:
-    """Runs a chain of rounds of a gather as a loop, the last round first. Returns the new `result`,
-    and updates `copies`.
+    """Runs a chain of rounds of a gather as a loop. Returns the new `result`, and updates `copies`.
 
-    Each iteration is one hop: each table passes on the blocks that just arrived, and the blocks
-    that arrive now are written. `copies` has, for each table, the blocks that this device has, by
-    the offset of their owners. `write`, `result` and `dim` are as in `gather`:
-    `write(result, table, j, block)` returns `result` with device j's block written into it.
+    Each iteration is one hop: each table sends the blocks that arrived in the iteration before, and
+    the blocks that arrive in this iteration are written into `result`. `copies[table][offset]` is
+    this device's copy of the block whose owner is at `offset` from this device. `write`, `result`
+    and `dim` are as in `gather`: `write(result, table, j, block)` returns `result` with device j's
+    block written into it.
 
-    A gather runs backwards: the rounds that stand before the chain in the table run after the
-    chain, and send the same blocks again. If the table has such rounds, the loop keeps every
-    message that arrives. For each array of a message there is a stack of shape `[length, *array]`,
-    where `length` is the number of iterations; entry k is the array that arrives in iteration k.
+    A gather runs the table backwards: the loop begins with the chain's last round, and the rounds
+    that stand before the chain in the table run after the loop. These rounds may pass on any block
+    that arrives in the loop. So if the table has such rounds, the loop keeps every message that
+    arrives. For each array of a message there is a stack of shape `[length, *array]`, where
+    `length` is the number of iterations; entry k is the array that arrives in iteration k.
     """
     me, messages, length = axis_index(axis_name), _chain_messages(routes, chain), len(chain)
     sent_on_later = chain.start > 0
 
     def owners_after(trip, table, step, offsets):
-        """Returns the offsets of the owners of the blocks that arrive in iteration `trip`."""
-        # Backwards: the last iteration brings the blocks of the chain's first round.
+        """Returns the offsets, from this device, of the owners of the blocks that arrive in
+        iteration `trip`. `step` and `offsets`, from `_chain_messages`, are those of the first round
+        of `chain`."""
+        # A gather runs backwards: iteration `trip` is round `length - 1 - trip` of the chain.
         return [routes[table].offset_after(offset, step, length - 1 - trip) for offset in offsets]
 
     def hop(trip, carry):
         """Returns the carry after one hop: the messages that arrived, the stacks of all arrived
         blocks, and the result.
 
-        The enclosing function's list `messages` has (table, step, offsets) for each table that
-        sends, as in the first round of the chain. All rounds of the chain have the same step.
-        `stacks` keep each arrived block for rounds after the loop, and are empty if no rounds
-        follow. `owners_after` gives the offsets of the devices that own the blocks of an iteration.
+        `messages` (see `_chain_messages`) has (table, step, offsets) for each table that sends. A
+        table has the same `step` in all rounds of the loop. In a gather, the message of a table
+        comes from the device at offset `step`. `stacks` keep each arrived block for rounds after
+        the loop, and are empty if no rounds follow.
         """
         last_messages, stacks, result = carry
         arrived = {}
@@ -320,7 +329,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     def empty_stacks(message):
         return [empty_like(jnp.zeros, (length, *piece.shape), piece) for piece in message]
 
-    # The owners of "trip -1" are those of the blocks that the device sends first.
+    # Each iteration sends what arrived in the iteration before. Iteration 0 sends the blocks that
+    # would have arrived in an iteration -1.
     first = {}
     for table, step, offsets in messages:
         owners = owners_after(-1, table, step, offsets)
@@ -328,8 +338,8 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
     stacks = {table: empty_stacks(message) for table, message in first.items() if sent_on_later}
     last, stacks, result = _loop(length, hop, (first, stacks, result))
     for table, step, offsets in messages:
-        # If no round remains, no block is sent again. There are no stacks then, and nobody reads
-        # the last blocks, which are stored here.
+        # `copies` gets the blocks of all iterations if a later round may send them. Otherwise there
+        # are no stacks: `copies` gets only the last message, and nothing reads it.
         by_trip = {length - 1: last[table]}
         if sent_on_later:
             by_trip = {trip: [stack[trip] for stack in stacks[table]] for trip in range(length)}
@@ -340,10 +350,12 @@ def _gather_in_a_loop(routes, chain: range, copies, write, result, axis_name, di
 
 
 def _chain_messages(routes, chain: range) -> list[tuple[int, Point, tuple[Point, ...]]]:
-    """Returns (table, step, offsets) of the chain's first round, for each table that sends in it.
+    """Returns (table, step, offsets) for each table that sends in the first round of `chain`.
 
-    The first round is enough: in each later round a table sends, by the same step, the blocks that
-    just arrived. So the offsets of a round are those of the round before, after one more hop.
+    A device sends to the device at offset `step` the blocks whose owners are at `offsets`. The
+    first round determines the other rounds: each of them has the same `step`, and sends the blocks
+    that arrived in the round before. An offset o of one round becomes `route.offset_after(o, step)`
+    in the next round.
     """
     messages = []
     for table, route in enumerate(routes):
@@ -360,8 +372,8 @@ def _loop(length: int, hop, carry):
 
 
 def _joined(blocks, dim: int) -> list:
-    """Returns the arrays of a message: all small blocks as one array, or large blocks as they
-    are."""
+    """Returns the arrays of a message: one array, joined along `dim`, if each block has at most
+    `JOINED` bytes; else the blocks themselves. All blocks of a message have the same size."""
     nbytes = blocks[0].size * blocks[0].dtype.itemsize
     # `pieces_of` is the number of permutes for the message. One block is not joined.
     is_joined = pieces_of(len(blocks), nbytes) < len(blocks)
@@ -391,8 +403,8 @@ def empty_like(
     """Returns an array of this shape with the dtype and varying axes of `block`.
 
     The caller overwrites the whole array, so its numbers do not matter. `make(shape, dtype)` makes
-    the array. If the mesh has Explicit axes and `block` is not empty, the array is broadcast from
-    one element of `block`.
+    an array without a sharding. On a mesh with Explicit axes the array may need a sharding: there
+    one element of `block` is broadcast instead, unless `block` is empty.
     """
     # An empty block has no element to broadcast.
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types and block.size:
@@ -416,13 +428,14 @@ def pin_bits(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
 
 def pin_buffer(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Returns `x`, an array that a gather wrote block by block. XLA cannot fuse these writes into
-    the operation that uses `x`.
+    """Returns `x`, an array that a gather wrote block by block, behind an optimization barrier. So
+    XLA cannot fuse the writes into the operation that uses the result.
 
-    Otherwise XLA may fuse a product and a sum, and round only once, in some of the blocks only,
-    such as the blocks written last. Which blocks these are depends on the device, so replicas would
-    drift apart. The CPU's compiler removes an optimization barrier, so on a CPU a loop takes the
-    barrier's place.
+    Without the barrier, XLA may fuse some of the writes, such as the last, with that operation. In
+    the fused code, a product and a sum of the operation may be rounded once instead of twice. The
+    block written last is a different block on each device. So devices would round equal numbers
+    differently, and replicas would drift apart. The CPU's compiler removes an optimization barrier,
+    so on a CPU a loop takes the barrier's place.
     """
     return lax.platform_dependent(x, cpu=cpu.pin_buffer_by_loop, default=lax.optimization_barrier)
 

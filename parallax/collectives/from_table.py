@@ -1,5 +1,5 @@
-"""Makes drop-in replacements for `jax.lax`'s collectives, with gradients and computed costs, from a
-table of messages.
+"""Makes an all-reduce, a reduce-scatter and an all-gather from a table of messages. The three
+functions replace those of `jax.lax`. Each has a gradient, and a cost computed from the table.
 
     @algorithm
     def direct(n):
@@ -8,10 +8,10 @@ table of messages.
     direct.all_reduce(x, "data")                        # for lax.psum(x, "data")
 
 A table is a `Route`. Its first argument is the shape of the grid that the devices form, here `(n,)`
-for a row of n devices. Its second argument is a list of rounds, each {step: offsets}: in a
-reduce-scatter, device i sends to device i + step the blocks that belong to the devices i + o, for
-each o in `offsets` (modulo n). Several tables may run side by side. Then each table carries its own
-*share* of every block.
+for a row of n devices. Its second argument is a list of rounds, each a dict {step: offsets}. In a
+reduce-scatter, for each o in `offsets`, device i sends to device i + step the block that belongs to
+device i + o. Device numbers are modulo n. Several tables may run side by side. Then each table
+carries its own *share* of every block.
 """
 
 import functools
@@ -53,12 +53,12 @@ def algorithm(
 
     The functions of the algorithm work like `lax.psum`, `lax.psum_scatter` and `lax.all_gather`: on
     trees of any dtype and shape, with the same derivatives and the same replication types (varying
-    or invariant along the axis). The functions work along one axis or several. Whatever table
-    `maker(n)` returns, a device sends n - 1 blocks in a reduce-scatter, n - 1 in an all-gather, and
-    twice as many in an all-reduce. So for an input of S bytes on each device, it sends
-    (n - 1)/n S bytes in a reduce-scatter, (n - 1) S in an all-gather, and 2 (n - 1)/n S in an
-    all-reduce. An all-reduce pads an array that cannot be cut into n equal blocks. The transpose of
-    an all-reduce sends nothing.
+    or invariant along the axis). The functions work along one axis or several. In a reduce-scatter
+    by any table, a device sends each block except its own exactly once: n - 1 blocks. An all-gather
+    sends n - 1 blocks per device too, and an all-reduce 2 (n - 1). For an input of S bytes on each
+    device, these are (n - 1)/n S bytes per device in a reduce-scatter, (n - 1) S in an all-gather,
+    and 2 (n - 1)/n S in an all-reduce. An all-reduce pads an array that cannot be cut into n equal
+    blocks. The transpose of an all-reduce sends nothing.
 
     The functions raise `ValueError` if the code runs in no `shard_map` over the axis. The
     reduce-scatter also raises `ValueError` if a leaf lacks the dim `scatter_dimension`, or if this
@@ -78,11 +78,13 @@ def algorithm(
 
 
 def algorithm_of_axes(maker: Callable[..., Tables], *, name: str = "") -> Algorithm:
-    """Returns an algorithm as `algorithm` does, but calls `maker` with the size of each axis.
-
-    For two axes of 2 and 4 devices it calls `maker(2, 4)`.
+    """Returns the algorithm that has the table `maker(*sizes)` for axes of these sizes; usable as a
+    decorator. For axes of 2 and 4 devices, this algorithm calls `maker(2, 4)`; an algorithm that is
+    made by the function `algorithm` calls `maker(8)`.
     """
     name = name or maker.__name__
+    # The algorithm keeps `maker` itself as its attribute `table`. The tables give no all-to-all, so
+    # the algorithm has that of `lax`.
     return _from_tables(maker, lambda sizes: maker(*sizes), name, lax.all_to_all)
 
 
@@ -154,17 +156,19 @@ def _from_tables(maker, tables_for, name: str, all_to_all: Collective) -> Algori
 def _prices(tables_of):
     """Returns three functions for `cost.priced`: for the reduce-scatter, all-gather and all-reduce.
 
-    Each function takes (size, n, itemsize) and returns the rounds of messages. `size` counts the
-    numbers in one device's input, and `itemsize` is the bytes of a number. `n` is a number of
-    devices, or a tuple with the number on each of several axes; `devices(n)` is the number of all
-    devices. `tables_of(sizes)` gives the tables for `sizes`, the number of devices on each axis.
+    Each function takes (size, n, itemsize) and returns a list of `Round`s, with the messages that a
+    device sends. `size` counts the numbers in one device's input, and `itemsize` is the bytes of
+    one number. `n` is a number of devices, or a tuple with the number on each of several axes;
+    `devices(n)` is the number of all devices. `tables_of(sizes)` gives the tables for `sizes`, the
+    number of devices on each axis.
     """
 
     def rounds(block_size, n, itemsize, *, back):
         """Returns the rounds of messages for blocks of `block_size` numbers.
 
-        Each table carries a share of every block. With `back` the tables run backwards, as a
-        gather, in which a device adds nothing.
+        An algorithm may have several tables, which run side by side: each carries a share of every
+        block. With `back` the rounds are those of a gather: the tables run backwards, and the
+        devices add no numbers.
         """
         tables = tables_of(n if isinstance(n, tuple) else (n,))
         shares = shares_of(block_size, len(tables))  # (start, length) for each table
@@ -197,7 +201,7 @@ def _check_side_by_side(name: str, tables: Sequence[Route], n: int) -> None:
             raise ValueError(
                 f"{name}: all tables that run side by side need {n} devices and {rounds} rounds, "
                 f"like the first table; one has {table.n} devices and {len(table.rounds)} "
-                "rounds. Add empty rounds, {}, to the tables that have fewer."
+                "rounds. For each round that a table lacks, append an empty dict to its rounds."
             )
 
 
@@ -208,14 +212,15 @@ def messages(
     back: bool = False,
     added: Sequence[int] | None = None,
 ) -> list[Round]:
-    """Returns, for `cost`, the rounds of messages of tables that run side by side.
+    """Returns a list of `cost.Round`s: the messages that a device sends in each round, by all
+    tables in `routes` together.
 
     Args:
         routes: the tables.
         nbytes: for each table, the bytes of a block.
-        back: whether the tables run backwards, as a gather.
-        added: for each table, the bytes that a device adds to its own numbers for each arriving
-            block; by default a device adds nothing.
+        back: whether the rounds are those of a gather, for which the tables run backwards.
+        added: for each table, the bytes of the sum that a device computes when a block arrives: the
+            block plus the device's own term. By default a device computes no sums.
     """
     # After each round: the length of the longest chain of messages so far, in any table, in which
     # each message waits for the one before.
@@ -253,7 +258,8 @@ def all_reduce_leaves(x: Tree, axis_name, total: Callable[..., Any]) -> Tree:
     """
 
     def leaf(x):
-        """Returns the sum of one array, computed by `total` and typed as invariant."""
+        """Returns the sum of one array over the devices, computed by `total` and typed as
+        invariant."""
         # `check_summand` casts `x` to vary along the axis, unless `x` is unreduced there. An
         # unreduced `x` is cast by `linear_collective`, so `total` gets this device's term. Booleans
         # are counted. Random keys, and replication types that `lax` refuses, raise an error.

@@ -4,33 +4,33 @@ Int8 is accurate enough for gradients, and needs a quarter of the bytes: use `qu
 the data axis. Rounding harms activations, and the sums of a cross-entropy, more than gradients: a
 small GPT-2 that sent int8 along its tensor axis ended with a loss 20 % higher.
 
-Notation: `A {U_X}` is a sum that is not taken yet, of which each device on axis X has one term.
-`A[I_X]` is split along dim I over these devices.
-
-A block of `block_size` numbers becomes the integers round(x / s), of at most 127 in magnitude, and
-the exponent of s. Here s is a power of two, at most a / 64, where a is the largest magnitude in the
-block. This is the format MXINT8 of the OCP Microscaling Formats specification (2023). Multiplying
-by a power of two is exact. So the number Q(x) that arrives for x has only the error of the
-rounding, at most
+Let a be the largest magnitude in a block of `block_size` numbers. The scale s of the block is the
+largest power of two that is at most a / 64, but at least the type's smallest normal number. Each
+number x of the block is sent as the integer round(x / s), clipped to -127 .. 127, and s is sent as
+its exponent. This is the format MXINT8 of the OCP Microscaling Formats specification (2023).
+Multiplying by a power of two is exact. So the error of Q(x), the number that arrives for x, comes
+only from rounding and clipping:
 
     |Q(x) - x| <= a / 127        (or the type's smallest normal number, if that is greater)
 
 The rounding error, x - Q(x), is computed without rounding: `ErrorFeedback` adds this error to the
-input of the next call, so nothing is lost. Whole numbers up to 127 in magnitude pass unchanged. A
-block with an infinity or NaN becomes NaN.
+input of the next call, so nothing is lost. In a block whose largest magnitude is at most 127, whole
+numbers pass unchanged. A block with an infinity or NaN becomes NaN.
 
 Feedback helps optimizers that are linear in the gradients. After 40 steps of SGD with momentum,
 with feedback, the weights of a small GPT-2 were nine times as close to the exact run's weights as
-without feedback. AdamW divides by the root of a mean of squared gradients. There a correction that
-comes one step later acts as noise. After 200 steps of AdamW the held-out loss was above the loss of
-the exact run: by 0.4 % without feedback, and by 1.1 % with feedback.
+without feedback. AdamW is not linear: it divides by the root of a mean of squared gradients. So a
+correction in the next step does not cancel the error, but acts as noise. After 200 steps of AdamW
+the held-out loss was above the loss of the exact run: by 0.4 % without feedback, and by 1.1 % with
+feedback.
 
 An array is cut into n parts, one for each device, and each part into blocks. A device quantises its
 term of part j once and sends it straight to device j. Device j adds the terms of its own part in
-float32, quantises the sum and sends it to all. So a number is rounded twice for any n. A ring of
-partial sums would round again in each of its n - 1 hops, with an error that grows with the partial
-sum: if a is the largest magnitude on each device, the sum of k terms is rounded with an error of up
-to k a / 127. On average over the hops, this bound is n/2 times the bound for one term.
+float32 and quantises the sum, which a ring all-gather passes on to all. So a number is rounded
+twice for any n. A ring of partial sums would round again in each of its n - 1 hops, with an error
+that grows with the partial sum: if a is the largest magnitude on each device, the sum of k terms is
+rounded with an error of up to k a / 127. On average over the hops, this bound is n/2 times the
+bound for one term.
 
 | function | bytes a device sends, of S bytes of float32, all but the last block full | hops |
 |---|---|---|
@@ -40,13 +40,13 @@ to k a / 127. On average over the hops, this bound is n/2 times the bound for on
 
 With blocks of 32 a device sends 0.258 of the exact ring's bytes. (float64 sends two bytes per
 exponent.) A hop is one message, of integers and exponents together. In hop k of the reduction, each
-device sends to the device k places after it. On a switch hop k is as fast as a hop to a neighbour;
-on a bare ring it crosses k links.
+device sends to the device k places after it. On a switch, hop k is as fast as a hop to a neighbour.
+On a ring of direct links, hop k crosses k links.
 
-The functions take the same types, trees and axes as those of `ring`. The derivative is that of the
-exact function, and its messages are int8 too. On an axis of one device nothing is sent or rounded.
-Leaves with fewer numbers than a block (a loss, a norm) are sent by the exact ring, and so are
-leaves of integers or complex numbers.
+The functions take the same types, trees and axes as those of `ring`. The derivative ignores the
+rounding of the forward pass. The messages of the backward pass are int8 too. On an axis of one
+device nothing is sent or rounded. Leaves with fewer numbers than a block (a loss, a norm) are sent
+by the exact ring, and so are leaves of integers or complex numbers.
 
 Sources: Rouhani et al., Microscaling data formats for deep learning (arXiv 2310.10537); Seide et
 al., 1-bit stochastic gradient descent (2014), for error feedback; Dettmers, 8-bit approximations
@@ -87,8 +87,8 @@ def _exact_below_a_block(
     The function takes (size, n, itemsize): each device has an array of `size` numbers, each of
     `itemsize` bytes before it is quantised. `n` is a number of devices, or a tuple with the number
     on each of several axes. For an array of one block or more, the result is
-    `sent(size, number of all devices, itemsize, block_size)`. A shorter array is sent by the
-    collective `exact`, so its rounds are those of `exact`.
+    `sent(size, number of all devices, itemsize, block_size)`: the devices of several axes count as
+    one row. A shorter array is sent by the collective `exact`, so its rounds are those of `exact`.
     """
 
     def rounds(size, n, itemsize, *, block_size=BLOCK):
@@ -102,8 +102,8 @@ def _exact_below_a_block(
 def _scatters(size, n, itemsize, block_size):
     """Returns the rounds of messages of a reduce-scatter of `size` numbers over n devices.
 
-    A device sends n - 1 of its n parts. `itemsize` is the bytes of a number before it is quantised;
-    the bytes of an exponent depend on `itemsize`.
+    A device sends n - 1 of its n parts. `itemsize` is the bytes of one number before it is
+    quantised.
     """
     part = -(-size // n)
     nbytes = [_nbytes(part, itemsize, block_size)]
@@ -113,9 +113,10 @@ def _scatters(size, n, itemsize, block_size):
 
 
 def _gathers(size, n, itemsize, block_size):
-    """Returns the rounds of messages of a ring all-gather over n devices, each with `size` numbers.
+    """Returns the rounds of messages of a ring all-gather over n devices.
 
-    `itemsize` is the bytes of a number before it is quantised.
+    `size` is the number of numbers that each device has before the gather. `itemsize` is the bytes
+    of one number before it is quantised.
     """
     # A ring passes on the bytes as they arrive, so nothing is rounded again on the way. Its table
     # is that of a reduce-scatter: a gather runs it backwards (`back`).
@@ -125,8 +126,8 @@ def _gathers(size, n, itemsize, block_size):
 def _scatters_and_gathers(size, n, itemsize, block_size):
     """Returns the rounds of messages of an all-reduce of `size` numbers over n devices.
 
-    The rounds are those of a reduce-scatter, then those of a gather. `itemsize` is the bytes of a
-    number before it is quantised.
+    The rounds are those of a reduce-scatter, then those of a gather. `itemsize` is the bytes of
+    one number before it is quantised.
     """
     part = -(-size // n)  # a device sums and owns a padded n-th
     return [
@@ -138,25 +139,26 @@ def _scatters_and_gathers(size, n, itemsize, block_size):
 def _nbytes(size, itemsize, block_size):
     """Returns the bytes of `size` numbers as int8, with one exponent per block.
 
-    `itemsize` is the bytes of a number before it is quantised.
+    `itemsize` is the bytes of one number before it is quantised.
     """
     # The exponents of float64 need two bytes: see `_exponent_dtype`.
     exponent = 2 if itemsize == 8 else 1
     return size + -(-size // block_size) * exponent
 
 
+# `priced` attaches the rounds of messages, from which `cost.of` computes the cost.
 @cost.priced(_exact_below_a_block(_scatters_and_gathers, ring.all_reduce), "quantized.all_reduce")
 def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOCK) -> Tree:
-    """Returns an approximate sum over devices, the same bits on every device: `A {U_X} -> A`.
+    """Returns an approximate sum over devices, with the same bits on every device.
 
-    `quantized_all_reduce` works like `lax.psum`.
+    The result has the shapes and types of the result of `lax.psum`.
 
-    A leaf is flattened, padded to a multiple of n numbers and cut into n parts, and each part is
-    cut into blocks. The error of a number is at most (sum of a_i + s) / 127. Here a_i is the
-    largest magnitude in the number's block on device i, and s is the largest magnitude in the same
-    block of the sum. The sum of a_i is over all devices except the one that adds up the block,
-    whose own term is not rounded. The float additions, and the cast of the sum to 16 bits if `x`
-    has 16, add further rounding.
+    Over n devices, a leaf is flattened, padded to a multiple of n numbers and cut into n parts, and
+    each part is cut into blocks. The error of a number is at most (b + sum of a_i) / 127. Here a_i
+    is the largest magnitude in the number's block on device i, and b is the largest magnitude in
+    the same block of the sum. The sum of a_i is over all devices except the one that adds up the
+    block, whose own term is not rounded. The float additions, and the cast of the sum to 16 bits if
+    `x` has 16, add further rounding.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -166,6 +168,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
         # The second result, the rounding errors, is not used without feedback.
         return _all_reduce(_widened(x), axis_name, block_size)[0].astype(x.dtype)
 
+    # `all_reduce_leaves` gives `total` the result type and the transpose of `lax.psum`.
     def quantized_leaf(x):
         return all_reduce_leaves(x, axis_name, total)
 
@@ -176,6 +179,7 @@ def quantized_all_reduce(x: Tree, axis_name: AxisName, *, block_size: int = BLOC
     return _map_leaves(x, block_size, quantized_leaf, exact)
 
 
+# `priced` attaches the rounds of messages: those of `ring` for an array shorter than a block.
 @cost.priced(_exact_below_a_block(_scatters, ring.reduce_scatter), "quantized.reduce_scatter")
 def quantized_reduce_scatter(
     x: Tree,
@@ -185,9 +189,9 @@ def quantized_reduce_scatter(
     tiled: bool = False,
     block_size: int = BLOCK,
 ) -> Tree:
-    """Returns this device's part of an approximate sum over devices: `A[I] {U_X} -> A[I_X]`.
+    """Returns this device's part of an approximate sum over devices.
 
-    `quantized_reduce_scatter` works like `lax.psum_scatter`.
+    The result has the shapes and types of the result of `lax.psum_scatter`.
 
     The error of a number is at most (sum of a_i over the other devices) / 127. Here a_i is the
     largest magnitude in the number's block of `block_size` numbers on device i. This device's own
@@ -195,9 +199,12 @@ def quantized_reduce_scatter(
     add further rounding. The transpose is `quantized_all_gather`.
 
     Raises:
-        ValueError: as `ring.reduce_scatter`; or `block_size` is below 1.
+        ValueError: `block_size` is below 1; a leaf lacks the dim `scatter_dimension`, or this dim
+            cannot be cut into equal parts, one for each device; or no `shard_map` over the axis is
+            around the call.
     """
-    # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
+    # The reduce-scatter and the all-gather of one array, in int8. `drop_in` makes from this pair a
+    # function like that of `lax`, with its options, types and derivative.
     slices = _slices(block_size)
 
     def quantized_leaf(x):
@@ -215,19 +222,20 @@ def quantized_reduce_scatter(
 def quantized_all_gather(
     x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, block_size: int = BLOCK
 ) -> Tree:
-    """Gathers the `x` of every device, sent as int8: `A[I_X] -> A[I]`. The result has the same bits
-    on all devices.
+    """Gathers the `x` of every device, sent as int8. The result has the same bits on all devices.
 
-    `quantized_all_gather` works like `lax.all_gather`.
+    The result has the shapes and types of the result of `lax.all_gather`.
 
     The error of a number is at most a / 127, where a is the largest magnitude in the number's block
     of `block_size` numbers. A device's own part is rounded too. The transpose is
     `quantized_reduce_scatter`.
 
     Raises:
-        ValueError: as `ring.all_gather`; or `block_size` is below 1.
+        ValueError: `block_size` is below 1; a leaf lacks the dim `axis`; or no `shard_map` over the
+            axis is around the call.
     """
-    # The scatter and the gather of one array, in int8; `drop_in` adds dims, types and derivatives.
+    # The reduce-scatter and the all-gather of one array, in int8. `drop_in` makes from this pair a
+    # function like that of `lax`, with its options, types and derivative.
     slices = _slices(block_size)
 
     def quantized_leaf(x):
@@ -249,15 +257,16 @@ class ErrorFeedback:
         gradients, error = feedback.all_reduce(gradients, error)
 
     The argument `error` has the rounding errors of the previous call, and the returned error has
-    those of this call. With `x_i`, `error_i` and `new_error_i` for the input, the argument and the
-    returned error on device i, and up to the rounding of the float additions,
+    those of this call. Let `x_i` be the input on device i, `error_i` the argument `error`, and
+    `new_error_i` the returned error. Up to the rounding of the float additions,
 
         result + sum over i of new_error_i = sum over i of (x_i + error_i)
 
     So nothing is lost: after any number of calls, the sum of their results has only the error of
-    the last call. (If `x` has 16 bits, the rounding of the sum to 16 bits is lost in `all_reduce`.)
-    For a block (the numbers that share a scale) with an infinity or NaN, the new error is 0. There
-    is no derivative: use an `ErrorFeedback` on gradients, after differentiation.
+    the last call. An exception is an `all_reduce` of a 16-bit `x`: it rounds the sum to 16 bits,
+    and `new_error_i` does not include this rounding. For a block (the numbers that share a scale)
+    with an infinity or NaN, the new error is 0. There is no derivative: use an `ErrorFeedback` on
+    gradients, after differentiation.
 
     Args:
         axis_name: the mesh axis, or several.
@@ -272,7 +281,8 @@ class ErrorFeedback:
     block_size: int = BLOCK
 
     def initial(self, x: PyTree) -> PyTree:
-        """Returns zeros for the tree `x`: the error before the first call.
+        """Returns a tree of zeros: the argument `error` of the first call of `all_reduce` or
+        `reduce_scatter`.
 
         The error of a leaf `[*dims]` has the shape `[1, *dims]`, in float32 or wider. The error is
         typed as varying along `axis_name`, since later errors differ between devices. Its dim of
@@ -291,13 +301,16 @@ class ErrorFeedback:
     def all_reduce(self, x: Tree, error: PyTree) -> tuple[Tree, PyTree]:
         """Returns `quantized.all_reduce` of `x + error`, and this device's new error.
 
-        `error` is `initial(x)`, or the new error that the call before returned. If `x` has 16 bits,
-        the new error does not include the rounding of the sum to 16 bits.
+        `error` is `initial(x)`, or the error that the previous call returned. If `x` has 16 bits,
+        the new error does not include the error of rounding the sum to 16 bits.
         """
         axis_name = self.axis_name
 
         def leaf(x, error):
-            """Returns the sum of one leaf, and the new errors, of shape `[1, *dims]`."""
+            """Returns the sum of one leaf over the devices, and this device's new rounding errors.
+
+            The errors have the shape `[1, *dims]`, where `[*dims]` is the shape of the leaf `x`.
+            """
             total, error = _all_reduce(_with(x, error, axis_name), axis_name, self.block_size)
             # All devices have the same bits, which their types cannot show: so it is declared.
             return replicated(total, axis_name).astype(x.dtype), error[None]
@@ -314,16 +327,20 @@ class ErrorFeedback:
     ) -> tuple[Tree, PyTree]:
         """Returns `quantized.reduce_scatter` of `x + error`, and this device's new error.
 
-        `error` is `initial(x)`, or the new error that the call before returned. If `x` has 16 bits,
-        the new error includes the rounding of the result to 16 bits.
+        `error` is `initial(x)`, or the error that the previous call returned. If `x` has 16 bits,
+        the new error includes the error of rounding the result to 16 bits.
         """
         axis_name, n = self.axis_name, types.axis_size(self.axis_name)
 
         def leaf(x, error):
-            """Returns this device's slice of the sum, and the new errors, of shape `[1, *dims]`."""
+            """Returns this device's slice of the sum over the devices, and this device's new
+            rounding errors.
+
+            The errors have the shape `[1, *dims]`, where `[*dims]` is the shape of the leaf `x`.
+            """
             dim = drop_in.dim_of("scatter_dimension", scatter_dimension, x.ndim)
             drop_in.check_divides("reduce_scatter", "scatter_dimension", x.shape, dim, n, tiled)
-            # `_with` adds the error of the call before. The parts of the devices are [n, ...].
+            # `_with` adds the error of the previous call. The parts of the devices are [n, ...].
             parts = drop_in.split_blocks(_with(x, error, axis_name), dim, axis_name, tiled)
             # The sum of this device's part, and the errors of its terms for all parts, [n, size].
             total, errors = _reduce(parts.reshape(parts.shape[0], -1), axis_name, self.block_size)
@@ -448,7 +465,7 @@ def _reduce(parts, axis_name, block_size):
     def values(message):
         """Returns the decoded numbers of `message`: the shape [n, bytes] becomes [n, size].
 
-        This device's own row is exact, since it is taken from `parts`.
+        This device's row is not decoded: it is taken from `parts`, the numbers before rounding.
         """
         return jnp.where(is_local, parts, dequantize(message, size, parts.dtype, block_size))
 
@@ -481,9 +498,9 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
     """Returns `quantized_leaf` of some leaves of the tree `x`, and `exact` of the other leaves.
 
     `quantized_leaf` and `exact` are functions. `quantized_leaf` gets the floating-point leaves that
-    have `block_size` numbers or more; `exact` gets the other leaves: shorter ones (a loss, a norm)
-    have few bytes to save. `more` are trees like `x`: both functions also get the corresponding
-    leaf of each of these trees.
+    have `block_size` numbers or more. `exact` gets all other leaves. For a shorter leaf (a loss, a
+    norm), int8 would save only a few bytes. `more` are trees like `x`: both functions also get the
+    corresponding leaf of each of these trees.
     """
     if block_size < 1:
         raise ValueError(
@@ -491,8 +508,8 @@ def _map_leaves(x, block_size, quantized_leaf, exact, *more):
         )
 
     def leaf(x, *more):
-        """Returns the result for one leaf of `x`; `more` has the corresponding leaf of each further
-        tree."""
+        """Returns the result for one leaf `x`; `more` has the corresponding leaves of the other
+        trees."""
         x = jnp.asarray(x)
         is_quantized = jnp.issubdtype(x.dtype, jnp.floating) and x.size >= block_size
         return (quantized_leaf if is_quantized else exact)(x, *more)
@@ -518,7 +535,22 @@ def _with(x, error, axis_name):
             f"{(1, *x.shape)}, as ErrorFeedback.initial makes it; got {error.shape}. Carry it in "
             f"and out of mesh.spmd with the spec P({axis_name!r}, *spec of the leaf)."
         )
-    return varying(x.astype(error.dtype), axis_name) + error[0]
+    return _without_derivative(varying(x.astype(error.dtype), axis_name) + error[0])
+
+
+@jax.custom_jvp
+def _without_derivative(x):
+    """Returns `x`. Raises `ValueError` if it is differentiated."""
+    return x
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals, tangents):
+    # Rounding has the derivative 0: the terms of all other devices would be missing.
+    raise ValueError(
+        "ErrorFeedback has no derivative. Use it on gradients, after they are computed; inside a "
+        "function that is differentiated, use the functions of collectives.quantized."
+    )
 
 
 def _blocks(x, block_size):
@@ -539,7 +571,7 @@ def _exponent_dtype(dtype):
     """Returns the integer dtype in which `quantize` stores the exponents of blocks of `dtype`.
 
     The exponents run from `minexp` to `maxexp` - 7 of `dtype`. In float32 that is from -126 to 121,
-    which int8 holds, and -128 is left to mean NaN. The exponents of float64 need 16 bits.
+    which int8 holds, and -128 is left to mean NaN. The exponents of float64 need int16.
     """
     return jnp.dtype(jnp.int8 if jnp.finfo(dtype).maxexp <= 128 else jnp.int16)
 

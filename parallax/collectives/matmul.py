@@ -3,9 +3,9 @@
 If a product begins only after its operand is gathered, the matrix units wait for the links. In this
 module, a device multiplies a block while the next blocks arrive from both neighbours. In a product
 before a scatter, the partial sums of a block travel around a ring, in both directions, to the
-device that owns the block. In each hop a device adds one term: the block's rows of the device's
-operand, times the device's share of the weight. The whole gathered operand, or the whole product
-before the scatter, never exists, neither forward nor backward.
+device that owns the block. In each hop a device adds one term: the rows of its operand that belong
+to the block, times its share of the weight. The whole gathered operand, or the whole product before
+the scatter, never exists, neither forward nor backward.
 
 Legend: T is the number of rows (tokens), D and F are the sizes of the weight, n is the number of
 devices on axis X, and S is the bytes of one device's `[T_X, D]`. T_X means that each device has 1/n
@@ -16,8 +16,9 @@ of the rows, and F_X that it has 1/n of F.
 | `all_gather_matmul` | n - 1 | (n - 1) S | the other function, and one more gather of the operand |
 | `matmul_reduce_scatter` | n - 1 | (n - 1) S | one gather of the cotangent gives both |
 
-The hops are never a loop: XLA overlaps a product with messages in straight-line code, but not
-across the end of a loop. A tensor axis has a few dozen devices at most, so there are few hops.
+The hops are written out, and never run as a loop: XLA overlaps a product with messages in
+straight-line code, but not with a message of another iteration of a loop. A tensor axis has a few
+dozen devices at most, so there are few hops.
 
 Source: Wang et al., Overlap communication with dependent computation via decomposition in large
 deep learning models (ASPLOS 2023).
@@ -69,12 +70,13 @@ def _from_both_sides(n: int) -> Route:
 def _rounds_of_gather(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `all_gather_matmul`.
 
-    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of a number. `n` is a
-    number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
+    `size` counts the numbers in one device's `x`, and `itemsize` is the bytes of one number. `n` is
+    a number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
-    # A message is one device's `x`. `messages` takes a list of tables, here one, and for each the
-    # bytes of a block; with `back` the tables run backwards, as a gather.
+    # `_from_both_sides` returns the table of the messages of a scatter; with `back` the table runs
+    # backwards, as a gather. `messages` takes a list of tables, here one, and for each table the
+    # bytes of a block: here one device's `x`.
     return messages([_from_both_sides(devices(n))], [size * itemsize], back=True)
 
 
@@ -90,9 +92,9 @@ def all_gather_matmul(
 
     In short: `A[T_X, D] . W[D, F_X] -> [T, F_X]`. The gathered `A` is never whole in memory. The
     result equals `jnp.tensordot(lax.all_gather(x, axis_name, axis=axis, tiled=True), weight,
-    axes=1)`, computed by one product per block. The transpose in `x` is `matmul_reduce_scatter`
-    with the transposed weight. Reverse-mode differentiation works to any order, also under `vmap`,
-    `scan` and `checkpoint`; forward-mode does not work.
+    axes=1)`, computed by one product per block. The gradient of `x` is `matmul_reduce_scatter` of
+    the cotangent and the transposed weight. Reverse-mode differentiation works to any order, also
+    under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
         x: one device's rows. The last dim of `x` is summed over in the product; the other dims are
@@ -115,11 +117,13 @@ def all_gather_matmul(
 def _rounds_of_scatter(size, n, itemsize):
     """Returns, for `cost`, the rounds of messages of `matmul_reduce_scatter`.
 
-    `size` counts the numbers in the product, and `itemsize` is the bytes of a number. `n` is a
+    `size` counts the numbers in the product, and `itemsize` is the bytes of one number. `n` is a
     number of devices, or a tuple with the number on each of several axes; `devices(n)` is the
     number of all devices.
     """
-    # A message is one of n blocks of the product, rounded up. The receiver adds it.
+    # `_from_both_sides` returns the table of the messages. `messages` takes a list of tables, here
+    # one, and for each table the bytes of a block, and the bytes that a device adds for each block
+    # that arrives (`added`). A block is one of n parts of the product, rounded up.
     block = -(-size // devices(n)) * itemsize
     return messages([_from_both_sides(devices(n))], [block], added=[block])
 
@@ -137,9 +141,9 @@ def matmul_reduce_scatter(
     In short: `A[T, F_X] . W[F_X, D] -> [T_X, D]`. The result equals
     `lax.psum_scatter(jnp.tensordot(x, weight, axes=weight.ndim - 1), axis_name,
     scatter_dimension=..., tiled=True)`, up to the order of the additions. The whole product, before
-    the sum, never exists. The partial sums that are sent have the type of `x`. The transpose in `x`
-    is `all_gather_matmul` with the transposed weight. Reverse-mode differentiation works to any
-    order, also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
+    the sum, never exists. The partial sums that are sent have the type of `x`. The gradient of `x`
+    is `all_gather_matmul` of the cotangent and the transposed weight. Reverse-mode differentiation
+    works to any order, also under `vmap`, `scan` and `checkpoint`; forward-mode does not work.
 
     Args:
         x: all rows of the batch, each with this device's share of the input features.
@@ -147,7 +151,7 @@ def matmul_reduce_scatter(
             `x` are the dims `*F` of the weight.
         axis_name: the mesh axis, or several, which then form one ring in row-major order; or `()`
             for a plain product without messages.
-        scatter_dimension: the dim of the product `[*batch, D]`, and of `x`, that is split.
+        scatter_dimension: the dim of the product `[*batch, D]`, one of `*batch`, that is scattered.
 
     Raises:
         ValueError: `scatter_dimension` is the last dim of the product, or no dim of the product; or
@@ -173,14 +177,15 @@ def matmul_reduce_scatter(
 def _all_gather_matmul(x, weight, axis_name, axis):
     """Returns the gathered `x`, [..., T, ..., D], times the weight, [D, *F_X].
 
-    A device's own `x` is [..., T_X, ..., D], and T_X is its dim `axis`. The derivative is written
-    by hand, so that the products in it overlap with messages too. The backward pass gathers `x`
-    again: JAX's own derivative would keep every block of `x` until the backward pass.
+    A device's own `x` is [..., T_X, ..., D]; `axis` is the index of the dim T_X in this shape. The
+    derivative is written by hand, so that the products in it overlap with messages too. The
+    backward pass gathers `x` again: JAX's own derivative would keep every block of `x` until the
+    backward pass.
     """
 
     def multiply(y, j, block):
-        """Returns `y` after the product of device j's block of `x` and the weight is written into
-        it."""
+        """Multiplies device j's block of `x` by the weight, writes the product into `y`, and
+        returns `y`."""
         return _put(y, jnp.tensordot(block, weight, axes=1), j, axis)
 
     n = axis_size(axis_name)
@@ -209,8 +214,8 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     def add(total, j, block):
         """Returns `total`, a partial sum of the weight's gradient, plus the term of device j.
 
-        This term is the outer product of `block`, device j's rows of `x`, and the cotangent of the
-        same rows of the product.
+        `block` is device j's rows of `x`. The term is the transposed `block` times the cotangent of
+        the matmul's result in these rows.
         """
         rows = _block(cotangent, j, axis, x.shape[axis])  # the cotangent of device j's rows
         return total + _outer(block, rows, x.ndim - 1)  # all dims of `x` but D are batch
@@ -219,8 +224,9 @@ def _all_gather_matmul_backward(axis_name, axis, residuals, cotangent):
     zeros = _zeros(weight.shape, accumulation_dtype(weight.dtype), like=x)
     d_weight = _as_they_arrive(x, axis_name, add, zeros).astype(weight.dtype)
     # The weight [D, *F_X] has one dim of inputs, D: it becomes [*F_X, D].
-    d_x = _matmul_reduce_scatter(cotangent, _transposed(weight, 1), axis_name, axis)
-    return d_x, d_weight
+    d_x: Any = _matmul_reduce_scatter(cotangent, _transposed(weight, 1), axis_name, axis)
+    # The cotangent has the wider of the dtypes of `x` and the weight.
+    return d_x.astype(x.dtype), d_weight
 
 
 _all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
@@ -237,9 +243,9 @@ def _matmul_reduce_scatter(x, weight, axis_name, dim):
     def product(j):
         """Returns this device's term of device j's block: the block's rows of `x`, times
         `weight`."""
-        # All dims of the weight [*F, D] but the last are summed over. The term has the dtype of
-        # `x`, as the partial sums have: these are sent, and in float32 they would take twice the
-        # bytes of 16-bit numbers.
+        # All dims of the weight [*F, D] but the last are summed over. If both have 16 bits,
+        # so has the term, as the partial sums have: these are sent, and in float32 they would take
+        # twice the bytes.
         return jnp.tensordot(_block(x, j, dim, x.shape[dim] // n), weight, axes=weight.ndim - 1)
 
     return _towards_their_owner(product, axis_name)
@@ -264,7 +270,8 @@ def _matmul_reduce_scatter_backward(axis_name, dim, residuals, cotangent):
         cotangent."""
         d_x, d_weight = gradients
         # The block's rows of `d_x`, and the block's term of the sum `d_weight`.
-        d_x = _put(d_x, jnp.tensordot(block, transposed, axes=1), j, dim)
+        rows = jnp.tensordot(block, transposed, axes=1)
+        d_x = _put(d_x, rows.astype(x.dtype), j, dim)
         return d_x, d_weight + _outer(_block(x, j, dim, cotangent.shape[dim]), block, batch)
 
     zeros = (
@@ -344,7 +351,7 @@ def _transposed(weight, inputs: int):
 
 
 def _block(x, j, dim: int, length: int):
-    """Returns block j of `x`, if `x` is cut along `dim` into blocks of this `length`."""
+    """Returns block j of `x`, which is cut along `dim` into blocks of size `length`."""
     return lax.dynamic_slice_in_dim(x, j * length, length, dim)
 
 
@@ -368,8 +375,8 @@ def _check_not_last(function: str, argument: str, dim: int, shape):
     the weight.
 
     The last dim of `x` is summed over, and the last dim of the product comes from the weight. Only
-    dims of the batch can be gathered or scattered. `function` and `argument` are names for the
-    error.
+    dims of the batch can be gathered or scattered. The message begins with `function`, the caller's
+    name, and `argument`, the name of the argument that gives `dim`.
     """
     if dim == len(shape) - 1:
         raise ValueError(

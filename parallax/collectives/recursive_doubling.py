@@ -1,4 +1,4 @@
-"""Recursive doubling with the whole vector: the fewest hops that an all-reduce can have.
+"""Recursive doubling with the whole array in each message: an all-reduce in few hops.
 
 Recursive doubling suits small arrays, whose time depends only on the number of hops. Legend: n is
 the number of devices, p the greatest power of two not above n, and S the bytes of the array on one
@@ -36,8 +36,8 @@ def _hops_of(n: int) -> list[list[tuple[int, int]]]:
 
     Let n be the number of devices, and p the greatest power of two not above n. In hop k each of
     the first p devices exchanges sums with the device whose number differs in bit k. Unless n = p,
-    there are two more hops. In the first hop, the devices from p on send their terms to the first
-    devices; in the last, they receive the result.
+    there are two more hops. In the first hop, each device p + i sends its term to device i; in the
+    last hop, device i sends the result to device p + i.
     """
     count = n.bit_length() - 1  # p = 2**count is the greatest power of two not above n
     folded = [(i, i - 2**count) for i in range(2**count, n)]
@@ -49,15 +49,18 @@ def _messages(size, n, itemsize):
     """Returns the rounds of `_all_reduce`, for `cost`: each message carries all `size` numbers.
 
     `n` is a number of devices, or a tuple with the number on each of several axes; `devices(n)` is
-    the number of all devices. `itemsize` is the bytes of a number.
+    the number of all devices. `itemsize` is the bytes of one number.
     """
     hops, nbytes = _hops_of(devices(n)), size * itemsize
-    is_folded = devices(n) & (devices(n) - 1)  # not 0 unless n is a power of two
+    # Not 0 unless n is a power of two. If not 0, the first hop folds the terms of the devices p,
+    # p + 1, ... into the first devices.
+    is_folded = devices(n) & (devices(n) - 1)
     rounds = []
     for number, pairs in enumerate(hops):
         # Unless n is a power of two, the last hop only hands out the result, and adds nothing.
         adds = not (is_folded and number == len(hops) - 1)
-        # All pairs of a hop are equally far apart, so the first pair gives the distance.
+        # All pairs of a hop are equally far apart, so the first pair gives the distance. A step
+        # has one dim, since the devices of several axes count as one row.
         step = (pairs[0][1] - pairs[0][0],)
         # One round of one message; `reduced` is the bytes that its receiver adds.
         rounds.append(Round(times=1, messages=(Message(nbytes, step),), reduced=nbytes * adds))
@@ -68,14 +71,14 @@ def _messages(size, n, itemsize):
 def _all_reduce(x: Tree, axis_name: AxisName) -> Tree:
     """Returns the sum over devices, on every device: `A {U_X} -> A`. It suits small arrays.
 
-    n is the number of devices, and p the greatest power of two not above n. In hop k each device i
-    of the first p and its partner, device i XOR 2**k, send each other their partial sums, arrays
-    like `x`; there are log2 p hops. Both add the same two numbers, and a + b equals b + a to the
-    last bit, so all devices end with the same bits. Unless n = p, there are 2 more hops: at first
-    the other devices send their terms to the first devices, and at the end they receive the result.
+    n is the number of devices, and p the greatest power of two not above n. The first p devices
+    exchange partial sums, arrays like `x`, in log2 p hops. In hop k the partner of device i is
+    device i XOR 2**k. Partners add the same two sums, and a + b equals b + a to the last bit, so
+    all devices end with the same bits. Unless n = p, there are 2 more hops. In the first hop, each
+    device p + i sends its term to device i; in the last hop, device i sends the result back.
     The transpose sends nothing: the cotangent of the sum is already the same on all devices. No
-    table of messages (`Route`) describes this: in a table a device sends each block away, and here
-    both partners keep their sum.
+    table of messages (`Route`) describes this algorithm: in a table a device sends each block away,
+    but here both partners keep their sum.
     """
     return all_reduce_leaves(x, axis_name, _total)
 
@@ -109,12 +112,16 @@ def _as_sent(x):
     it.
 
     XLA may keep a sum of 16-bit floats in 32 bits, and send only 16 of these bits. Then the sender
-    would add the 32-bit number and the receiver the 16-bit number, so replicas would differ. A cast
-    to the type that `x` has already would be removed; `reduce_precision` is not.
+    would add the 32-bit number and the receiver the 16-bit number, so replicas would differ. XLA
+    removes a cast from a type to the same type, but does not remove a `reduce_precision`.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     kind = jnp.finfo(x.dtype)
+    # `reduce_precision` knows only types with infinities, and may round the smallest numbers to 0.
+    # Floats of 8 bits, such as float8_e4m3fn, have larger numbers instead of infinities.
+    if kind.bits < 16:
+        return pin_bits(x)
     return lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
 
 

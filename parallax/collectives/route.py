@@ -7,7 +7,8 @@ places after this one, where offset o becomes o - step. Offsets and steps are po
 are added dim by dim. If the box has one dim, plain integers may be used. The blocks of one step
 form one message. The messages of a round do not wait for each other.
 
-    Route((n,), [{1: [n - h]} for h in range(1, n)])    # a ring: one block to the neighbour a round
+    # A ring: in each round, each device sends one block to its right neighbour.
+    Route((n,), [{1: [n - h]} for h in range(1, n)])
 
 In a *scatter* a block that arrives is added to the block at its new offset, so each block ends,
 summed, on the device that owns it. A *gather* runs the same table backwards: the last round first,
@@ -55,13 +56,17 @@ class Route:
     ```
 
     Attributes:
-        shape: the box that the devices form; the devices are numbered in row-major order.
-        rounds: a list of rounds, each {step: offsets}; a round may be empty. Points of a box of one
-            dim may be plain numbers. A step may be negative: -1 means n - 1.
+        shape: the shape of the box (grid) that the devices form; the devices are numbered in
+            row-major order.
+        rounds: a list of rounds, each {step: offsets}. In a round, each device sends its blocks at
+            `offsets` to the device that is `step` places after it. The block at offset o belongs to
+            the device that is o places after the sender. If the box has one dim, steps and offsets
+            may be plain integers. A step may be negative: along a dim of size n, -1 means n - 1. A
+            round may be empty.
 
     Raises:
-        ValueError: a block is sent twice, arrives at an offset whose block was sent already, or
-            never reaches its owner; or a point is outside the box.
+        ValueError: a device's term of a block would not reach the block's owner exactly once; a
+            step or an offset is outside the box; or the box has no dim or no devices.
     """
 
     shape: Point
@@ -69,11 +74,12 @@ class Route:
 
     def __post_init__(self):
         """Turns steps and offsets that are plain numbers into points (tuples with one number for
-        each dim of the box), and checks the table."""
+        each dim of `shape`), and checks the table."""
         rounds = []
         for sends in self.rounds:
             points = {_point(step): tuple(map(_point, sends[step])) for step in sends}
-            rounds.append(points)
+            # A step without offsets sends nothing.
+            rounds.append({step: offsets for step, offsets in points.items() if offsets})
         # The class is frozen, since the table that was checked must be the table that runs. So a
         # plain assignment would be refused.
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -87,26 +93,28 @@ class Route:
 
     @property
     def home(self) -> Point:
-        """Returns the offset of a device's own block."""
+        """Returns the offset of the block that belongs to the device itself: a tuple of zeros, one
+        for each dim of `shape`."""
         return (0,) * len(self.shape)
 
     def points(self) -> list[Point]:
-        """Returns the offsets of all blocks of a device, in row-major order."""
+        """Returns all points of the box of devices, in row-major order."""
         return list(itertools.product(*map(range, self.shape)))
 
     def offset_after(self, offset: Sequence[Any], step: Point, times: Any = 1) -> tuple[Any, ...]:
         """Returns the offset that a block has after `times` hops of `step`.
 
         A hop brings a block nearer to its owner, so along each dim the offset falls by the step,
-        modulo the size of the box. `times` may be traced.
+        modulo the number of devices along this dim. `times` may be traced.
         """
         dims = zip(offset, step, self.shape, strict=True)
         return tuple([(o - times * s) % length for o, s, length in dims])
 
     def device_number(self, point: Sequence[int]) -> int:
-        """Returns the number, in row-major order, of the device at a point of the box.
+        """Returns the number of the device at `point` of the grid of devices, of shape `shape`.
+        The devices are numbered in row-major order.
 
-        A point outside the box wraps around.
+        A point outside the grid wraps around.
         """
         number = 0
         for place, length in zip(point, self.shape, strict=True):
@@ -172,7 +180,7 @@ Tables = Route | tuple[Route, ...]  # several run side by side, each with its sh
 
 
 def _point(place: Any) -> Point:
-    """Returns a step or an offset as a point; a plain number is a point of a box of one dim."""
+    """Returns a step or an offset as a tuple; a plain integer becomes a tuple of one number."""
     return (place,) if isinstance(place, int) else tuple(place)
 
 
@@ -206,13 +214,13 @@ def _hops(route: Route, back: bool) -> list[int]:
 def _check(route: Route) -> None:
     """Raises `ValueError` unless each device's term of a block reaches the block's owner once.
 
-    Each term arrives once if a device sends each block once, except its own block, and adds nothing
-    to a block that it has sent.
+    Two conditions ensure this. Each device sends each block except its own exactly once. No device
+    receives a term of a block after it has sent its own sum of this block.
     """
     if not route.shape or any(length < 1 for length in route.shape):
         raise ValueError(
-            "Route needs a box of one dim or more, of 1 or more devices each; got shape "
-            f"{route.shape}."
+            "Route needs a shape with at least one dim, and at least 1 device along each dim; got "
+            f"shape {route.shape}."
         )
     sent: dict[Point, int] = {}  # by offset: the round in which that block was sent
     for r, sends in enumerate(route.rounds):
@@ -227,9 +235,11 @@ def _check(route: Route) -> None:
         for o, arrival in arrivals.items():
             if arrival in sent:
                 raise ValueError(
-                    f"Route: in round {r} block {_describe(o)} arrives at offset "
-                    f"{_describe(arrival)}, whose block was sent away in round {sent[arrival]}. "
-                    "Let it arrive earlier, or at another offset."
+                    f"Route: in round {r} block {_describe(o)} of the sender arrives as block "
+                    f"{_describe(arrival)} of the receiver. But the receiver already sent its "
+                    f"block {_describe(arrival)} in round {sent[arrival]}, so the partial sum that "
+                    "arrives would not reach the block's owner. "
+                    f"Send block {_describe(o)} in an earlier round, or with another step."
                 )
     # No block was sent twice, and the own block never: n - 1 sent blocks are all the others.
     if len(sent) < route.n - 1:
@@ -237,14 +247,14 @@ def _check(route: Route) -> None:
         missing = [o for o in route.points()[1:] if o not in sent]
         names = ", ".join(map(_describe, missing[:3])) + ", ..." * (len(missing) > 3)
         raise ValueError(
-            f"Route: in {len(route.rounds)} rounds the blocks {names} of the box {route.shape} are "
-            "never sent, so they never reach their owners. Send each of them once."
+            f"Route: for shape {route.shape}, no round sends the blocks at offsets {names}, so "
+            "these blocks never reach their owners. Send each of these blocks once."
         )
 
 
 def _check_step(route: Route, step: Point, r: int) -> None:
-    """Raises `ValueError` if a step of round number `r` is outside the box of devices, or does not
-    have one number for each dim of the box."""
+    """Raises `ValueError` unless `step`, of round number `r`, has one number for each dim of the
+    box of devices, smaller in magnitude than the number of devices along that dim."""
     box = route.shape
     inside = all(-length < s < length for s, length in zip(step, box, strict=False))
     if len(step) != len(box) or not inside:
@@ -281,12 +291,16 @@ def _describe(point: Point) -> str:
     return str(point[0] if len(point) == 1 else point)
 
 
-def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
-    """Writes a table to a file: a line with the shape of the box of devices and the number of
-    rounds, a line of titles, and one line for each block that is sent.
+# The titles of a file's columns
+COLUMNS = ["round", "step", "offset"]
 
-    The line of a block has the round, the step and the offset of the block. The point (1, 0) is
-    written as `1 0`.
+
+def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
+    """Writes a table to a file.
+
+    The first line has `route.shape` and the number of rounds, the second line the column titles.
+    Each further line has the round, the step and the offset of one block that is sent. A tuple
+    (1, 0) is written as `1 0`.
     """
 
     def words(point):
@@ -295,7 +309,7 @@ def to_csv(route: Route, path: str | os.PathLike[str]) -> None:
     with open(path, "w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["box", words(route.shape), len(route.rounds)])
-        lines.writerow(["round", "step", "offset"])
+        lines.writerow(COLUMNS)
         for r, sends in enumerate(route.rounds):
             for step, offsets in sends.items():
                 lines.writerows([r, words(step), words(o)] for o in offsets)
@@ -313,8 +327,10 @@ def from_csv(path: str | os.PathLike[str]) -> Route:
         return tuple(map(int, words.split()))
 
     try:
-        # The first line has "box", the shape and the number of rounds; the second has the titles.
-        (_, shape, count), _, *blocks = lines
+        # The first line has "box", the shape and the number of rounds; the second, column titles.
+        (kind, shape, count), columns, *blocks = lines
+        if kind != "box" or columns != COLUMNS:
+            raise ValueError("other first lines")
         # A dict by the number of the round: a list would take round -1 for its last.
         rounds: dict[int, dict[Point, list[Point]]] = {r: {} for r in range(int(count))}
         for r, step, offset in blocks:

@@ -2,11 +2,12 @@
 `algorithm` turns that function into a collective algorithm.
 
 `ring.table(8)` is the table of a ring of 8 devices, and `ring.all_reduce(x, "data")` runs it. A
-table is a `Route` with a list of rounds, {step: offsets}: in a reduce-scatter, device i sends to
-device i + step the blocks that belong to the devices i + o, for each o in `offsets`. The devices
-form a *box* (a grid), such as 2 machines x 8 devices. `product(tables, order)` joins several tables
-into one table. Each of the tables has its own dims of the box, and sends along these dims only. The
-joined table has the rounds of all tables: table after table, in the order that `order` gives.
+table is a `Route` with a list of rounds. A round is {step: offsets}: in a reduce-scatter, for each
+o in `offsets`, device i sends to device i + step the block that belongs to device i + o. The
+devices form a *box* (a grid), such as 2 machines x 8 devices. `product(tables, order)` joins
+several tables into one table. Each of the tables has its own dims of the box, and sends along these
+dims only. The joined table has the rounds of all tables: table after table, in the order that
+`order` gives.
 
 The list below is for n devices; a torus has k axes, which have a, b .. devices. A *message* is the
 data that a device sends to another in one transfer.
@@ -70,12 +71,13 @@ direct = algorithm(straight, name="direct", all_to_all=all_to_all)
 
 @algorithm
 def halving(n: int, by: int = 2) -> Route:
-    """In each round a device keeps 1/`by` of its blocks, those of the nearest devices after it.
+    """In each round a device keeps 1/`by` of the blocks that it still has, and sends the rest.
 
-    The device sends its other blocks, in at most `by` - 1 messages. Each of these blocks is added,
-    on the receiver, to a block that the receiver keeps. With by=2 a device sends one message in
-    each round. For every n, this takes the fewest rounds that are possible with one message per
-    device and round.
+    Before the first round, a device has one block for each device. In a round it keeps its own
+    block and the blocks that belong to the nearest devices after it. It sends all other blocks, in
+    at most `by` - 1 messages. The receiver adds each of these blocks to a block that the receiver
+    keeps. With by=2 a device sends one message in each round. For every n, `halving` with by=2
+    takes the fewest rounds that are possible with one message per device and round.
     """
     rounds, remaining = [], n
     while remaining > 1:
@@ -92,8 +94,11 @@ def halving(n: int, by: int = 2) -> Route:
 def halving_by(by: int) -> Algorithm:
     """Returns an algorithm like `halving`, in which a device keeps 1/`by` of its blocks in a round.
 
-    With by=4 a round has three messages, and there are half as many rounds as with by=2.
+    With by=4 a round has three messages, and there are half as many rounds as with by=2. Raises
+    `ValueError` for `by` below 2, with which a device would keep all blocks.
     """
+    if by < 2:
+        raise ValueError(f"halving_by needs a number of 2 or more; got {by}. Use halving_by(2).")
     return algorithm(functools.partial(halving.table, by=by), name=f"halving_by({by})")
 
 
@@ -109,8 +114,8 @@ def pairs(n: int) -> Route:
     """
     if n & (n - 1):
         raise ValueError(
-            f"pairs needs a power of two devices; got {n}. Use halving, which takes any number of "
-            "devices, and has no more rounds than pairs."
+            f"pairs: the number of devices must be a power of two; got {n}. Use `halving`, "
+            "which takes any number of devices."
         )
     dims = max(n.bit_length() - 1, 1)
     # A ring of two devices along each dim of a box 2 x 2 x ...; one device has one dim of size 1.
@@ -125,30 +130,41 @@ def machines(g: int, between: Algorithm = ring) -> Algorithm:
     With n devices in machines of `g`, each device sends n/g - 1 blocks to other machines. In a ring
     over all devices, (n - 1)/g blocks per device, on average, would leave the machine. If there are
     many machines, `between=halving` needs fewer rounds. The functions of the algorithm raise
-    `ValueError` unless g divides n.
+    `ValueError` if g does not divide n, or if `between` has several tables, as `two_rings` has.
     """
 
     def table(n: int) -> Route:
-        """Returns the table for n devices in a grid: [machines, devices of a machine]."""
+        """Returns the table for n devices, which form a grid of n/g machines x g devices."""
         if n % g:
             raise ValueError(
                 f"machines({g}) needs a multiple of {g} devices; got {n}. Use machines of a size "
                 "that divides the number of devices."
             )
         # The order (1, 0): first the ring inside a machine, then between machines.
-        return product([between.table(n // g), ring.table(g)], (1, 0))
+        return product([_one_table(between, n // g), ring.table(g)], (1, 0))
 
     name = f"machines({g})" if between is ring else f"machines({g}, {between.name})"
     return algorithm(table, name=name)
+
+
+def _one_table(of: Algorithm, n: int) -> Route:
+    """Returns the table of an algorithm for n devices. Raises `ValueError` if it has several."""
+    table = of.table(n)
+    if isinstance(table, Route):
+        return table
+    raise ValueError(
+        f"machines needs an algorithm with one table between machines; {of.name} has {len(table)}, "
+        "which run side by side. Use between=halving, or leave it out."
+    )
 
 
 @algorithm_of_axes
 def hierarchical(*sizes: int) -> Route:
     """Runs a ring along the last axis, then a ring along the axis before it, and so on.
 
-    `sizes` are the numbers of devices on the axes. This is `machines` with mesh axes in place of
-    machines: the last axis has the fast links, inside a machine. The reduce-scatter along the last
-    axis leaves fewer bytes for the slower axes.
+    `sizes` are the numbers of devices on the axes. The last axis should have the fastest links,
+    such as those inside a machine. The reduce-scatter along the last axis leaves fewer bytes for
+    the slower axes.
     """
     return product(list(map(ring.table, sizes)), range(len(sizes))[::-1])
 
@@ -176,11 +192,10 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
     first route's box, then those of the second route's box, and so on. `order` lists indices of
     `routes`.
 
-    When a route runs, the routes before it have already brought all blocks to offset 0 along their
-    own dims. So where the route sends offset o, the joined table sends all blocks whose offset is 0
-    along the dims of the routes before it, o along its own dims, and any offset along the dims of
-    the routes after it. So the messages of each route have fewer blocks than those of the route
-    before.
+    The block at offset o on device i belongs to device i + o. Where a route sends the block at
+    offset o, the joined table sends all blocks whose offset along this route's dims is o. Along the
+    dims of routes that ran earlier, the offset of these blocks is 0. Along the dims of routes that
+    run later, every offset occurs.
     """
     rounds = []
     for turn, k in enumerate(order):
@@ -189,25 +204,21 @@ def product(routes: Sequence[Route], order: Sequence[int]) -> Route:
         spans = []
         for i, route in enumerate(routes):
             spans.append([route.home] if i in order[:turn] else route.points())
-        # A step moves along box k only.
+        # A step moves along the box of route k only.
         homes = [[route.home] for route in routes]
         # A message carries all blocks that differ only along the boxes of routes that run later.
         for sends in routes[k].rounds:
             messages = {}
             for step, offsets in sends.items():
+                # `_points_at` joins o, for route k, with the offsets in `spans` of other routes.
                 blocks = [point for o in offsets for point in _points_at(spans, k, o)]
-                # With `homes` there is one such point: the step, with 0 along all other boxes.
+                # With `homes` there is one point: the step for route k, 0 for all other routes.
                 messages[_points_at(homes, k, step)[0]] = blocks
             rounds.append(messages)
     return Route(sum((route.shape for route in routes), ()), rounds)
 
 
 def _points_at(spans: Sequence[Sequence[Point]], k: int, point: Point) -> list[Point]:
-    """Returns points of a joined box: `point` in box number `k`, combined with points of all other
-    boxes.
-
-    A point of the joined box is one tuple: a point of box 0, then a point of box 1, and so on. The
-    result has each combination in which the point of each box i other than `k` is one of
-    `spans[i]`. `spans[k]` is not used.
-    """
+    """Returns all tuples that join one point of each route, in the order of the routes: `point` for
+    route `k`, and any point in `spans[i]` for each other route i."""
     return [sum(parts, ()) for parts in itertools.product(*spans[:k], [point], *spans[k + 1 :])]

@@ -5,8 +5,8 @@
 
 In a *race* several functions are timed on the same arrays. The formulas of `cost` select the
 functions that are raced, and the times decide. All processes of the mesh must call the functions of
-this module together. All processes get the same result: each time is the time of the slowest
-process.
+this module together. All processes get the same result: the measured time of a call is the time of
+the slowest process.
 """
 
 import functools
@@ -72,9 +72,9 @@ def fastest(
         nbytes: the bytes of the array on each device.
         n: the number of devices on the axis, or on each of several axes.
         link: the `Link` of the axis.
-        among: the functions to choose from; by default `exact(n)`, the functions that do not round.
-            If two are equally fast, the first is taken.
-        itemsize: the bytes of a number.
+        among: the functions to choose from; by default `exact(n)`, functions that send numbers in
+            full precision. If two are equally fast, the first is taken.
+        itemsize: the bytes of one number.
 
     Raises:
         ValueError: an error of `cost.of`.
@@ -91,17 +91,17 @@ def fit(
 ) -> Link:
     """Returns the `Link` of one axis of `mesh`, fitted to the measured times of five collectives.
 
-    The five are one hop, an all-gather by one ring and by two rings, a reduce-scatter by a ring,
-    and an all-reduce by recursive doubling. A `Link` has four rates: the seconds per hop (alpha),
-    per byte (beta), per byte added (gamma) and per call (start). The fitted rates have the least
-    sum of relative differences from the measured times, over arrays of `sizes` bytes per device,
-    and no rate is negative. `Link.error` is the median difference that remains. This error is not
-    zero, since a hop takes longer per byte once messages outgrow a cache. `fit` takes some seconds,
-    most of them to compile.
+    The five are one hop, an all-gather by one ring, an all-gather by two rings, a reduce-scatter by
+    a ring, and an all-reduce by recursive doubling. A `Link` has four rates: the seconds per hop
+    (alpha), per byte (beta), per byte added (gamma) and per call (start). The fitted rates minimise
+    the sum of the relative differences between predicted and measured times. No rate is negative.
+    `Link.error` is the median of these differences. This error is not zero, since a hop takes
+    longer per byte once messages outgrow a cache. `fit` takes some seconds, most of them to
+    compile.
 
     Args:
-        mesh: the mesh; the collectives run at the same time on all devices of its other axes, as in
-            a training step.
+        mesh: the mesh. All its groups of devices along `axis_name` run the collectives at the same
+            time, as in a training step.
         axis_name: the axis, or several, which then form one ring.
         sizes: the bytes per device of the arrays on which the collectives are timed.
         rounds: the number of times that each measurement is made; the median is used.
@@ -143,8 +143,8 @@ def solved(costs: Sequence[Cost], measured: Sequence[float]) -> Link:
 
     `costs[i]` is the cost of the collective that took `measured[i]` seconds. A `Link` has four
     rates, none below 0: the seconds per hop (alpha), per byte (beta), per byte added (gamma) and
-    per call (start). A sum of the squares of the differences would give too much weight to a time
-    that a busy machine made longer, so their absolute values are summed. The sum is minimised by
+    per call (start). The absolute values of the differences are summed: a sum of their squares
+    would give too much weight to a time that a busy machine made longer. The sum is minimised by
     weighted least squares (Weiszfeld's iteration), which may make rates negative. So the
     minimisation is repeated for each subset of the rates, with the other rates set to 0, and the
     best fit without a negative rate is taken.
@@ -189,10 +189,10 @@ def _least_absolute(relative: np.ndarray) -> np.ndarray:
 
 
 class Choice(NamedTuple):
-    """The result of a race on one axis; `fastest` chooses an all-reduce for each size of an array.
+    """The measured times of several all-reduce functions on one axis, at several array sizes.
 
     Attributes:
-        sizes: the bytes per device at which the functions were raced, in rising order.
+        sizes: the bytes per device at which the functions were timed, in rising order.
         times: the seconds of each function at each of these sizes.
     """
 
@@ -277,7 +277,7 @@ def auto(
             the library.
         sizes: the bytes per device of the arrays on which the functions are timed first, in rising
             order.
-        rounds: the number of measurements of each function at each size; the median counts.
+        rounds: the number of measurements of each function at each size; their median is used.
         link: a link that was fitted before. It is used for all of `axis_names`, in place of a call
             of `fit` for each.
     """
@@ -348,11 +348,11 @@ def _worth_a_race(
 def measure(
     mesh: Mesh, axis_name: AxisName, calls: Sequence[tuple[Callable[..., Any], int]], *, rounds: int
 ) -> list[float]:
-    """Returns the median seconds of each call.
+    """Returns the time of each call in seconds: the median of `rounds` measurements.
 
-    A call is a pair: a function of a device's float32 vector, and the bytes of that vector. The
-    calls take turns, so that a machine that becomes slower slows all calls. Each time is the time
-    of the slowest process.
+    A call is a pair: a function of a device's float32 vector, and the bytes of that vector. Each
+    round measures all calls, so a machine that becomes slower slows all calls alike. If there are
+    several processes, the time of a call is the time of the slowest process.
     """
     spec, n = P(axis_name), _size(mesh, axis_name)
 
@@ -362,9 +362,9 @@ def measure(
         return jax.make_array_from_callback((n, *x.shape[1:]), sharding, lambda _: x)
 
     def compiled(f):
-        """Returns the jitted program of `f` on each device's block [1, numbers].
+        """Returns a jitted function of an array [n, numbers]: device i applies `f` to row i.
 
-        The first call of the program compiles it.
+        The first call compiles the function.
         """
 
         def body(x):
@@ -440,12 +440,12 @@ def _bytes(count: int) -> str:
 
 
 def _sizes(mesh: Mesh, axis_name: AxisName) -> int | tuple[int, ...]:
-    """Returns the number of devices on the axis, or a tuple with that of each of several axes."""
+    """Returns the number of devices on the axis; for several axes, a tuple of these numbers."""
     if isinstance(axis_name, tuple):
         return tuple(mesh.shape[name] for name in axis_name)
     return mesh.shape[axis_name]
 
 
 def _size(mesh: Mesh, axis_name: AxisName) -> int:
-    """Returns the number of devices on all axes together."""
+    """Returns the number of devices on all axes of `axis_name` together."""
     return math.prod(mesh.shape[name] for name in axes(axis_name))

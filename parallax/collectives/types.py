@@ -1,22 +1,21 @@
-"""Declares replication types that JAX's public functions cannot declare, such as that a result is
-the same on all devices.
+"""Declares replication types of arrays that JAX's public functions cannot declare.
 
 Inside `shard_map` each value is typed along each mesh axis: *varying* (it may differ between
-devices) or *invariant* (it is the same on all). An *unreduced* value is a sum that was not taken
-yet: each device has one term. A *reduced* value is the same on all, and its cotangent is unreduced.
+devices) or *invariant* (it is the same on all). An *unreduced* value stands for a sum over the
+axis: each device has one term, and the terms are not added yet. A *reduced* value is the same on
+all devices, and its cotangent is unreduced.
 JAX keeps this type in the sets `varying`, `unreduced` and `reduced` of `aval.mat`.
 
 `lax.pcast` never goes from varying to invariant (in its words "invarying"). So the result of a ring
-of `ppermute`s could never leave the `shard_map` under `out_specs=P()`. And JAX would derive the
-transpose of the ring hop by hop.
+of `ppermute`s could never leave the `shard_map` under `out_specs=P()`.
 
 Three primitives declare these types and transposes. `replicated` declares a value invariant.
-`terms_p` gives each device its own term of an unreduced value, a sum that was not taken yet.
+`terms_p` declares an unreduced value varying: the result on each device is that device's term.
 `linear` pairs a linear function with its transpose, as `jax.custom_derivatives.linear_call` does,
-and has a batching rule too.
+and has a batching rule too. Without `linear`, JAX would transpose each `ppermute` of a ring.
 
-This is the only file that uses undocumented parts of JAX: types, and the state of
-`jax.distributed`.
+This is the only file that uses undocumented parts of JAX: `aval.mat`, the equation that made a
+tracer, and the state of `jax.distributed`.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,8 +60,8 @@ def varying_axes(x: Shaped[Array, "..."]) -> tuple[str, ...]:
 def axes_of_type(aval: Any) -> tuple[str, ...]:
     """Returns the mesh axes along which a value of this type may differ between devices, sorted.
 
-    `aval` is the abstract type of a value, by `jax.typeof`, or of a variable in a traced program.
-    Raises `TypeError` under a version of JAX whose types have no `mat`, which holds these axes.
+    `aval` is an abstract type: `jax.typeof(value)`, or the `aval` of a variable in a jaxpr. Raises
+    `TypeError` under a version of JAX whose types have no `mat`, which holds these axes.
     """
     try:
         return tuple(sorted(aval.mat.varying))
@@ -77,17 +76,17 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
     The transpose of `varying` is a `psum` over the axes that were added.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over an axis of `axis_name`.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
         TypeError: the types of this version of JAX do not record the varying axes.
     """
 
     def leaf(x):
-        """Returns one leaf, cast to varying along the axes along which it does not vary yet."""
+        """Returns one leaf, typed as varying along all axes in `axis_name`."""
         # Equinox trees hold functions and numbers too.
         if not isinstance(x, jax.Array):
             return x
         # `lax.pcast` refuses an axis along which the value varies already. `_check_bound` refuses
-        # one that the code does not run over.
+        # an axis of no `shard_map` around the call.
         missing = tuple(axis for axis in axes(axis_name) if axis not in varying_axes(x))
         _check_bound(missing)
         return lax.pcast(x, missing, to="varying") if missing else x
@@ -98,9 +97,10 @@ def varying(x: Tree, axis_name: AxisName) -> Tree:
 def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
     """Returns a dict from axis to "unreduced" or "reduced", for axes along which `x` is either.
 
-    The words are those of `lax.pcast`. An unreduced value is a sum over the axis that was not taken
-    yet: each device has one term. A reduced value is the same on all devices, and its cotangent is
-    unreduced. Raises `TypeError` under a version of JAX whose types do not record these axes.
+    The words are those of `lax.pcast`. An unreduced value stands for a sum over the axis: each
+    device has one term, and the terms are not added yet. A reduced value is the same on all
+    devices, and its cotangent is unreduced. Raises `TypeError` under a version of JAX whose types
+    do not record these axes.
     """
     return reduction_state_of_type(jax.typeof(x))
 
@@ -108,8 +108,9 @@ def reduction_state(x: Shaped[Array, "..."]) -> dict[str, str]:
 def reduction_state_of_type(aval: Any) -> dict[str, str]:
     """Returns the dict of `reduction_state` for a value of the abstract type `aval`.
 
-    The dict maps an axis to "unreduced" or "reduced", and lacks all other axes. Raises `TypeError`
-    under a version of JAX whose types do not record these axes.
+    The dict has an entry for each axis along which the value is unreduced or reduced. The key is
+    the axis, and the value is "unreduced" or "reduced". Raises `TypeError` under a version of JAX
+    whose types do not record these axes.
     """
     try:
         unreduced, reduced = sorted(aval.mat.unreduced), sorted(aval.mat.reduced)
@@ -119,11 +120,11 @@ def reduction_state_of_type(aval: Any) -> dict[str, str]:
 
 
 def cast_unchecked(x: Shaped[Array, "*dims"], states: Mapping[str, str]) -> Shaped[Array, "*dims"]:
-    """Returns `x` with the types that `states` declares: nothing is computed or checked.
+    """Returns `x` with the replication types in `states`. Nothing is computed or checked.
 
     `states` maps an axis to "varying", "invarying" (invariant), "unreduced" or "reduced". Along
-    other axes the type stays. As with `replicated`, the declaration must be true, and there is no
-    derivative: use `cast_unchecked` inside `linear`.
+    other axes the type stays. The declaration must be true. `cast_unchecked` has no derivative:
+    call it where JAX does not differentiate, such as in the functions that are passed to `linear`.
     """
     # All axes become varying first, so that one path serves all states: `lax.pcast` has a direct
     # way between few of the other states, such as from invariant to reduced.
@@ -161,7 +162,7 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of devices on the axis, or on several axes together.
 
     Raises:
-        ValueError: the code runs in no `shard_map` over this axis.
+        ValueError: an axis of `axis_name` is no axis of a `shard_map` around the call.
     """
     _check_bound(axes(axis_name))
     return lax.axis_size(axis_name)
@@ -180,21 +181,23 @@ def _check_bound(names: tuple[str, ...]) -> None:
         try:
             lax.axis_size(name)
         except NameError as error:
-            where, cure = "outside a map", "Call it inside mesh.spmd, over a mesh with that axis"
+            where = "here, since no shard_map is around this call"
+            cure = "Call it inside mesh.spmd, over a mesh with that axis"
             if bound:
-                where, cure = f"over {', '.join(map(repr, bound))}", "Name one of those"
-            raise ValueError(
-                f"{name!r} is not an axis of this code, which runs {where}. {cure}."
-            ) from error
+                where = (
+                    "of the shard_map around this call, which has the axes "
+                    f"{', '.join(map(repr, bound))}"
+                )
+                cure = "Name one of those"
+            raise ValueError(f"{name!r} is not an axis {where}. {cure}.") from error
 
 
 def check_typed() -> None:
-    """Raises `ValueError` inside a `shard_map` or `pmap` that does not record in JAX's types which
-    values vary over devices.
+    """Raises `ValueError` inside a `pmap` or a `jax.shard_map(check_vma=False)`, since these do not
+    record in JAX's types which values vary over devices.
 
-    Such a map is `jax.shard_map(check_vma=False)`, or a `pmap`, over an axis of several devices. An
-    axis index differs between devices by definition, so the type of an axis index shows whether the
-    map records varying axes.
+    An axis index differs between devices by definition, so the type of an axis index shows whether
+    the map records varying axes. Axes of one device are not checked: no value varies along them.
     """
     for name in jax.sharding.get_abstract_mesh().manual_axes:
         # Traced apart, so that the caller's program gets no equation for the index.
@@ -228,8 +231,8 @@ def replicated(x: Shaped[Array, "*dims"], axis_name: AxisName) -> Shaped[Array, 
 
     Nothing checks that the value really is the same on all devices. A value is the same after a
     gather, which gives each device a copy of all blocks, and after a sum in which each block is
-    added up on one device and then copied to all devices. `replicated` has no derivative: use it
-    inside `linear`, which states the transpose.
+    added up on one device and then copied to all devices. `replicated` has no derivative: call it
+    where JAX does not differentiate, such as in the functions that are passed to `linear`.
     """
     return replicated_p.bind(x, axes=axes(axis_name))
 
@@ -434,8 +437,9 @@ def check_summand(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Sh
 def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shaped[Array, "..."]:
     """Returns `x` typed as varying along `axis_name`.
 
-    Raises `ValueError`, with the collective's `name`, if `x` is unreduced or reduced along that
-    axis; `lax` refuses such an `x` too.
+    Raises `ValueError` if the type of `x` is unreduced or reduced, and so neither varying nor
+    invariant, along an axis of `axis_name`. `lax` refuses such an `x` too. `name` is the name of
+    the collective in the error.
     """
     # Only the axes along which `x` is unreduced or reduced: if there are none, it is varying or
     # invariant along each.
@@ -447,13 +451,13 @@ def check_block(name: str, x: Shaped[Array, "..."], axis_name: AxisName) -> Shap
     if reduced:
         cure = f'Cast it first: lax.pcast(x, {reduced[0]!r}, to="varying")'
     raise ValueError(
-        f"{name} along {axis_name!r} needs an x that is varying or invariant there; this one, of "
-        f"shape {x.shape}, is {_describe(states)}. {cure}."
+        f"{name} along {axis_name!r} does not take an x that is {_describe(states)}; this x has "
+        f"the shape {x.shape}. {cure}."
     )
 
 
 def _states_along(x, axis_name: AxisName) -> dict[str, str]:
-    """Returns the entries of `reduction_state(x)`, axis to state, for axes in `axis_name` only."""
+    """Returns the entries of the dict `reduction_state(x)` whose axis is in `axis_name`."""
     states = reduction_state(x)
     return {axis: states[axis] for axis in states if axis in axes(axis_name)}
 

@@ -85,7 +85,8 @@ def _step(options: argparse.Namespace, chosen: Model, target: Any) -> tuple[Any,
     """Returns the training step on the devices of `target`, and the shapes of its two arguments,
     the state and the token windows. Islands are groups of devices that train separately and
     exchange their weights only once in many steps. With several islands, each island has the layout
-    and the batch that `options` name. Raises `ValueError` if the islands or the layout do not fit.
+    and the batch that `options` name. Raises `ValueError` if the islands cannot have equally many
+    devices, or if the layout does not fit the model, the batch or the devices of an island.
     """
     import jax
     import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""The options that several commands share, and the model, layout and chip that they name."""
+"""Defines the options that several commands share, and makes the model, layout and chip that the
+values of these options name."""
 
 import argparse
 import dataclasses
@@ -158,7 +159,8 @@ def model(options: argparse.Namespace) -> Model:
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(
-                f"--{name} must be 1 or more; got {size}. The model has {getattr(config, name)}."
+                f"--{name} must be 1 or more; got {size}. The model's own value is "
+                f"{getattr(config, name)}."
             )
     given = {name: size for name, size in sizes.items() if size is not None}
     return Model(module.FAMILY, dataclasses.replace(config, **given))
@@ -172,8 +174,8 @@ def chip_of(options: argparse.Namespace) -> Any:
         return hardware.named(options.hardware)
     except ValueError as error:
         raise ValueError(
-            f"--hardware must be one of {HARDWARE}, or a slice of TPUs such as v5e:2x4; "
-            f"got {options.hardware!r}."
+            f"--hardware must be one of {HARDWARE}, or a slice of TPUs such as v5e:2x4 or "
+            f"v5p:2x2x1; got {options.hardware!r}."
         ) from error
 
 
@@ -186,7 +188,7 @@ def layout_of(
     Args:
         options: the parsed options.
         config: the sizes of the model.
-        devices: the number of devices; None if any number fits.
+        devices: the number of devices; None if every number is allowed.
         fixed: the sizes that the message of an error must not propose to change.
 
     Raises:

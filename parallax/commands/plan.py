@@ -17,7 +17,8 @@ from parallax.commands.options import (
 
 
 def add_plan(commands: Any) -> None:
-    """Adds the command `plan` to argparse's `commands`, with its options."""
+    """Adds the command `plan` to argparse's `commands`. `add_command` adds the options that all
+    commands share: the model, the layout, and `--batch`, whose default is 512 here."""
     command = add_command(
         commands,
         "plan",
@@ -55,6 +56,10 @@ def add_plan(commands: Any) -> None:
     )
     add_island_options(command)
     _add_failure_options(command)
+    # The values of options that the plan of a file does not use, if they are not given.
+    names = ("model", "layers", "context", "batch", "layout", "devices", "precision")
+    names += ("attention_kernel", "islands")
+    command.set_defaults(unused={name: command.get_default(name) for name in names})
 
 
 def _add_failure_options(command: argparse.ArgumentParser) -> None:
@@ -85,10 +90,11 @@ def _add_failure_options(command: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace) -> str:
     """Returns a plan as text: the predicted memory, traffic and time of a step. With a file and
     `--mesh`, it is the plan of the step in that file. With `--layout`, it is the plan of this
-    layout. With several `--islands`, groups of devices that train separately and exchange their
-    weights every `--every` steps, the plan of a layout also has the bytes that they exchange. With
-    neither a file nor `--layout`, the best layouts are searched. A search and the plan of a file do
-    not use `--islands`.
+    layout. With neither a file nor `--layout`, the function searches for the best layouts.
+
+    Islands are groups of devices that train separately and exchange their weights every `--every`
+    steps. With several `--islands`, the plan of a layout also has the bytes that the islands
+    exchange. A search and the plan of a file do not use `--islands`.
 
     Raises:
         ValueError: there is no layout, no file and no number of devices; only one of a file and
@@ -105,22 +111,23 @@ def plan(options: argparse.Namespace) -> str:
     planned = plans.plan(
         chosen.config, layout, chip, batch=options.batch, attention_kernel=kernel_of(options)
     )
-    text = f"{planned}{checkpoint_interval(options, layout.devices)}"
-    if options.islands == 1:
-        return text
-    from parallax.plan import island_traffic
+    exchanges = ""
+    if options.islands != 1:
+        from parallax.plan import island_traffic
 
-    # `told` returns a text about the bytes that the islands exchange.
-    exchanges = island_traffic.told(
-        chosen.config, layout, islands=options.islands, every=options.every
-    )
-    return f"{text}\n\n{exchanges}"
+        # `told` returns a text about the bytes that the islands exchange.
+        exchanges = "\n\n" + island_traffic.told(
+            chosen.config, layout, islands=options.islands, every=options.every
+        )
+    # The layout is that of one island, and a device of any island may fail.
+    interval = checkpoint_interval(options, options.islands * layout.devices)
+    return f"{planned}{interval}{exchanges}"
 
 
 def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
     """Returns a text in several parts:
 
-    * a table of the fastest layouts of `--devices`;
+    * a table of the fastest layouts for `--devices` devices;
     * the plan of one layout: the simplest of those that are nearly as fast as the fastest one;
     * if this plan has collectives of `jax.lax` along single mesh axes: for each such axis, the
       collective algorithm (such as a ring) that is predicted to be the fastest;
@@ -128,7 +135,8 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
     Raises:
         ValueError: `--devices` is missing; `--devices` or `--batch` is below 1; `--precision` is
-            unknown; or no layout has as many devices and fits into their memory.
+            unknown; `--islands` is not 1; or no layout of exactly `--devices` devices fits into
+            their memory.
     """
     from parallax import validate
     from parallax.layout import Layout
@@ -136,12 +144,17 @@ def search(options: argparse.Namespace, config: Any, chip: Any) -> str:
 
     if options.devices is None:
         raise ValueError(
-            "plan needs --devices, --layout, or a file and --mesh. "
+            "plan needs --devices, or --layout, or FILE:FUNCTION with --mesh. "
             "Use --devices 8 to search, or --layout data=2,tensor=4 for one plan."
         )
     for name in ("devices", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be 1 or more; got {getattr(options, name)}.")
+    if options.islands != 1:
+        raise ValueError(
+            f"--islands {options.islands} needs --layout: a search ranks the layouts of one "
+            "island. Search without --islands, then plan your choice with --layout and --islands."
+        )
     # `Wording` tells an error how to write a value, and a change that it proposes, as flags of this
     # command.
     wording = validate.Wording(flag, precision_flag)
@@ -177,7 +190,8 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
     only traced, and not run.
 
     Raises:
-        ValueError: the file or the mesh is missing, or `user_files.read` refuses the file.
+        ValueError: the file or the mesh is missing, an option of a model is given, or
+            `user_files.read` refuses the file.
     """
     from parallax import plan as plans
     from parallax.plan import user_files
@@ -186,10 +200,17 @@ def plan_of_a_file(options: argparse.Namespace) -> str:
         raise ValueError(
             f"--mesh {options.mesh} applies only to a step in a file, and no file is named. Name "
             f"the file, as in `plan path/to/file.py:function --mesh {options.mesh}`, or use "
-            f"--layout {options.mesh} for a model of --model."
+            f"--layout {options.mesh} to plan the model that --model names."
         )
     if options.mesh is None:
         raise ValueError(f"plan {options.program} needs --mesh. Use --mesh data=256.")
+    given = [name for name, default in options.unused.items() if getattr(options, name) != default]
+    if given:
+        words = " ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(
+            f"plan {options.program} does not use {words}: the file makes the model and its split. "
+            f"Leave out {words}."
+        )
     mesh = user_files.world(options.mesh)  # an abstract mesh: no device is needed
     step, shapes = user_files.read(options.program, mesh)
     traced = plans.trace(step, shapes, mesh, hardware=chip_of(options))

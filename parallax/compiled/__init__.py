@@ -1,7 +1,9 @@
-"""Reads the messages and the memory of compiled programs. Compiles programs for accelerators that
-this machine does not have, and estimates the time that they take."""
+"""Reads from compiled programs how much memory they use and which messages the devices exchange.
+Compiles programs for accelerators that this machine does not have, and estimates the time that they
+take."""
 
 from parallax.compiled import (
+    async_fusions,
     certificate,
     hlo,
     links,
@@ -16,6 +18,7 @@ from parallax.compiled import (
 )
 
 __all__ = [
+    "async_fusions",
     "certificate",
     "hlo",
     "links",

@@ -9,12 +9,13 @@ prediction.
 A collective in a loop counts once for each iteration (trip). For each group of devices that
 exchange data, XLA writes the devices' numbers; the mesh tells along which axes these devices
 differ. In a *chain* each collective waits for the collective before it; `hops` is the length of a
-chain. A *computation* is a list of instructions with a name, such as a loop's body. `hlo.runs`
-yields the collectives of a program, each with its number of runs (`times`); the `ops` of a
-collective are the arrays that it returns.
+chain. A *computation* is a named list of instructions, such as a loop's body. `hlo.runs` yields the
+collectives of a program, each with its number of runs (`times`). `Instruction.ops` lists the arrays
+that a collective returns.
 """
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -28,11 +29,12 @@ from jax.sharding import Mesh
 
 from parallax.collectives.cost import Cost
 from parallax.collectives.types import AxisName, axes
-from parallax.compiled import hlo
+from parallax.compiled import hlo, slices
 
 
 class Entry(NamedTuple):
-    """All collectives of one kind along the same axes, on one device, in one call of a program.
+    """The collectives of one kind along the same axes, with the same `conditional` and `unbounded`,
+    on one device, in one call of a program.
 
     Attributes:
         kind: XLA's name of the collectives, such as "collective-permute".
@@ -41,11 +43,12 @@ class Entry(NamedTuple):
         count: the number of runs over all trips of loops.
         bytes: the bytes of the results, summed over all runs; for a permute, the bytes that a
             device receives.
-        hops: the length of the longest chain in which each collective waits for the one before. A
-            chain counts all collectives of this kind along these axes, both conditional and
-            unconditional.
-        conditional: whether the collectives are in a branch that may not be taken. The collectives
-            of all branches are counted.
+        hops: the length of the longest chain of collectives of this kind along these axes. In a
+            chain each collective waits for the collective before it. Entries that differ only in
+            `conditional` or `unbounded` have the same `hops`, since one chain may have collectives
+            of several such entries.
+        conditional: whether the collectives are in a branch of a conditional, so that a run may
+            skip them. The collectives of all branches are counted.
         unbounded: whether the collectives are in a loop of unknown length, counted as one trip.
     """
 
@@ -61,13 +64,13 @@ class Entry(NamedTuple):
 def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     """Returns the collectives of a compiled program or of its text, added up in entries: one entry
     for each combination of kind, set of axes, `conditional` and `unbounded`. `conditional`
-    collectives are in a branch and may run less often. `unbounded` collectives are in a loop of
-    unknown length, which counts as one trip.
+    collectives are in a branch, so they may run less often than the `count` of their entry.
+    `unbounded` collectives are in a loop of unknown length, which counts as one trip.
 
     Raises:
-        ValueError: the program names more devices than `mesh` has.
+        ValueError: the program names devices that `mesh` does not have.
     """
-    program = hlo.module(compiled)
+    program = hlo.module(compiled, slices.numbers(mesh))
 
     def kind_and_axes(instruction: hlo.Instruction) -> tuple[str | None, tuple[str, ...]]:
         """Returns the kind of a collective, and the axes of the mesh along which it works."""
@@ -86,8 +89,9 @@ def read(compiled: jax.stages.Compiled | str, mesh: Mesh) -> list[Entry]:
     entries = []
     for key in sorted(counts, key=lambda key: ([position[name] for name in key[1]], key)):
         kind, names, conditional, unbounded = key
-        # A chain may go through conditional and other collectives, so entries of one kind and axes
-        # have the same hops. They are rounded down: a mean number of trips may be a fraction.
+        # One chain may have both conditional and other collectives. So `chains` has one length for
+        # each kind and axes, which all their entries get. The length is a fraction if a loop's mean
+        # number of trips is a fraction; then it is rounded down.
         hops = int(chains[kind, names])
         entries.append(Entry(kind, names, counts[key], sizes[key], hops, conditional, unbounded))
     return entries
@@ -129,12 +133,13 @@ def differences(
 
     Args:
         entries: the result of `read`.
-        predicted: a list of entries, or a mapping. A key of the mapping is an axis: a name, or a
-            tuple of names. The value of a key is a `Cost`, or only a number of bytes. The bytes, or
-            the `sent` of a `Cost`, are compared with the bytes of all entries along this axis. The
-            `messages` of a `Cost` are compared with the entries' count, and its `chain` with their
-            hops. Fewer hops than predicted are no difference, since several arrays may travel side
-            by side.
+        predicted: a list of entries, or a mapping. Entries of a list with the same `kind`, `axes`,
+            `conditional` and `unbounded` are added up. A key of the mapping is an axis: a name, or
+            a tuple of names. The value of a key is a `Cost`, or only a number of bytes. The bytes,
+            or the `sent` of a `Cost`, are compared with the bytes of all entries along this axis.
+            The `messages` of a `Cost` are compared with the sum of the entries' `count`, and the
+            `chain` of a `Cost` with the entries' `hops`. Fewer hops than predicted give no
+            sentence, since several arrays may be sent at the same time.
     """
     sentences = [_uncertain(entry) for entry in entries if entry.conditional or entry.unbounded]
     if isinstance(predicted, Mapping):
@@ -144,11 +149,10 @@ def differences(
 
 def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[str]:
     """Returns a sentence for each difference between the program's entries and the predicted
-    entries. An entry that is in only one of the two lists is a difference; fewer hops than
-    predicted are no difference. Two entries are compared if their kind and axes are equal, and if
-    they agree on whether they are conditional and unbounded."""
-    expected = {_identity(entry): entry for entry in predicted}
-    actual = {_identity(entry): entry for entry in entries}
+    entries. An entry that is in only one of the two lists is a difference. Fewer hops than
+    predicted give no sentence. Two entries are compared if they have the same `kind`, `axes`,
+    `conditional` and `unbounded`."""
+    expected, actual = _added_up(predicted), _added_up(entries)
     sentences = []
     for key in dict.fromkeys([*expected, *actual]):
         kind, names, *_ = key
@@ -157,6 +161,20 @@ def _from_entries(entries: Sequence[Entry], predicted: Sequence[Entry]) -> list[
         counted = [actual[key]] if key in actual else []
         sentences += _compared(f"{kind} along {_axes_text(names)}", numbers, counted)
     return sentences
+
+
+def _added_up(entries: Sequence[Entry]) -> dict[tuple, Entry]:
+    """Returns the entries by their `_identity`. The counts, bytes and hops of entries with the same
+    identity are added up."""
+    by_identity: dict[tuple, Entry] = {}
+    for entry in entries:
+        other = by_identity.setdefault(_identity(entry), entry._replace(count=0, bytes=0, hops=0))
+        by_identity[_identity(entry)] = other._replace(
+            count=other.count + entry.count,
+            bytes=other.bytes + entry.bytes,
+            hops=other.hops + entry.hops,
+        )
+    return by_identity
 
 
 def _identity(entry: Entry) -> tuple[str, tuple[str, ...], bool, bool]:
@@ -174,6 +192,7 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
     entries_along: dict[tuple, list[Entry]] = {}
     for entry in entries:
         entries_along.setdefault(tuple(sorted(entry.axes)), []).append(entry)
+    keys = {tuple(sorted(axes(axis))) for axis in predicted}
     sentences = []
     for axis, value in predicted.items():
         names = axes(axis)
@@ -181,21 +200,30 @@ def _from_numbers(entries: Sequence[Entry], predicted: Mapping[Any, int | Cost])
         if isinstance(value, Cost):
             numbers = (value.sent, value.messages, value.chain)
         counted = entries_along.pop(tuple(sorted(names)), [])
-        sentences += _compared(f"along {_axes_text(names)}", numbers, counted)
+        told = _compared(f"along {_axes_text(names)}", numbers, counted)
+        # An algorithm over several axes may move data along only a part of them.
+        parts = [key for key in entries_along if key not in keys and {*key} < {*names}]
+        joined = itertools.chain(counted, *(entries_along[key] for key in parts))
+        if told and not _compared("", numbers, list(joined)):
+            told = []
+            for key in parts:
+                del entries_along[key]
+        sentences += told
     for counted in entries_along.values():
         sentences += _compared(f"along {_axes_text(counted[0].axes)}", None, counted)
     return sentences
 
 
 def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[str]:
-    """Returns a sentence for each number that differs from its prediction: the bytes, the count and
-    the hops of all `entries`. Fewer hops than predicted are no difference.
+    """Returns a sentence for each total of `entries` that differs from its prediction. The totals
+    are the bytes, the count and the hops. Fewer hops than predicted give no sentence.
 
     Args:
         what: the words with which each sentence begins, such as "all-reduce along data".
-        predicted: the predicted bytes, count and hops; a number that is None is not compared. None
-            stands for no prediction at all.
-        entries: the program's entries along the same axes; an empty list if the program has none.
+        predicted: the tuple (bytes, count, hops) of predicted numbers, or None if nothing was
+            predicted. An element of the tuple that is None is not compared.
+        entries: the program's entries to compare. If there are none, only the bytes are compared,
+            since XLA leaves out collectives of empty arrays.
     """
     kinds = ", ".join(f"{entry.count:,} {entry.kind}" for entry in entries)
     moved = sum(entry.bytes for entry in entries)
@@ -209,10 +237,10 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
     units = {"bytes": "bytes", "count": "collectives", "hops": "hops in a row"}
     for (field, unit), expected in zip(units.items(), predicted, strict=True):
         actual = sum(getattr(entry, field) for entry in entries)
-        # Entries of one kind differ only in `conditional` and `unbounded`. Each has the hops of the
-        # longest chain of this kind, so these hops count once.
+        # Entries of one kind and axes differ only in `conditional` and `unbounded`. Each has the
+        # hops of the longest chain of this kind, so these hops count once.
         if field == "hops":
-            actual = sum({entry.kind: entry.hops for entry in entries}.values())
+            actual = sum({entry[:2]: entry.hops for entry in entries}.values())
         # The predicted hops are an upper bound: they assume that arrays go one after another.
         if expected is None or expected == actual or (field == "hops" and actual < expected):
             continue
@@ -229,7 +257,8 @@ def _compared(what: str, predicted: tuple | None, entries: list[Entry]) -> list[
 
 
 def _uncertain(entry: Entry) -> str:
-    """Returns a sentence about an entry whose number of runs the program does not fix."""
+    """Returns a sentence that says why the number of runs of an entry is uncertain: the entry is in
+    a conditional, or in a loop of unknown length."""
     what = f"{entry.kind} along {_axes_text(entry.axes)}"
     if entry.unbounded:
         return (
@@ -274,6 +303,8 @@ def _chain(
         elif instruction.opcode == "get-tuple-element" and instruction.operands[0] in elements:
             index = re.search(r"\bindex=(\d+)", instruction.attributes)
             before = [elements[instruction.operands[0]][int(index[1])]] if index else before
+        # `_inside` counts a collective as 1; for any other instruction it returns the chains of the
+        # computations that the instruction runs.
         ends[instruction.name] = _longest(before) + _inside(program, instruction, key, known)
         longest |= ends[instruction.name]  # keeps the larger length of each key
     known[name] = longest
@@ -286,12 +317,13 @@ def _inside(
     key: Callable[..., Any],
     known: dict[str, Counter],
 ) -> Counter:
-    """Returns, for each key, the length of the longest chain of collectives with that key that one
-    instruction runs. The function `key` gives each collective its key.
+    """Returns, for each key, the length of the longest chain of collectives with that key inside
+    one instruction. The function `key` gives each collective its key. In a chain each collective
+    waits for the one before it.
 
-    A collective is a chain of length one. Any other instruction has the chains of the computations
-    that it runs. A loop repeats the chain of its body in each trip. `known` has the results for
-    computations that were counted before.
+    If the instruction is a collective, the chain is this collective, of length one. Any other
+    instruction has the chains of the computations that it runs. A loop repeats the chain of its
+    body in each trip. `known` has the results for computations that were counted before.
     """
     if instruction.collective:
         return Counter([key(instruction)])
@@ -308,8 +340,8 @@ def _inside(
 
 
 def _longest(chains: Sequence[Counter]) -> Counter:
-    """Returns, for each key, the largest length that any of `chains` has for this key. These are
-    counters from a key to the length of a chain. The union (`|`) of two counters takes the larger
+    """Returns, for each key, the largest length that any of `chains` has for this key. Each of
+    `chains` is a counter from keys to lengths. The union (`|`) of two counters takes the larger
     number."""
     return functools.reduce(operator.or_, chains, Counter())
 
@@ -318,12 +350,14 @@ def along(groups: Sequence[np.ndarray] | None, shape: Mapping[str, int]) -> tupl
     """Returns the axes along which the devices of at least one group differ in their place on the
     mesh.
 
-    `groups` has an array of device numbers for each group; None stands for one group of all
-    devices. `shape` has the sizes of the mesh's axes. Raises `ValueError` for a device number that
-    the mesh lacks.
+    `groups` has an array of device numbers for each group. None stands for one group of all
+    devices. If `groups` is empty, the result is empty. `shape` has the sizes of the mesh's axes.
+    Raises `ValueError` for a device number that the mesh lacks.
     """
     sizes = tuple(shape.values())
     groups = [np.arange(math.prod(sizes))] if groups is None else groups
+    if not len(groups):
+        return ()
     largest = max(int(group.max()) for group in groups)
     if largest >= math.prod(sizes):
         raise ValueError(

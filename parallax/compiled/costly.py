@@ -2,11 +2,13 @@
 
 print(costly.table(costly.instructions(program.text, program.target.hardware)))
 
-A *computation* is a list of instructions with a name, such as a loop's body. `line.called` has the
-computations that an instruction runs, each with its number of runs. This number is 0 for a loop
-whose text does not state its number of iterations (trips). `line.counted` is the mean number of
-iterations of a loop in one iteration of the loop around it, if tracing wrote this number into the
-loop's name; if not, `line.counted` is 0.
+A *computation* is a named list of instructions, such as a loop's body. The `called` of an
+`hlo.Instruction` has the computations that the instruction runs, each with its number of runs. For
+the body of a loop, this is the number of iterations (trips), or 0 if the number is unknown.
+
+A loop with a name such as "head.3_of_8" stands inside an outer loop, and has 3 trips in 8 trips of
+the outer loop. The `counted` of this loop's `hlo.Instruction` is the mean number of trips, 3/8. A
+`counted` of 0 means that the mean is unknown, since the loop has no such name.
 """
 
 import itertools
@@ -28,8 +30,9 @@ class Costly(NamedTuple):
         times: how often the instruction runs in a step.
         name: the instruction's name in the program's text.
         opcode: the instruction's operation, such as "fusion".
-        result: the type of the instruction's result, such as "f32[8,16]{1,0}".
-        line: the source line, as "file:line"; "" if the text does not tell.
+        result: the type of the instruction's result, such as "f32[8,16]{1,0}"; for a tuple, the
+            types of its elements without the parentheses around them.
+        line: the source line, as "file:line"; "" if it is unknown.
     """
 
     seconds: float
@@ -63,8 +66,8 @@ def instructions(
     def of_computation(name: str, times: int | Fraction) -> list[Costly]:
         """Returns the costs of the instructions of a computation that runs `times` times in a step.
 
-        `times` is a fraction if the number of trips of a loop is a mean. The number of runs of an
-        instruction is rounded down.
+        `times` may be a fraction such as 3/8, since for some loops only the mean number of trips is
+        known. The number of runs of an instruction is rounded down.
         """
         expensive = []
         for line in program[name]:
@@ -97,13 +100,15 @@ def _total(expensive: Iterable[Costly]) -> float:
 
 def table(expensive: list[Costly], *, rows: int = 20) -> str:
     """Returns a text with a line for each of the first `rows` instructions: the instruction's time,
-    its share of the time of all instructions in `expensive`, its number of runs, and its source
-    line."""
+    its share of the time of all instructions in `expensive`, its number of runs, the type of its
+    result, and its source line."""
     total = _total(expensive)
     lines = [f"{1e3 * total:.4g} ms in {len(expensive)} instructions"]
     for instruction in expensive[:rows]:
         milliseconds = f"{1e3 * instruction.seconds:9.4f} ms {instruction.seconds / total:6.1%}"
-        result = instruction.result.split("{")[0]  # without the layout
+        # Without layouts. Of a tuple only the first array's type is shown.
+        first, *others = hlo.parts(instruction.result)
+        result = first.split("{")[0] + (", ..." if others else "")
         lines.append(
             f"{milliseconds} {instruction.times:>5} x  {instruction.opcode:<14} {result:<28} "
             f"{instruction.line or instruction.name}"

@@ -2,21 +2,21 @@
 collective its number of runs and its devices.
 
 XLA numbers the devices in the order of the program's mesh. It writes groups of devices in four
-notations, and this module reads all four. A *computation* is a list of instructions with a name,
-such as a loop's body or a branch; an instruction names the computations that it runs. An
-asynchronous collective is a pair of instructions, `-start` and `-done`.
+notations, and this module reads all four. A *computation* is a named list of instructions: for
+example, the body of a loop. An instruction names the computations that it runs. An asynchronous
+collective is a pair of instructions, `-start` and `-done`.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from parallax.compiled import loop_counts, slices
+from parallax.compiled import async_fusions, loop_counts, slices
 from parallax.jaxprs import COUNTED
 
 KINDS = (
@@ -68,13 +68,14 @@ class Instruction(NamedTuple):
     Attributes:
         name: the name of the instruction's result.
         result: the type of its result, such as "f32[8,16]{1,0}"; for a tuple, the types of its
-            elements without the brackets around them.
+            elements without the parentheses around them.
         opcode: the operation, such as "dot".
         operands: the names of the instruction's operands, and of other instructions that it waits
             for.
         attributes: the text after the operands.
-        trips: the number of iterations (trips) of a loop whose text does not state this number.
-            `module` reads the number from the loop's condition; 0 if the condition does not tell.
+        trips: the number of iterations (trips) of a loop, read from its condition. It is 0 for a
+            loop of unknown length, for a loop whose `attributes` state the number, and for any
+            instruction that is no loop.
     """
 
     name: str
@@ -142,13 +143,13 @@ class Instruction(NamedTuple):
     def groups(self) -> list[np.ndarray] | None:
         """The groups of devices that exchange data, each an array `[devices]` of device numbers.
 
-        Each group of a permute is a pair (sender, receiver). None stands for one group of all
-        devices.
+        Each group of a permute is a pair (sender, receiver), and a permute that sends nothing has
+        no group. None stands for one group of all devices.
         """
         match = GROUPS.search(self.attributes)
         text = match[1] if match else ""
         if text in ("{}", ""):
-            return None
+            return [] if self.collective == "collective-permute" else None
         if text.startswith("mesh"):
             return list(_named(text))
         if text.startswith("["):
@@ -179,7 +180,7 @@ class Run(NamedTuple):
     Attributes:
         instruction: the collective.
         times: the number of runs over all trips of the loops around it.
-        conditional: whether the collective is in a branch that may not be taken.
+        conditional: whether the collective is in a branch, so that a run may skip it.
         unbounded: whether the collective is in a loop of unknown length, which counts as one trip.
     """
 
@@ -195,8 +196,8 @@ def collectives(f: Callable[..., Any], *arguments: Any) -> list[Op]:
 
 
 def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
-    """Returns the collectives of a compiled program or of its text. Each collective is repeated as
-    often as it runs.
+    """Returns the collectives of a compiled program or of its text. A collective that runs k times
+    is k times in the list.
 
     Raises:
         ValueError: a collective is in a loop of unknown length.
@@ -213,11 +214,22 @@ def parse(compiled: jax.stages.Compiled | str) -> list[Op]:
     return ops
 
 
-def module(compiled: jax.stages.Compiled | str) -> Module:
+def module(compiled: jax.stages.Compiled | str, numbers: Sequence[int] = ()) -> Module:
     """Returns the instructions of a compiled program or of its text, by computation.
 
     In the text, a computation begins with a line that ends in `{`. The indented lines after it,
     `name = definition`, are its instructions.
+
+    Args:
+        compiled: the program, or its text.
+        numbers: for a program for several TPU slices, the numbers of all devices in the order of
+            the program's mesh, as `slices.numbers` returns them. By default, the mesh
+            is assumed to have the devices of the first slice, then those of the second, and so on,
+            and a collective inside a slice is read for one slice only.
+
+    Raises:
+        ValueError: a collective between slices cannot be read, or the program is for other devices
+            than `numbers`.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
@@ -234,15 +246,17 @@ def module(compiled: jax.stages.Compiled | str) -> Module:
             if root:
                 roots[computation] = name
             lines.append(_instruction(name, definition))
-    # `counted` reads the trips of loops from their conditions. `joined` replaces sends and receives
+    # `counted` reads the trips of loops from their conditions. The first `joined` makes one
+    # collective of the fusions of an asynchronous one. The second replaces sends and receives
     # between TPU slices by collectives; it reads the number of devices of a slice from `text`.
-    return Module(slices.joined(loop_counts.counted(computations, roots), text), entry)
+    computations = async_fusions.joined(loop_counts.counted(computations, roots), roots)
+    return Module(slices.joined(computations, text, numbers), entry)
 
 
 def _instruction(name: str, definition: str) -> Instruction:
     """Returns the instruction of a line `name = definition`. The definition is the text `type
-    opcode(operands), attributes`; the type of a tuple is in brackets."""
-    # `_closed` returns the text inside the first bracket, and the text after it.
+    opcode(operands), attributes`; the type of a tuple is in parentheses."""
+    # `_closed` returns the text inside the first pair of parentheses, and the text after it.
     if definition.startswith("("):
         result, call = _closed(definition)
     else:
@@ -266,8 +280,8 @@ def runs(program: Module) -> Iterator[Run]:
         name: str, times: int | Fraction, conditional: bool, unbounded: bool
     ) -> Iterator[Run]:
         """Yields the collectives of the computation `name`, which runs `times` times. `conditional`
-        says that the computation is in a branch and may run less often. `unbounded` says that the
-        computation is in a loop of unknown length and may run more often.
+        says that the computation is in a branch, so it may run less often than `times`. `unbounded`
+        says that it is in a loop of unknown length, so it may run more often than `times`.
         """
         for instruction in program[name]:
             if instruction.collective:
@@ -292,9 +306,9 @@ def unordered(compiled: jax.stages.Compiled | str) -> list[tuple[Instruction, In
     that is or contains a collective, and that does not wait for the end of the first.
 
     While threads still run a loop, XLA's CPU backend may begin a later instruction that does not
-    use the loop's results. A collective of the loop and one of the later instruction can then meet
-    in one rendezvous, and the process aborts: "Id can't be larger than the number of participating
-    threads". `cpu.sequence_after` makes the later instruction wait for the loop.
+    use the loop's results. A collective of the loop and a collective of the later instruction can
+    then meet in one rendezvous, and the process aborts: "Id can't be larger than the number of
+    participating threads". `cpu.sequence_after` makes the later instruction wait for the loop.
     """
     program = module(compiled)
 
@@ -341,12 +355,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _named(text: str) -> np.ndarray:
     """Returns the device numbers `[groups, devices]` of a text such as
-    `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh, and names the
-    axes, or the parts of axes, along which the devices of a group differ.
+    `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2}`. The text defines a mesh. The braces
+    name the axes, or parts of axes, along which the devices of a group differ.
 
-    Each axis is reshaped to three dims. For `'a':(2)4` axis a is reshaped to (2, 4, its size / 8),
-    and the middle dim is the named part; for `'a'` alone, the middle dim is the whole axis. The
-    middle dims of all named axes are moved last, since they number the members of a group.
+    The array of the mesh's device numbers has one dim for each axis. For `'a':(2)4`, the dim of
+    axis a is split into the dims (2, 4, size of a / 8), and the named part is the dim of size 4.
+    For `'a'` alone, the named part is the whole dim. The dims of all named parts are moved to the
+    end, in the order of the text, and joined into `devices`. The other dims become `groups`.
     """
     sizes, listed, names = NAMED.match(text).groups()  # type: ignore[union-attr]
     shape = {name: int(size) for name, size, _, _ in NAMED_AXIS.findall(sizes)}
@@ -354,27 +369,29 @@ def _named(text: str) -> np.ndarray:
         ids = np.arange(math.prod(shape.values()))
     else:
         ids = _iota(listed) if listed.startswith("[") else np.array(listed.split(","), int)
-    # For each named axis: the size of the dim before its named part, and of that part.
-    along = {
-        name: (int(before or 1), int(size or shape[name]))
+    # Each named part: its axis, the product of the axis's dims before it, and its size.
+    along = [
+        (name, int(before or 1), int(size or shape[name]))
         for name, _, before, size in NAMED_AXIS.findall(names)
-    }
-    split = [
-        (before, size, shape[name] // (before * size)) for name, (before, size) in along.items()
     ]
-    dims = [
-        dim
-        for name in shape
-        for dim in (split[list(along).index(name)] if name in along else (1, shape[name], 1))
-    ]
-    members = [3 * list(shape).index(name) + 1 for name in along]  # the middle dims
+    dims: list[int] = []
+    place = {}  # of each named part, its dim
+    for axis, length in shape.items():
+        done = 1  # the product of the axis's dims so far
+        for part in sorted(part for part in along if part[0] == axis):
+            _, before, size = part
+            place[part] = len(dims) + 1
+            dims += [before // done, size]
+            done = before * size
+        dims.append(length // done)
+    members = [place[part] for part in along]
     ids = np.moveaxis(ids.reshape(dims), members, range(-len(members), 0))
-    return ids.reshape(-1, math.prod(size for _, size in along.values()))
+    return ids.reshape(-1, math.prod(size for _, _, size in along))
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """Returns the text inside the first bracket, and the text after it. `text` must begin with a
-    bracket."""
+    """Returns the text inside the first pair of brackets, and the text after this pair. `text` must
+    begin with an opening bracket."""
     depth = 0
     for k, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

@@ -15,6 +15,8 @@ of TPUs or of its server (`groups`). `sizes` has the length of each dim of the t
 a switch joins the devices.
 """
 
+import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from parallax.compiled import hlo
+from parallax.compiled import hlo, slices
 from parallax.hardware import Hardware
 from parallax.torus import FLAT, closed_dims
 
@@ -35,12 +37,14 @@ class Machine(NamedTuple):
 
     Attributes:
         hardware: the rates of the chip, such as `hardware.TPU_V5E`.
-        places: for each device its coordinates on the torus, or, if a switch joins the devices, the
-            index of the device alone.
+        places: for each device a tuple of its coordinates on the torus. If a switch joins the
+            devices, the tuple has one number: the index of the device.
         groups: for each device the index of its slice of TPUs, or of its server.
         sizes: the length of each dim of the torus; an empty tuple if there is a switch.
         cores: the number of devices that share a chip.
         closed: for each dim of the torus, whether its ends are linked, as in a ring.
+        numbers: for each device its number in programs for several slices, as `slices.numbers`
+            returns them. If empty, the devices of a slice are counted in the mesh's order.
     """
 
     hardware: Hardware
@@ -49,6 +53,18 @@ class Machine(NamedTuple):
     sizes: tuple[int, ...] = ()
     cores: int = 1
     closed: tuple[bool, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def in_text(self) -> list[int]:
+        """Returns the number of each device in programs for several slices."""
+        if self.numbers:
+            return list(self.numbers)
+        counts: Counter[int] = Counter()
+        numbers = []
+        for group in self.groups:
+            numbers.append((group + 1) * slices.SLICE + counts[group])
+            counts[group] += 1
+        return numbers
 
     def kind(self, source: int, target: int) -> str:
         """Returns the kind of connection of two devices: "link" inside a slice or server, "network"
@@ -63,7 +79,9 @@ class Machine(NamedTuple):
         if source == target:
             return []
         if self.groups[source] != self.groups[target]:
-            return [("network out", source), ("network in", target)]
+            # The devices of a chip share its port to the network.
+            sender, receiver = ((self.groups[k], *self.places[k]) for k in (source, target))
+            return [("network out", *sender), ("network in", *receiver)]
         if not self.sizes:
             return [("out", source), ("in", target)]
         # On a torus the name of a link has its slice, the coordinates of the chip that it leaves,
@@ -191,19 +209,30 @@ def flows(instruction: hlo.Instruction, devices: int) -> tuple[Flows, int]:
     return sent, rounds
 
 
+def check_devices(text: str, machine: Machine) -> None:
+    """Raises a `ValueError` if the first line of a program's text states another number of devices
+    than that of `machine`. The text of a program for several TPU slices states the devices of one
+    slice."""
+    stated = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    devices, groups = math.prod(map(int, stated)), len(set(machine.groups))
+    if stated and len(machine.places) not in (devices, devices * groups):
+        raise ValueError(
+            f"The program was compiled for {devices} devices, and the machine has "
+            f"{len(machine.places)}. Pass the machine that the program was compiled for."
+        )
+
+
 def by_kind(compiled: jax.stages.Compiled | str, machine: Machine) -> dict[str, int]:
     """Returns the bytes that all devices together send in a program, by kind of connection: "link"
-    inside a slice or server, "network" between slices or servers."""
+    inside a slice or server, "network" between slices or servers. Raises `ValueError` if the
+    program is for another number of devices."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
+    check_devices(text, machine)
     bytes_by_kind: Counter[str] = Counter()
-    for run in hlo.runs(hlo.module(text)):
+    for run in hlo.runs(hlo.module(text, machine.in_text())):
         sent, _ = flows(run.instruction, len(machine.places))
         for (source, target), size in sent.items():
             kind = machine.kind(source, target)
-            # The word `_xla_megascale` marks a program for several slices. Its text has the
-            # messages inside one slice only, so these count once for each slice. It has all
-            # messages between slices.
-            copies = len(set(machine.groups)) if kind == "link" and "_xla_megascale" in text else 1
-            bytes_by_kind[kind] += round(copies * run.times * size)
+            bytes_by_kind[kind] += round(run.times * size)
     return dict(bytes_by_kind)

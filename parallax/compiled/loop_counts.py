@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 # Operations whose result is the number of their operand.
 PASSES_ON = {"copy", "bitcast", "convert", "reshape", "copy-done", "opt-barrier", "broadcast"}
+SCALAR = re.compile(r"\[1?(?:,1)*\]")  # the dims of an array of one number
 STATED = "known_trip_count"  # the attribute of a loop whose text states its trips
 # left < right is the same as -left > -right, and so on.
 MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
@@ -59,10 +60,13 @@ class Computations(NamedTuple):
     Attributes:
         lines: the instructions of each computation by their names.
         roots: for each computation, the name of the instruction that gives its result.
+        known: the results of `value` in conditions and bodies of loops so far, by computation and
+            name.
     """
 
     lines: Mapping[str, Mapping[str, Any]]
     roots: Mapping[str, str]
+    known: dict[tuple[str, str], Any]
 
     def value(self, where: str, name: str, arguments: Sequence[Any] | None = None) -> Any:
         """Returns the value of the instruction `name` of the computation `where`: a `Number`, a
@@ -72,8 +76,19 @@ class Computations(NamedTuple):
         `arguments` is None in the condition or the body of a loop, whose only parameter is the
         state.
         """
+        if arguments is not None:
+            return self._value(where, name, arguments)
+        # Many instructions may read one value, so each is followed once.
+        if (where, name) not in self.known:
+            self.known[where, name] = self._value(where, name, None)
+        return self.known[where, name]
+
+    def _value(self, where: str, name: str, arguments: Sequence[Any] | None) -> Any:
+        """Computes what `value` returns, from the instruction's opcode and the values of its
+        operands."""
         line = self.lines[where].get(name)
-        if line is None:
+        # The numbers that count are scalars, alone or in a tuple.
+        if line is None or not SCALAR.search(line.result):
             return None
 
         def operand(k: int) -> Any:
@@ -103,10 +118,11 @@ class Computations(NamedTuple):
 
     def _element(self, where: str, line: Any, whole: Any, arguments: Sequence[Any] | None) -> Any:
         """Returns the value of `line`, which takes an element out of a tuple (`get-tuple-element`).
-        `whole` is the value of this tuple. If `whole` is a `State`, returns the element of the
-        loop's state. Any other tuple has no value of its own. If a `tuple` instruction in the same
-        computation makes the tuple, returns the value of the operand that becomes the element; if
-        not, returns None."""
+        If `whole`, the value of this tuple, is a `State`, the result is a `Number`: the element of
+        the loop's state. If a `tuple` instruction of the same computation makes the tuple, the
+        result is the value of the operand that becomes the element. For any other tuple the result
+        is None. `where` is the name of the computation with `line`. `arguments`, as in `value`, are
+        the values of the computation's parameters, or None in a loop's condition or body."""
         index = re.search(r"\bindex=(\d+)", line.attributes)
         if index and isinstance(whole, State):
             return Number(0, int(index[1]))
@@ -172,7 +188,9 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
     of trips. The number is read from the loop's condition, and is 0 if the condition does not tell.
     `roots` has, for each computation, the name of the instruction that gives its result."""
     program = Computations(
-        {name: {line.name: line for line in lines} for name, lines in computations.items()}, roots
+        {name: {line.name: line for line in lines} for name, lines in computations.items()},
+        roots,
+        {},
     )
 
     def with_trips(where: str, line: Any) -> Any:
@@ -188,8 +206,9 @@ def counted(computations: dict[str, list[Any]], roots: Mapping[str, str]) -> dic
 
 
 def _sum(left: Any, right: Any, sign: int) -> Number | None:
-    """Returns `left + sign * right`, where `sign` is 1 or -1. Returns None if the result is no
-    `Number`, such as the sum of two elements of the state.
+    """Returns `left + sign * right`, where `sign` is 1 or -1. Returns None if `left` or `right` is
+    no `Number`. A `Number` is a constant, plus at most one element of the loop's state. So the
+    result is also None if two elements would be added, or an element would be subtracted.
     """
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -202,8 +221,8 @@ def _sum(left: Any, right: Any, sign: int) -> Number | None:
 
 def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
     """Returns the comparison of two numbers, with the direction that is in `attributes`. Returns
-    None if one of the two is no `Number`, or if the direction, such as "EQ", is not in
-    `MIRRORED`."""
+    None if one of the two is no `Number`, or if this module does not handle the direction, such as
+    "EQ"."""
     direction = re.search(r"\bdirection=(\w+)", attributes)
     if not isinstance(left, Number) or not isinstance(right, Number):
         return None
@@ -213,7 +232,8 @@ def _compared(attributes: str, left: Any, right: Any) -> Compared | None:
 
 
 def _turns(direction: str, first: int, step: int) -> int:
-    """Returns the number of trips of a loop; 0 if it would not end.
+    """Returns the number of trips of a loop; 0 if it would not end. `direction` is one of the keys
+    of `MIRRORED`.
 
     The loop's condition compares two numbers. In trip t = 0, 1, ... the left one minus the right
     one is `first + t * step`. The loop goes on as long as this difference is below 0 ("LT"), at

@@ -14,8 +14,9 @@ def table(
     program: Program, *, operations: float | None = None, timeline: Timeline | None = None
 ) -> str:
     """Returns a report of the program as text: the devices, the memory, the collectives, and the
-    estimate of the time. On a torus it also has the mean number of links that a message to the next
-    device of a ring uses. If messages go over a network, it has their bytes.
+    estimate of the time. On a torus the report also has the mean number of links that a message to
+    the next device of a ring uses. If messages go over a network, between slices of TPUs or servers
+    of GPUs, the report has the bytes that all devices together send over it.
 
     Args:
         program: the result of `targets.compile`.
@@ -40,7 +41,9 @@ def table(
         parts += [f"links a hop: {counts}"] if hops else []
     over_network = program.by_link().get("network")
     if over_network:
-        parts.append(f"over the network: {over_network / 1e6:,.1f} MB of all devices")
+        parts.append(
+            f"over the network: {over_network / 1e6:,.1f} MB, sent by all devices together"
+        )
     # The seconds of the step at the chips' full rate. The devices (cores) of a chip share its rate.
     seconds_at_peak = None
     if operations is not None:
@@ -50,8 +53,8 @@ def table(
 
 def held(memory: Mapping[str, int], limit: float) -> str:
     """Returns the bytes on one device as text, a line for each kind, and whether they fit into
-    `limit` bytes. `memory` is a result of `compiled.memory.of`: "peak" is the sum of all other
-    kinds."""
+    `limit` bytes. `memory` is a result of `compiled.memory.of`. Its entry "peak", the sum of its
+    other entries, is compared with `limit`."""
     lines = [f"  {name:<12} {size / 1e6:>12,.1f} MB" for name, size in memory.items()]
     fits = "fits" if memory["peak"] <= limit else "does not fit"
     return "\n".join(
@@ -71,13 +74,14 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
 
     Args:
         timeline: the estimated times, as `timeline.of` returns them.
-        peak: the seconds that the step would take at the chips' full rate. If it is None, the text
-            has no share of the peak rate.
+        peak: the seconds that the step would take at the chips' peak rate. The first line then also
+            has the share of the peak rate that the program reaches. If `peak` is None, the first
+            line does not have this share.
     """
 
-    def share(seconds: float) -> str:
-        """Returns seconds as a share of the program's estimated time."""
-        return f"{seconds / timeline.seconds if timeline.seconds else 0.0:.1%}"
+    def share(seconds: float, total: float = timeline.seconds) -> str:
+        """Returns seconds as a share of `total`, by default the program's estimated time."""
+        return f"{seconds / total if total else 0.0:.1%}"
 
     first = (
         f"estimated: {_ms(timeline.seconds)}, of which compute {_ms(timeline.compute)}, exposed "
@@ -91,7 +95,7 @@ def estimate(timeline: Timeline, peak: float | None = None) -> str:
             exposed = seconds - timeline.compute
             lines.append(
                 f"  links {speed:g} x: {_ms(seconds)}, exposed {_ms(exposed)} "
-                f"({exposed / seconds:.1%})"
+                f"({share(exposed, seconds)})"
             )
     lines += [
         f"  exposed along {axes}: {_ms(seconds)}"

@@ -1,15 +1,21 @@
-"""Estimates the time of one instruction of an accelerator's program, without messages.
+"""Estimates the time of one instruction of an accelerator's program. The time of messages between
+devices is not included.
 
-A TPU's compiler writes the cycles that it estimates, and a Pallas kernel states its operations and
-bytes. Every other instruction, and every instruction on a GPU, takes the time of its operations or
-of its bytes at the chip's rates, whichever is longer. The bytes are those that the instruction
-reads and writes. If an instruction slices an array, or updates an array in place, only the bytes of
-the slice or of the update count. `hardware.rate` is a chip's operations per second, `efficiency`
-the share of this rate that matrix products reach, and `bandwidth` the bytes per second of the
-chip's memory. `hardware.clock` is the cycles per second of a TPU, and 0 for other chips.
-`hardware.reached` has the shares of the memory's rate and of the links' rate that programs reach. A
-`line` is an instruction; `line.result` is the type of its result as text, such as "f32[8,16]{1,0}",
-and `line.called` has the computations (named lists of instructions) that it runs.
+The text of a program may state the cost of an instruction: a TPU's compiler writes the clock cycles
+that it estimates, and a Pallas kernel states its operations and bytes. Without such numbers, an
+instruction on a GPU takes the time of its operations or of its bytes at the chip's rates, whichever
+is longer. On a TPU, a copy without such numbers takes the time of its bytes, and any other
+instruction without such numbers takes no time. The bytes are those that the instruction reads and
+writes. If an instruction slices an array, or updates an array in place, these are only the bytes of
+the slice or of the update.
+
+`hardware.rate` is a chip's operations per second in 16 bits, and `full_rate` those in float32.
+`efficiency` is the share of these rates that matrix products reach, and `bandwidth` the bytes per
+second of the chip's memory. `hardware.clock` is the
+cycles per second of a TPU, and 0 for other chips. `hardware.reached` has the shares of the memory's
+rate and of the links' rate that programs reach. A `line` is an instruction; `line.result` is the
+type of its result as text, such as "f32[8,16]{1,0}", and `line.called` has the computations (named
+lists of instructions) that it runs.
 """
 
 import math
@@ -60,22 +66,20 @@ class Costs:
         return self.known[line.name]
 
     def _estimate(self, line: hlo.Instruction) -> float:
-        """Returns the seconds of an instruction. They come from the compiler's cycles, or from the
-        operations and bytes that a kernel states, if the text has either; if not, from the
-        operations and bytes of the instruction itself. Raises `ValueError` if the text has cycles
-        and the chip has no clock.
+        """Returns the seconds of an instruction, by the rules at the top of this file. Raises
+        `ValueError` if the text states cycles and the chip has no clock rate (`clock` is 0).
         """
         if cycles := CYCLES.search(line.attributes):
             if not self.hardware.clock:
                 raise ValueError(
                     f"The compiled program gives the time of {line.name} in clock cycles, as "
-                    "programs for TPUs do, so the estimate in seconds needs a chip with a clock; "
-                    f"{self.hardware.name} has none. Pass the chip that the program was compiled "
-                    "for, with its clock in cycles per second."
+                    "programs for TPUs do, so the estimate in seconds needs the clock rate of the "
+                    f"chip; the record of {self.hardware.name} has none. Pass the chip that the "
+                    "program was compiled for, with its `clock` in cycles per second."
                 )
             return int(cycles[1]) / self.hardware.clock
         if kernel := KERNEL.search(line.attributes):
-            return self._over_rates(int(kernel[1]), int(kernel[2]))
+            return self._over_rates(int(kernel[1]) / self._rate(line), int(kernel[2]))
         # An asynchronous instruction counts once, at its `-start`; its `-done` takes no time.
         if line.opcode in FREE or line.opcode.endswith("-done"):
             return 0.0
@@ -87,23 +91,37 @@ class Costs:
             # instructions take no time here.
             copies = line.opcode in ("copy", "copy-start", "slice-start")
             return self._over_rates(0, 2 * self._written(line)) if copies else 0.0
-        return self._over_rates(self.operations(line), self.traffic(line))
+        return self._over_rates(self._of_products(line), self.traffic(line))
 
-    def _over_rates(self, operations: float | int, traffic: float | int) -> float:
-        """Returns the seconds that `operations` operations or `traffic` bytes take, whichever take
-        longer. The devices of a chip share its rates, so the time is multiplied by the number of
-        devices of a chip (`cores`)."""
-        # Only a TPU's chip has a clock. There the times of most instructions are the compiler's
-        # cycles, to which no share of the rate (`efficiency`) is applied. So none is applied to a
-        # kernel.
+    def _over_rates(self, at_peak: float | int, traffic: float | int) -> float:
+        """Returns the seconds that operations or `traffic` bytes take, whichever take longer. The
+        operations take `at_peak` seconds at the chip's full speed. The devices of a chip share its
+        rates, so the time is multiplied by the number of devices of a chip (`cores`)."""
+        # Only TPUs have a `clock`. There the times of most instructions are the compiler's cycles,
+        # to which no share of the rate (`efficiency`) is applied. So none is applied to a kernel.
         efficiency = 1.0 if self.hardware.clock else self.hardware.efficiency
-        seconds_of_operations = operations / (self.hardware.rate * efficiency)
+        seconds_of_operations = at_peak / efficiency
         seconds_of_traffic = traffic / (self.hardware.bandwidth * self.hardware.reached[0])
         return float(self.cores * max(seconds_of_operations, seconds_of_traffic))
 
+    def _of_products(self, line: hlo.Instruction) -> float:
+        """Returns the seconds of the `operations` of an instruction at the chip's full speed."""
+        inner = [instruction for name, _ in line.called for instruction in self.program[name]]
+        own = self._product(line) + self._attention(line)
+        return own / self._rate(line) + float(sum(map(self._of_products, inner)))
+
+    def _rate(self, line: hlo.Instruction) -> float:
+        """Returns the chip's operations per second in the type of the instruction's first operand:
+        `rate` for at most 16 bits, and `full_rate` for more."""
+        left = self.lines.get(line.operands[0]) if line.operands else None
+        array = hlo.ARRAY.search(left.result) if left else None
+        if array is None or hlo.bits(array[1]) <= 16:
+            return self.hardware.rate
+        return self.hardware.full_rate
+
     def operations(self, line: hlo.Instruction) -> float:
         """Returns the floating-point operations of the matrix products in an instruction, and in
-        the computations that it runs."""
+        the computations that it runs. The body of a loop counts for one trip."""
         inner = [instruction for name, _ in line.called for instruction in self.program[name]]
         own = self._product(line) + self._attention(line)
         return own + float(sum(map(self.operations, inner)))
@@ -141,9 +159,9 @@ class Costs:
         return 2.0 * math.prod(_shapes(line.result)[0]) * terms
 
     def traffic(self, line: hlo.Instruction) -> float:
-        """Returns the bytes that an instruction reads and writes. A slice or an update in place
-        reads and writes only a part of its array, the slice or the update, so the bytes of this
-        part count 2 times.
+        """Returns the bytes that an instruction reads and writes. A slice reads and writes the
+        bytes of its result, so these count 2 times. An update in place reads and writes the bytes
+        of the update, so these count 2 times.
         """
         if line.opcode in SLICES:
             return 2.0 * nbytes(line.result)
@@ -162,25 +180,30 @@ class Costs:
         return self.program[line.called[0][0]]
 
     def _written(self, line: hlo.Instruction) -> float:
-        """Returns the bytes that an instruction writes: its result. If a fusion updates an array in
-        place, only the update counts."""
+        """Returns the bytes that an instruction writes: its result. If an instruction inside a
+        fusion updates an array in place, only the update counts. An update outside a fusion does
+        not come here."""
         # The result of a start (`-start`) is a tuple (operands, results, ...); part 1 has the
         # results.
         result = hlo.parts(line.result)[1] if line.opcode.endswith("-start") else line.result
         size = float(nbytes(result))
-        for inner in self._fused(line):
-            if inner.opcode == "dynamic-update-slice":
-                # The operands are (array, update, ...).
-                size -= nbytes(inner.result) - self._size(inner.operands[1])
+        updates = [inner for inner in self._fused(line) if inner.opcode == "dynamic-update-slice"]
+        updated = {inner.name for inner in updates}
+        for inner in updates:
+            # The operands are (array, update, ...).
+            size += self._size(inner.operands[1])
+            if inner.operands[0] not in updated:  # a second update of one array is in place too
+                size -= nbytes(inner.result)
+        # An update inside the fusion need not be its result, so `size` may be below 0.
         return max(size, 0.0)
 
     def _read(self, parameter: hlo.Instruction, fused: list[hlo.Instruction]) -> float:
         """Returns the bytes that a fusion reads of one parameter, an array. `fused` has the
-        instructions in the fusion. If all instructions that use the parameter are slices, only the
-        slices are read. If all of them update the parameter in place, nothing of the parameter is
-        read."""
+        instructions in the fusion. A *user* is an instruction that has the parameter as an operand.
+        If all users take slices of the parameter, only the slices are read. If all users write into
+        the parameter in place, nothing of the parameter is read."""
         users = [inner for inner in fused if parameter.name in inner.operands]
-        if users and all(user.opcode in SLICES for user in users):
+        if users and all(_slices(user, parameter) for user in users):
             return float(sum(nbytes(user.result) for user in users))
         if users and all(_updates(user, parameter) for user in users):
             return 0.0
@@ -189,6 +212,12 @@ class Costs:
     def _size(self, name: str) -> int:
         """Returns the bytes of the result of the instruction `name`; 0 for an unknown name."""
         return nbytes(self.lines[name].result) if name in self.lines else 0
+
+
+def _slices(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:
+    """Returns whether `user`, an instruction that has the array `parameter` as an operand, takes a
+    slice of this array. The other operands of such an instruction are indices."""
+    return user.opcode in SLICES and user.operands[0] == parameter.name
 
 
 def _updates(user: hlo.Instruction, parameter: hlo.Instruction) -> bool:

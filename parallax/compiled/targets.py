@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from parallax.compiled import certificate, links, memory, timeline
+from parallax.compiled import certificate, links, memory, slices, timeline
 from parallax.compiled.certificate import Entry
 from parallax.hardware import KNOWN, Hardware
 
@@ -74,7 +74,8 @@ class Target(NamedTuple):
         # The index of each TPU's slice. If there is one slice, its devices may lack the attribute.
         groups = [getattr(device, "slice_index", None) or 0 for device in devices]
         if self.hardware.platform == "tpu":
-            return links.torus(self.hardware, [device.coords for device in devices], groups)
+            torus = links.torus(self.hardware, [device.coords for device in devices], groups)
+            return torus._replace(numbers=tuple(slices.numbers(mesh)))
         # The topology of GPUs has one process for each server.
         servers = tuple(device.process_index for device in devices)
         return links.switch(self.hardware, len(devices))._replace(groups=servers)
@@ -109,7 +110,8 @@ class Program(NamedTuple):
         return self.memory["peak"] <= self.target.memory
 
     def certificate(self) -> list[Entry]:
-        """Returns the program's collectives by axes of the mesh."""
+        """Returns the counts and bytes of the program's collectives, for each kind of collective
+        and set of mesh axes; see `certificate.read`."""
         return certificate.read(self.text, self.mesh)
 
     def by_link(self) -> dict[str, int]:
@@ -119,12 +121,12 @@ class Program(NamedTuple):
 
     def timeline(self) -> timeline.Timeline:
         """Returns the program's estimated time."""
-        return timeline.of(self.text, self.target.machine(self.mesh), dict(self.mesh.shape))
+        return timeline.replayed(self.text, self.target.machine(self.mesh), dict(self.mesh.shape))
 
 
 def target(name: str) -> Target:
-    """Returns the devices of a machine by name: a TPU topology such as "v5e:2x4", several slices of
-    such a topology ("2 x v5e:4x4"), or GPUs in machines of eight ("16 x h100").
+    """Returns the devices that a name stands for: "v5e:2x4" is a TPU topology, "2 x v5e:4x4" is two
+    slices of such a topology, and "16 x h100" is 16 GPUs, in machines of eight.
 
     Raises:
         ValueError: the name is unknown, or the compiler has no topology of this size.
@@ -133,8 +135,8 @@ def target(name: str) -> Target:
     parsed = NAME.match(name.strip().lower())
     if not parsed or parsed[2] not in CHIPS:
         raise ValueError(
-            f"targets.target needs a machine of one of {', '.join(CHIPS)}; got {name!r}. "
-            f"{_examples()}"
+            f"targets.target needs a machine with one of the chips {', '.join(CHIPS)}; got "
+            f"{name!r}. {_examples()}"
         )
     count, chip, sizes = int(parsed[1] or 1), parsed[2], parsed[3]
     hardware = CHIPS[chip]
@@ -152,7 +154,8 @@ def target(name: str) -> Target:
     except Exception as error:
         sentence = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"targets.target: the compiler has no {name!r}: {sentence[0]}. {_examples()}"
+            f"targets.target: the compiler has no {name!r} among its topologies: {sentence[0]}. "
+            f"{_examples()}"
         ) from error
     devices = tuple(topology.devices)
     chips = len(devices)
@@ -195,7 +198,7 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
     meshes = [
         leaf.sharding.mesh
         for leaf in jax.tree.leaves(shapes)
-        if getattr(leaf, "sharding", None) is not None
+        if hasattr(getattr(leaf, "sharding", None), "mesh")
     ]
     if not meshes or not set(meshes[0].devices.flat) <= set(target.devices):
         got = "shapes without a sharding"
@@ -203,7 +206,7 @@ def compile(train: Any, *shapes: Any, target: Target) -> Program:
             got = f"devices such as {meshes[0].devices.flat[0]}"
         raise ValueError(
             f"targets.compile needs shapes whose shardings are on devices of {target.name}; got "
-            f"{got}. Make the mesh of these devices: mesh.make(devices=target.devices, ...)."
+            f"{got}. Make the mesh of the target's devices: mesh.make(devices=target.devices, ...)."
         )
     try:
         with quiet():
@@ -236,6 +239,7 @@ def quiet() -> Iterator[None]:
             os.dup2(file.fileno(), 2)
             yield
     finally:
+        sys.stderr.flush()  # what Python still keeps is discarded too
         os.dup2(stderr, 2)
         os.close(stderr)
 
@@ -276,8 +280,8 @@ def gpu_text(chip: str) -> str:
 
 
 def _tpus(chip: str, sizes: str, slices: int) -> Any:
-    """Returns JAX's description of TPUs that are not on this machine, with their devices. There are
-    `slices` slices, and each is a torus of the size `sizes`, such as "2x4"."""
+    """Returns JAX's description of TPUs that are not on this machine; its `devices` stand for these
+    TPUs. There are `slices` slices, and each is a torus of the size `sizes`, such as "2x4"."""
     # Without this, libtpu asks Google's metadata server (MDS) for the TPUs of this machine.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Without this, libtpu's lock file lets only one process compile at a time: a second one fails.
@@ -290,15 +294,19 @@ def _tpus(chip: str, sizes: str, slices: int) -> Any:
 
 
 def _gpus(chip: str, count: int) -> Any:
-    """Returns JAX's description of `count` GPUs that are not on this machine, with their devices.
-    Each machine has the same number of GPUs, at most `MACHINE` (8).
+    """Returns JAX's description of `count` GPUs that are not on this machine; its `devices` stand
+    for these GPUs. The GPUs are in machines with the same number of GPUs each, at most `MACHINE`
+    (8).
     """
     _installed("gpu-compile", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     machines = math.ceil(count / MACHINE)
     # `target` writes the target's name, such as "9 x h100", before this message, and examples of
     # targets after it.
     if count % machines:
-        raise ValueError(f"{count} GPUs cannot fill equal machines of at most {MACHINE} GPUs")
+        raise ValueError(
+            f"{count} GPUs cannot be divided equally among {machines} machines of at most "
+            f"{MACHINE} GPUs"
+        )
     # JAX wants three numbers: groups of machines, machines in a group, GPUs in a machine.
     shape = f"1x{machines}x{count // machines}"
     # `gpu_text` returns XLA's description of the chip.
@@ -314,8 +322,8 @@ def _topologies() -> Any:
 
 def _installed(extra: str, *modules: str) -> None:
     """Raises an `ImportError` if none of `modules` can be imported. Each of them has the compiler.
-    The message names the last module, and `extra`, the optional dependencies of this package that
-    install it."""
+    The message names the last module, and says to install Parallax with the optional dependencies
+    `extra`."""
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

@@ -13,15 +13,16 @@ time). The done instruction of this message waits until the message has arrived.
 its slowest branch. The *exposed* time is the time of the replay, minus the time of the same program
 with messages that take no time.
 
-This is an estimate from a compiler's estimates and the rates in `parallax.hardware`, and no
-measurement. If pipeline stages run different work at the same time, the estimate follows one stage,
-and leaves out the waits of this stage for slower stages.
+The times are not measured: they are computed from a compiler's estimates and from the rates in
+`parallax.hardware`. If pipeline stages run different work at the same time, the replay follows one
+stage, and leaves out the time that this stage waits for slower stages.
 
 The `state` of a replay has the time (`now`), the time from which each link is free (`free`), and
 the arguments of `_Replay.run`. For some loops only a mean number of trips is known, such as 1/2.
-`due` has, by the loop's name, the fraction of a trip that later runs of the loop still have to make
-up. A `line` is an instruction; `line.called` has the computations that this instruction runs, each
-with its number of runs (0 if unknown).
+`due` has a sum for each such loop, by the loop's name. Each run of the loop adds the mean to the
+sum, and has as many trips as the whole part of the sum. The fraction stays in `due` for the next
+run: with a mean of 1/2, every second run has one trip. A `line` is an instruction; `line.called`
+has the computations that this instruction runs, each with its number of runs (0 if unknown).
 """
 
 import math
@@ -35,6 +36,7 @@ import jax
 from parallax.compiled import hlo, links, seconds, source_lines
 from parallax.compiled.certificate import along
 
+UNKNOWN = "an unknown line"  # the source of a message whose line the text does not tell
 SPEEDS = (0.5, 1.0, 2.0)  # the factors on the links' speed in `Timeline.at_speed`
 
 
@@ -46,7 +48,7 @@ class Event(NamedTuple):
         name: the name of the instruction.
         start: when the instruction or message starts, in seconds.
         stop: when the instruction or message ends, in seconds.
-        source: the source line of the instruction.
+        source: the source line of the instruction, or `UNKNOWN` for a message without one.
     """
 
     row: str
@@ -62,12 +64,14 @@ class Timeline(NamedTuple):
     Attributes:
         seconds: the time of the program.
         compute: the time of the program if messages took no time.
-        exposed_along: for each set of axes, such as "data x tensor", the seconds that the program
-            would save if messages along these axes took no time.
-        at_speed: for each factor on the links' speed (half, once and twice), the seconds of the
-            program.
-        waits: the seconds that instructions wait for messages, by the source line that sends.
-        events: the events of the replay in order.
+        exposed_along: for each set of axes along which messages go, such as "data x tensor", the
+            seconds that the program would save if messages along exactly these axes took no time.
+        at_speed: the seconds of the program if the transfer rate of all links is multiplied by a
+            factor, for each of the factors 0.5, 1 and 2. Latencies stay as they are.
+        waits: the seconds that instructions wait for messages, by the source line that sends, or
+            `UNKNOWN`.
+        events: the instructions and messages that take time, in the order in which the program
+            starts them.
         unbounded: the number of loops of unknown length, which count as one trip.
     """
 
@@ -90,9 +94,10 @@ def of(
 ) -> Timeline:
     """Returns the estimated times of a program that was compiled for `machine`.
 
-    The program is replayed several times: with the links as they are, with infinitely fast links,
-    and at other speeds of the links. For each set of axes there is one more replay, in which
-    messages along these axes take no time.
+    The program is replayed several times: with the links as they are, with messages that take no
+    time, and at other speeds of the links. Each message goes along a set of axes, such as
+    "data x tensor". For each such set there is one more replay, in which all messages along exactly
+    this set take no time.
 
     Args:
         compiled: the program, or its text.
@@ -100,18 +105,27 @@ def of(
         axes: the sizes of the mesh's axes.
 
     Raises:
-        ValueError: the program is for another backend or for another number of devices, or the
-            program gives times in clock cycles and the machine's chip has no clock.
+        ValueError: the program is for another backend or another number of devices; `axes` do not
+            multiply to the number of the machine's devices; or the program states times in cycles
+            and `machine.hardware` has no clock rate.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     assert text is not None
+    check_backend(text, machine.hardware.platform)
+    return replayed(text, machine, axes)
+
+
+def replayed(text: str, machine: links.Machine, axes: Mapping[str, int]) -> Timeline:
+    """Returns the estimated times of a program from its text, as `of` does. The caller knows that
+    the program is for the platform of `machine`, which the text of a very small program does not
+    tell."""
     if math.prod(axes.values()) != len(machine.places):
         raise ValueError(
             f"timeline.of needs axes that multiply to the machine's {len(machine.places)} devices; "
             f"got {dict(axes)}. Pass the shape of the mesh that the program was compiled for."
         )
-    check_backend(text, machine.hardware.platform)
-    program = hlo.module(text)
+    links.check_devices(text, machine)
+    program = hlo.module(text, machine.in_text())
     replay = _Replay(program, machine, axes, source_lines.read(text))
     events: list[Event] = []
     waits: Counter[str] = Counter()  # the seconds of waiting, by the source line that sends
@@ -121,7 +135,7 @@ def of(
     rows = dict.fromkeys(event.row for event in events if event.row != "compute")
     return Timeline(
         seconds=total,
-        compute=replay.run(math.inf),  # with infinitely fast links, messages take no time
+        compute=replay.run(math.inf),  # messages take no time
         exposed_along={row: total - replay.run(1.0, without=row) for row in rows},
         at_speed={speed: total if speed == 1.0 else replay.run(speed) for speed in SPEEDS},
         waits=dict(waits.most_common()),
@@ -136,7 +150,8 @@ def of(
 
 
 def check_backend(text: str, platform: str) -> None:
-    """Raises a `ValueError` unless the program was compiled for `platform`, "tpu" or "cuda"."""
+    """Raises `ValueError` unless the program `text` is compiled for `platform`. `platform` is "tpu"
+    or "cuda"."""
     backend = "cpu"
     # The backend is recognized by words that only its programs have. A TPU's program has estimates
     # of cycles, or at least tiled layouts such as {1,0:T(8,128)}, also near the beginning of the
@@ -148,7 +163,8 @@ def check_backend(text: str, platform: str) -> None:
     if backend != platform:
         raise ValueError(
             f"timeline needs a program compiled for {platform}; this one was compiled for "
-            f"{backend}. Compile the step with targets.compile for the machine that is passed here."
+            f"{backend}. Compile the step with targets.compile for the machine that you pass to "
+            "timeline.of."
         )
 
 
@@ -159,12 +175,12 @@ def _body(loop: hlo.Instruction) -> str:
 
 
 def _trips(loop: hlo.Instruction, state: SimpleNamespace) -> int:
-    """Returns how many trips a loop has in the run of the loop that begins now.
+    """Returns the number of trips (iterations) of a loop in the loop's next run.
 
-    The text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for a loop
-    that has one trip in every other tick of a pipeline. Each run then adds the mean to `state.due`.
-    The replay runs the whole trips in this sum, and keeps the fraction for later runs. A loop of
-    unknown length has one trip.
+    The program's text may give only the mean trips per run (`Instruction.counted`), such as 1/2 for
+    a loop that has one trip in every second tick of a pipeline. Each run of the loop then adds the
+    mean to a sum in `state.due`, and has as many trips as the whole part of the sum. The fraction
+    stays in `state.due` for the next run. A loop of unknown length is counted as one trip.
     """
     stated = dict(loop.called)[_body(loop)]
     if stated or not loop.counted:
@@ -224,7 +240,8 @@ class _Replay:
         """Replays the program once, and returns its seconds.
 
         Args:
-            speed: a factor on the links' speed. With `math.inf` messages take no time.
+            speed: the factor by which the transfer rate of each link is multiplied. Latencies do
+                not change, unless `speed` is `math.inf`: then messages take no time at all.
             without: a set of axes as in `Event.row`, such as "data x tensor". Messages along
                 exactly this set of axes take no time. With "", all messages take their time.
             events: a list; the replay appends its events to it.
@@ -265,7 +282,7 @@ class _Replay:
             """Returns the time at which a branch would end. Its replay does not change `state`."""
             trial = SimpleNamespace(**vars(state))
             trial.free, trial.due = dict(state.free), dict(state.due)
-            trial.events = trial.waits = None
+            trial.events = trial.waits = None  # the trial records no events and no waiting times
             self._computation(name, trial)
             return trial.now
 
@@ -277,11 +294,11 @@ class _Replay:
         """Replays one instruction: first its messages start, then the instruction computes, then it
         waits until its messages have arrived. The start of an asynchronous message or copy
         (`-start`) does not wait: it records in `started` the time at which the message or copy
-        ends, and the source line of the start. `_computation` replays the `-done` instruction,
-        which reads both and waits.
+        ends, and the source line of the start. At the `-done` instruction, `_computation` reads
+        this time and this source line from `started`, and waits until this time.
         """
         sent = self._collectives(line)
-        source = self.lines(line.attributes) if sent else ""
+        source = self._source(sent, line) if sent else ""
         stops = [self._send(collective, source, state) for collective in sent]
         if line.opcode.endswith("-start"):
             # A start without messages is a copy between two memories of a chip. One copy runs at
@@ -301,6 +318,13 @@ class _Replay:
             state.now += taken
         if stops:
             self._wait(max(stops), source, state)
+
+    def _source(self, sent: list[hlo.Instruction], line: hlo.Instruction) -> str:
+        """Returns the source line of the first of the collectives in `sent` that has one; else that
+        of the instruction `line`. The instruction may be a fusion that has no source line, while
+        the collective in it has one."""
+        found = (self.lines(of.attributes) for of in (*sent, line))
+        return next(filter(None, found), UNKNOWN)
 
     def _wait(self, until: float, source: str, state: SimpleNamespace) -> None:
         """Moves the time on to `until`, the time at which a message arrives or a copy ends, if
@@ -337,10 +361,12 @@ class _Replay:
     def _send(self, line: hlo.Instruction, source: str, state: SimpleNamespace) -> float:
         """Starts the messages of a collective, and returns the time at which all have arrived.
 
-        The messages begin when all their links are free. They take the time of the busiest link,
-        and then the latency of their rounds. They take no time if the replay leaves out their axes
-        (`state.without`) or has infinitely fast links.
+        The messages begin when all their links are free. Their time is a transfer time plus the
+        latency of all rounds. The transfer time is that of the busiest link, divided by
+        `state.speed`. The messages take no time if they go along the axes `state.without`, or if
+        `state.speed` is infinite.
         """
+        # The axes of the messages, the seconds on each link, and the latency of all rounds.
         row, busy, delay = self._message(line)
         if row == state.without or math.isinf(state.speed) or not busy:
             return state.now

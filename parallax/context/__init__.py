@@ -4,9 +4,9 @@
     out = attend(q, k, v)               # [B, T_X, H, K]: this device's tokens, in zigzag order
 
 Only the attention of a decoder needs all tokens; its other layers work on each token by itself.
-`attention` sends keys and values from device to device, `ulysses` exchanges tokens for heads and
-back, `gathered` gathers keys and values. All three are called as `attend(q, k, v)`, with
-`segments=` if documents are packed into one sequence.
+`attention` sends keys and values from device to device. `ulysses` gives each device all tokens of
+some heads, and then splits the result by tokens again. `gathered` gathers all keys and values. All
+three are called as `attend(q, k, v)`, with `segments=` if documents are packed into one sequence.
 """
 
 from parallax.context.checks import must_communicate, with_heads

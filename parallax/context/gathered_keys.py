@@ -16,7 +16,13 @@ from jaxtyping import Array
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, linear, varying, varying_axes
-from parallax.context.checks import check_heads, check_places, check_segments
+from parallax.context.checks import (
+    check_as_many_keys,
+    check_heads,
+    check_order,
+    check_places,
+    check_segments,
+)
 from parallax.context.orders import ChunkOrder, chunk_table, places, positions, zigzag
 
 
@@ -32,8 +38,8 @@ def gathered(
     of q and the segments of k.
 
     A device computes the scores of its own queries with all keys; causal attention needs only about
-    half of these scores. The backward pass sums and scatters the gradients of keys and values, in
-    `q`'s type.
+    half of these scores. The backward pass reduce-scatters the gradients of k and v in the dtype of
+    k and v, which is also `q`'s dtype.
 
     Args:
         attend: an attention function that takes `positions=` and masks by them, such as
@@ -42,8 +48,10 @@ def gathered(
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.
 
-    The returned function raises `ValueError` if `attend` ignores the positions, and numbers queries
-    and keys itself for its mask.
+    The returned function raises `ValueError` if `attend` makes its mask or bias without the
+    positions: from its own count 0, 1, 2, ... of the queries and of the keys, or from a constant
+    table [..., T_X, T]. It also raises `ValueError` if the layers of `context.comms` have the
+    tokens in another order, or if the shapes or types of its arguments do not fit each other.
     """
     axis = Axis.of(axis)
 
@@ -53,7 +61,9 @@ def gathered(
         `k` and `v` are [B, T_X, G, K]. `segments` has the document of each token, [B, T_X].
         """
         check_heads("context.gathered", q, k, v)
+        check_as_many_keys("context.gathered", q, k, axis)
         n, tokens = axis.size(), q.shape[1]
+        check_order("context.gathered", tokens, axis, order)
         # The indices that bring the tokens of devices 0, 1, ... into the order of the sequence.
         in_order, _ = sequence_order(tokens, n, order)
         q, k, v = vary_alike(q, k, v, axis)
@@ -79,7 +89,8 @@ def vary_alike(q: Array, k: Array, v: Array, axis: Axis) -> tuple[Array, Array, 
     """Returns q, k and v typed as varying along `axis` and along all axes along which one of them
     varies.
 
-    Collectives need arrays that vary, and an attention may need arrays of one type.
+    Collectives need arrays that vary along `axis`. An attention function may need q, k and v to
+    vary along the same axes.
     """
     return varying((q, k, v), (*axes(axis.names), *sum(map(varying_axes, (q, k, v)), ())))
 
@@ -115,6 +126,7 @@ def sequence_order(tokens: int, n: int, order: ChunkOrder) -> tuple[np.ndarray, 
 
 def whole_segments(segments: Array, q: Array, axis: Axis, in_order: np.ndarray) -> Array:
     """Returns the segments of whole sequences, [B, T], from those of this device, [B, T_X].
+    `segments` has the number of each token's document.
 
     `in_order` has the indices that bring the tokens of devices 0, 1, ... into the order of the
     sequence. `q` has the queries; only its batch size is read.

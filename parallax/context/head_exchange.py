@@ -4,8 +4,8 @@ Legend: B batch, T tokens, H heads, G heads of keys and values, K head width, n 
 `[T_X]`, `[H_X]` and `[G_X]` are split over the axis.
 
 With n devices on the axis, a device sends (n - 1)/n of its queries, keys, values and result. The
-number of query heads must be a multiple of n. `vary_alike` gives q, k and v one type;
-`whole_segments` gathers the segments of whole sequences.
+number of query heads must be a multiple of n. `vary_alike` types q, k and v as varying along the
+same axes. `whole_segments` gathers the `segments` (each token's document) of whole sequences.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from parallax.collectives import Axis, AxisLike
-from parallax.context.checks import check_heads
+from parallax.context.checks import check_as_many_keys, check_heads, check_order
 from parallax.context.gathered_keys import sequence_order, vary_alike, whole_segments
 from parallax.context.orders import ChunkOrder, zigzag
 
@@ -34,13 +34,14 @@ def ulysses(
     Args:
         attend: attention of one device, such as `blockwise` or `jax.nn.dot_product_attention`. The
             first head that `attend` gets is head `axis_index * H / n` of the model, for H query
-            heads and n devices. With ALiBi, choose the slopes by that number.
+            heads and n devices. With ALiBi, choose a head's slope by the head's index in the model.
         axis: the axis or axes that the tokens are split over.
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.
 
     The returned function raises `ValueError` if the number of query heads is not a multiple of the
-    number of devices, or if the shapes or types of its arguments do not fit each other.
+    number of devices, if the layers of `context.comms` have the tokens in another order, or if the
+    shapes or types of its arguments do not fit each other.
 
     Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
     """
@@ -52,12 +53,14 @@ def ulysses(
         `k` and `v` are [B, T_X, G, K]. `segments` has the document of each token, [B, T_X].
         """
         check_heads("context.ulysses", q, k, v)
+        check_as_many_keys("context.ulysses", q, k, axis)
+        check_order("context.ulysses", q.shape[1], axis, order)
         n, (H, G) = axis.size(), (q.shape[2], k.shape[2])
         if H % n:
             raise ValueError(
-                f"context.ulysses: the number of heads, {H}, must be a multiple of {n}, the "
-                f"devices of {axis.names!r}. Use an axis of another size, or context.attention, "
-                "which takes any number of heads."
+                f"context.ulysses: the number of heads of q, {H}, must be a multiple of the number "
+                f"of devices of {axis.names!r}, {n}. Use an axis of another size, or "
+                "context.attention, which takes any number of heads."
             )
         # The indices that bring the tokens of devices 0, 1, ... into the order of the sequence, and
         # the indices that bring them back.

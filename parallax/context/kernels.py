@@ -29,24 +29,26 @@ Marks = tuple[Int[Array, "..."], Int[Array, "..."]]  # of the queries, and of th
 
 
 class Kernel(NamedTuple):
-    """Two functions that compute a block of attention; they need not be differentiable.
+    """Two functions that compute the attention of a block of queries `q` to a block of keys `k`;
+    they need not be differentiable.
 
     Both functions take three options. `causal=` says whether query t sees only keys 0 to t.
     `segments=` is None, or a pair: the number of each query's document, [B, T], and of each key's,
     [B, S]. Tokens of different documents do not see each other. `positions=` is None, or a pair:
     the positions of the queries, [T], and of the keys, [S]. With positions, `causal` is False, and
     a query sees only keys whose position is not after the query's position. `context.attention`
-    calls a kernel without positions, so it can compute neither a sliding window nor ALiBi, which
-    depend on positions. `context.gathered` passes positions. Results are float32 or wider.
+    passes no positions, so a kernel does not know the distances between tokens of different chunks,
+    which a sliding window or ALiBi needs. `context.gathered` passes positions. Results are float32
+    or wider.
 
     Attributes:
         forward: `(q, k, v, ...) -> (out, lse)`, [B, T, H, K] and [B, T, H]: softmax(q k^T /
             sqrt(K)) v, and the log-sum-exp. A query that sees no key has an `lse` of minus
             infinity, and an `out` of zeros.
-        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that the keys `k` add to
-            the gradients. `out` and `lse` are the results over all keys, and `ct` is the cotangent
-            of `out`. A query with an `lse` of infinity has weights of 0: `attention` passes such an
-            `lse` for a block that must not count.
+        backward: `(q, k, v, out, lse, ct, ...) -> (dq, dk, dv)`: the terms that this pair of blocks
+            adds to the gradients of q, k and v. `out` and `lse` are the queries' results over all
+            keys, and `ct` is the cotangent of `out`. For a pair that must not count, `attention`
+            passes an `lse` of plus infinity, with which all weights exp(score - lse) are 0.
     """
 
     forward: Callable[..., Any]
@@ -84,8 +86,8 @@ def merge_softmax(
 
 
 class _Tile(NamedTuple):
-    """The marks of a tile's tokens that decide which keys a query sees. A mark that is not used is
-    None.
+    """The *marks* of the tokens of a tile: arrays that decide which keys a query sees. A mark that
+    is not used is None.
 
     Attributes:
         positions: the place of each token.
@@ -174,14 +176,14 @@ def _backward(  # noqa: PLR0913
     positions: Marks | None = None,
     block: int,
 ):
-    """Returns the terms that the keys `k` add to the gradients of q, k and v.
+    """Returns the terms that the queries `q` and the keys `k` add to the gradients of q, k and v.
 
     `out` and `lse` are the forward results over all keys, and `ct` is the cotangent of `out`. The
     other arguments are those of `_forward`. The softmax's weights of a tile are computed again from
     the log-sum-exps.
     """
     T, S, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
-    # A query that saw no key has no gradient: with an infinite log-sum-exp, all weights are 0.
+    # A query that saw no key has no gradient: with an `lse` of +infinity, all weights are 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     # The softmax's derivative subtracts the mean of the weights' cotangents: the sum of out * ct.
     mean = jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1)
@@ -189,15 +191,18 @@ def _backward(  # noqa: PLR0913
     query_tiles, key_tiles = _tiles(of_queries, (k, v), causal, segments, positions, block)
 
     def queries(sums, query_tile):
-        """Returns the sums of dk and dv after one tile of queries, and the dq of that tile."""
+        """Returns the sums of dk and dv after one tile of queries, and the dq of that tile. Here
+        q, ct, lse and mean are those of the tile."""
         (q, ct, lse, mean), q_marks = query_tile
         # From [B, t, G, H / G] to [B, G, H / G, t, 1], to broadcast over the scores.
         lse, mean = (jnp.moveaxis(x, 1, 3)[..., None] for x in (lse, mean))
 
         def keys(carry, numbered_tile):
-            """Returns (dq, all tiles of dk, all tiles of dv) with the terms of tile j of the keys
-            added. `dq` belongs to one tile of queries."""
-            (dq, *sums), (j, ((k, v), k_marks)) = carry, numbered_tile
+            """Adds the terms of one tile of keys to the gradients, and returns the gradients: (dq
+            of one tile of queries, all tiles of dk, all tiles of dv). Here k and v are those of
+            tile j."""
+            dq, dk_sum, dv_sum = carry
+            j, ((k, v), k_marks) = numbered_tile
             # The softmax's weights, computed again from the log-sum-exps.
             weights = jnp.exp(_scores(q, k, q_marks, k_marks) - lse)
             # `errors` are the gradients of the scores. `mean` is the mean of the weights'
@@ -209,17 +214,18 @@ def _backward(  # noqa: PLR0913
             dk = _product("bgrts,btgrk->bsgk", errors, q)
             dv = _product("bgrts,btgrk->bsgk", weights.astype(ct.dtype), ct)
             dq += _product("bgrts,bsgk->btgrk", errors, k)
-            dk_sum, dv_sum = sums
             return (dq, dk_sum.at[j].add(dk), dv_sum.at[j].add(dv)), None
 
         # `key_tiles` are ((k, v), marks), with a first dim of tiles: j is the number of a tile.
         numbers = jnp.arange(len(key_tiles[0][0]), dtype=jnp.int32)
         dq = varying(jnp.zeros(q.shape, dtype), axes)
+        # `sums` are dk and dv. The inner scan adds all tiles of keys; `_scores` masks padded keys.
         (dq, *sums), _ = lax.scan(keys, (dq, *sums), (numbers, key_tiles))
         return tuple(sums), dq
 
-    # A scan's carry must keep its type, and its results vary along the axes of q, to which the
-    # callers cast k and v too. The transpose of this cast sums dk and dv over the added axes.
+    # `axes` is used in `queries` too. A scan's carry must keep its type, and its results vary along
+    # the axes of q. The callers have cast k and v to these axes. JAX's derivative of this cast sums
+    # dk and dv over the added axes, so nothing is summed over devices here.
     axes = varying_axes(q)
     zeros = varying(tuple(jnp.zeros(x.shape, dtype) for x in key_tiles[0]), axes)
     (dk, dv), dq = lax.scan(queries, zeros, query_tiles)
@@ -257,11 +263,11 @@ def _tiles(
 ):
     """Returns `((queries, their marks), (keys, their marks))`, in tiles of at most `block` tokens.
 
-    `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. All tiles of queries have
-    the same size, and so have all tiles of keys. The arrays and the marks of the tokens (their
+    `of_queries` are arrays [B, T, H, ...], and `of_keys` [B, S, G, K]. Each tile of queries has
+    t tokens, and each tile of keys has s tokens. The arrays and the marks of the tokens (their
     positions and documents) get a first dim of tiles; zeros fill up the last tile. The queries' dim
-    of heads becomes two dims: key heads, and query heads of a key head. If there are `positions`,
-    they decide the mask. Without positions but with `causal`, tokens get the positions 0, 1, 2, ...
+    of heads becomes two dims: key heads, and query heads of a key head. If `positions` is None and
+    `causal` is true, the positions are 0, 1, 2, ... If `positions` are given, `causal` is not used.
     """
     T, S, G = of_queries[0].shape[1], of_keys[0].shape[1], of_keys[0].shape[2]
     if causal and positions is None:
@@ -287,8 +293,9 @@ def _tiles(
 
 
 def _marks(size: int, positions, segments, is_token) -> _Tile:
-    """Returns the positions and the documents (the *marks*) of all tokens, and whether each is a
-    token or padding, in tiles of `size`. A mark of None stays None."""
+    """Returns the *marks*, each cut into tiles of `size`: the position of each token, the document
+    of each token, and an array that is false for the padding after the last token. A mark that is
+    None stays None."""
     # Each mark with the number of its dim of tokens: segments are [B, T], the others [T].
     marks = ((positions, 0), (segments, 1), (is_token, 0))
     return _Tile(*(None if mark is None else _cut(mark, size, dim) for mark, dim in marks))

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallax import tensor
 from parallax.collectives import Axis, AxisLike, combined_axis
+from parallax.context.checks import LAYERS
 from parallax.context.orders import ChunkOrder, local_tokens, zigzag
 from parallax.context.ring import attention
 from parallax.tensor import Comms
@@ -35,19 +36,20 @@ def comms(
         axis: the axis that the layers are split over.
         context: the axis that the tokens are split over.
         shared: further axes that split the vocabulary, such as the stages of a pipeline.
-        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the tokens of each device
-            of `context` are also split over `axis` between the layers.
+        inner: `tensor.comms` or `sequence.comms`. With `sequence.comms`, the residual stream (the
+            array between two layers) is split by tokens over `axis` too.
         around: a function that takes a model's attention function and returns an attention over the
             context, such as `lambda attend: context.ulysses(attend, "context")`. By default the
-            layers attend by `context.attention`.
+            layers attend by `context.attention`. The attention that `around` returns must have
+            the same `order` as these layers.
         order: a function that says which chunks of the sequence each device holds, such as
             `zigzag`.
 
     The functions of the result raise `ValueError` if the tokens do not divide into the chunks of
-    `order`.
+    `order`, or if `context.attention`, `ulysses` or `gathered` attends in another order.
     """
     inner_comms, context_axis = inner(axis, shared=shared), Axis.of(context)
-    ring = partial(attention, axis=context_axis, order=order)
+    ring, split_by = partial(attention, axis=context_axis, order=order), (context_axis, order)
 
     # Returns this device's share of whole sequences `x`, whose dim `dim` is tokens.
     def context_tokens(x, dim):
@@ -57,17 +59,30 @@ def comms(
     def inner_tokens(x, dim):
         return inner_comms.local_tokens(context_tokens(x, dim), dim)
 
-    # Between the layers, a sequence is split over the context axis and over the axes by which
-    # `inner` splits tokens: `local_tokens` selects a device's part, `token_shards` is the number of
-    # parts, and `over_tokens` are these axes. Inside the layers, after `inner` has gathered, a
-    # sequence is split over the context axis only: `context_tokens` selects this larger part, and
-    # `context_shards` is the number of these parts. By default the ring replaces the model's
-    # attention.
+    def wrap_attention(attend):
+        """Returns the attention over the context. While it runs, `LAYERS` has the order of the
+        tokens, which `check_order` compares with the attention's own order."""
+        attend_split = ring if around is None else around(attend)
+
+        def attended(*arrays, **options):
+            before = LAYERS.set(split_by)
+            try:
+                return attend_split(*arrays, **options)
+            finally:
+                LAYERS.reset(before)
+
+        return attended
+
+    # Three fields are about the tokens between layers, which the context axis and `inner` split:
+    # `local_tokens` selects a device's part, `token_shards` is the number of parts, and
+    # `over_tokens` are the axes. Two fields are about the tokens inside a layer, which only the
+    # context axis splits: `context_tokens` selects the device's part, and `context_shards` is the
+    # number of parts. `wrap_attention` replaces the model's attention, by default by the ring.
     return inner_comms._replace(
         local_tokens=inner_tokens,
         token_shards=inner_comms.token_shards * context_axis.size(),
         context_tokens=context_tokens,
-        wrap_attention=around or (lambda attend: ring),
+        wrap_attention=wrap_attention,
         context_shards=context_axis.size(),
         over_tokens=combined_axis(context_axis, inner_comms.over_tokens),
     )

@@ -1,4 +1,4 @@
-"""Attention on one device, differentiated by the backward pass of a kernel.
+"""Attention on one device. The two functions of a `Kernel` compute the output and the gradients.
 
 Legend: B batch, T tokens, S keys, H heads, G heads of keys and values, K head width.
 """
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from parallax.collectives.types import varying, varying_axes
@@ -29,8 +30,8 @@ def blockwise(
     """Returns softmax(q k^T / sqrt(K)) v on one device, in memory linear in the number of tokens. K
     is the head width.
 
-    Products have `q`'s type; their sums and the softmax are float32 or wider. There is no
-    forward-mode derivative.
+    The operands of matrix products have `q`'s type. The results of these products and the softmax
+    are float32 or wider. There is no forward-mode derivative.
 
     Args:
         q: queries.
@@ -41,13 +42,15 @@ def blockwise(
             keys whose position is not after the query's.
         segments: the number of each token's document; or a pair of such arrays, one for the queries
             and one for the keys.
-        positions: a pair: the positions of the queries [T] and of the keys [S]. They are needed if
-            the queries and the keys are not the same tokens, and they are ignored without `causal`.
-        kernel: computes the output and the gradients, such as `tiled(1024)`.
+        positions: a pair: the positions of the queries [T] and of the keys [S]. The pair is needed
+            if the queries and the keys are not the same tokens. Without `causal`, the positions do
+            not change the result.
+        kernel: the kernel that computes the output and the gradients, for example `tiled(1024)`.
 
     Raises:
-        ValueError: the numbers of heads or of tokens, or the shape of the segments, do not fit each
-            other, or the arrays have different types.
+        ValueError: the shapes, dtypes or varying axes of `q`, `k` and `v` do not fit each other;
+            the segments or the positions are not one integer for each token; or there are no
+            queries or no keys.
     """
     check_heads("context.blockwise", q, k, v)
     if not (q.shape[1] and k.shape[1]):
@@ -60,6 +63,12 @@ def blockwise(
             f"context.blockwise needs as many keys as queries; got {k.shape[1]} and {q.shape[1]}. "
             "Pass positions=(positions of the queries, positions of the keys)."
         )
+    for name, places, x in zip(("queries", "keys"), positions or (), (q, k), strict=False):
+        if jnp.shape(places) != x.shape[1:2] or not jnp.issubdtype(places.dtype, jnp.integer):
+            raise ValueError(
+                f"context.blockwise needs positions of the {name} that are whole numbers of the "
+                f"shape {list(x.shape[1:2])}; got {places.dtype}{list(places.shape)}."
+            )
     # `marks` is a pair of segments, or None. A single array `segments` is used for both the queries
     # and the keys.
     marks = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
@@ -68,7 +77,8 @@ def blockwise(
     arrays = (q, k, v, marks, positions if causal else None)
     # The gradients vary along the axes of all arguments, so each argument must vary along them too.
     union = sum(map(varying_axes, jax.tree.leaves(arrays)), ())
-    # With positions, the kernel compares them instead of counting tokens: its `causal` is False.
+    # Whether the kernel takes 0, 1, 2, ... as positions (its option `causal`). If there are
+    # `positions`, `_positions` makes them an option of their own, and the kernel compares them.
     by_count = causal and positions is None
 
     def forward(q, k, v, marks, positions):

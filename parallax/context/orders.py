@@ -8,8 +8,8 @@ count the attention's operations read the same table.
 
 A *pair* is a query chunk and a key chunk with a flag, as (query chunk, key chunk, flag). The flag
 is 1 if the scores of the two chunks are needed. It is 0 if the pair is only padding, so that all
-devices have equally many pairs in a hop. The chunks of a pair are numbered 0 to c - 1 within each
-device, where c is the number of chunks of a device.
+devices have equally many pairs in a hop. A pair names a chunk by its index, 0 to c - 1, among the c
+chunks of the device that the chunk belongs to.
 
 Legend: n devices, c chunks of a device, T tokens of a sequence.
 """
@@ -32,7 +32,7 @@ def zigzag(n: int) -> list[list[int]]:
     """Returns the chunks of each of n devices. The sequence has 2n chunks, and device i has chunks
     i and 2n - 1 - i.
 
-    All devices have equal work: an early chunk sees few keys, and a late one sees many.
+    All devices have equal work: an early chunk sees few keys, and a late chunk sees many.
 
     Source: the zigzag order of Zhu, ring-flash-attention (2024).
     """
@@ -42,7 +42,8 @@ def zigzag(n: int) -> list[list[int]]:
 def contiguous(n: int) -> list[list[int]]:
     """Returns the chunks of each of n devices. The sequence has n chunks, and device i has chunk i.
 
-    Causal attention then computes twice as many scores as it needs.
+    In causal attention, every device then computes as many scores as the last device, which needs
+    the most. About half of all computed scores are not used.
     """
     return [[i] for i in range(n)]
 
@@ -73,10 +74,11 @@ class BlockPairs(NamedTuple):
     Attributes:
         chunks: the number of chunks of a device.
         own: [devices, pairs, 3], the pairs of each device's own queries and keys. A pair is
-            (query's chunk, key's chunk, 1). The pairs of a chunk with itself are not in this array:
-            each device computes them too, under the causal mask.
-        hops: [hops, devices, pairs, 3], the pairs that each device computes after each hop, a move
-            of the keys to the next device. A pair whose third number is 0 is computed but not used.
+            (query chunk, key chunk, flag). The flag is 1, since all these pairs are needed. Pairs
+            of a chunk's queries and the same chunk's keys are not in this array, since only these
+            pairs need the causal mask. Each device computes them too.
+        hops: [hops, devices, pairs, 3], the pairs that each device computes after each hop. In a
+            hop the keys move to the next device. A pair with the flag 0 is computed but not used.
     """
 
     chunks: int
@@ -85,21 +87,22 @@ class BlockPairs(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that each device computes. Each has the scores of one chunk of
+        """The number of blocks that each device computes. A block has the scores of one chunk of
         queries with one chunk of keys.
 
-        The blocks are those of a chunk with itself, and one for each pair in `own` and `hops`.
+        For each chunk of the device there is one block of the chunk's queries and the chunk's own
+        keys. For each of the device's pairs in `own` and `hops` there is one block.
         """
         # `own` is [n, pairs, 3], and `hops` is [n - 1, n, pairs, 3].
         return self.chunks + self.own.shape[1] + self.hops.shape[0] * self.hops.shape[2]
 
 
 def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs:
-    """Returns the pairs of chunks whose scores each of n devices computes; see `BlockPairs`.
+    """Returns, for each of n devices, the pairs of a query chunk and a different key chunk whose
+    scores the device computes; see `BlockPairs`.
 
     After the keys have moved h times to the next device (hop h), device i has the keys of device
-    i - h. The pairs of a chunk with itself are computed too, but are not in the result. Without
-    `causal` every query sees every key.
+    i - h. Without `causal` every query sees every key.
 
     With n devices and T tokens in a sequence, a device computes 2n + 1 blocks of (T/2n)^2 scores in
     `zigzag` order. The mask hides half of the scores in two of these blocks, so the scores that are
@@ -112,8 +115,8 @@ def block_pairs(order: ChunkOrder, n: int, *, causal: bool = True) -> BlockPairs
     c = chunks.shape[1]
 
     def visible_pairs(i, j):
-        """Returns a list of all pairs (a, b), with a third number 1 in each, for which device i's
-        query chunk a sees all of device j's key chunk b. The 1 says that the pair is needed."""
+        """Returns the list of all (a, b, 1) for which query chunk a of device i sees all of key
+        chunk b of device j. The 1 says that the pair is needed."""
         pairs = itertools.product(range(c), range(c))
         return [(a, b, 1) for a, b in pairs if not causal or chunks[i, a] > chunks[j, b]]
 
@@ -141,8 +144,8 @@ def split(
     tokens of device 0, then those of device 1, and so on. `order` gives each device its tokens.
 
     `devices` is the number of devices, and the tokens are dim `dim` of `x`. The spec
-    `P(None, "context")` then gives each device its tokens, if they are dim 1. Split targets in the
-    same way as inputs: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
+    `P(None, "context")` then gives each device its tokens, if they are dim 1. The inputs and the
+    targets must be split alike: `split(windows[:, :-1], n)` and `split(windows[:, 1:], n)`.
 
     Raises:
         ValueError: the tokens do not divide into the chunks of `order`.
@@ -161,7 +164,7 @@ def unsplit(
 
 
 def positions(tokens: int, axis: AxisLike, *, order: ChunkOrder = zigzag) -> Int[Array, " tokens"]:
-    """Returns the place in the sequence of each of this device's tokens, [tokens], int32.
+    """Returns, for each token of this device, its place in the sequence: [tokens], int32.
 
     `tokens` is the number of tokens of a device. Raises `ValueError` if the tokens of all devices
     do not divide into the chunks of `order`.
@@ -191,7 +194,7 @@ def local_tokens(
 
 
 def places(tokens: int, table: np.ndarray) -> np.ndarray:
-    """Returns the places in the sequence of each device's tokens: [n, tokens of a device].
+    """Returns, for each device, the places of its tokens in the sequence: [n, tokens of a device].
 
     `table` is the result of `chunk_table`, and `tokens` the number of tokens of a whole sequence.
     """
@@ -201,12 +204,13 @@ def places(tokens: int, table: np.ndarray) -> np.ndarray:
 
 def _chunk(tokens: int, table: np.ndarray) -> int:
     """Returns the number of tokens of a chunk: `tokens` divided by the number of devices and by the
-    number of chunks on each. Raises `ValueError` if this is no whole number."""
+    number of chunks on each. Raises `ValueError` if the result is no whole number."""
     n, c = table.shape
     if tokens % (n * c):
         next_multiple = -(-tokens // (n * c)) * n * c
         raise ValueError(
             f"context: the number of tokens, {tokens}, must be a multiple of {n * c}: {c} chunks "
-            f"for each of {n} devices. Use sequences of {next_multiple} tokens, or another order."
+            f"for each of {n} devices. Use sequences of {next_multiple} tokens, or an order with "
+            "another number of chunks."
         )
     return tokens // (n * c)

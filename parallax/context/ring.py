@@ -3,14 +3,16 @@
 Legend: B batch, T tokens of a device, H heads, G heads of keys and values, K head width, c chunks
 of a device, n devices.
 
-In hop h device i has the keys of device i - h. `orders.block_pairs` lists the blocks of scores that
-the device computes, the same number for each device. A block is given by a *pair*: (query chunk,
-key chunk, 1 if it is needed or 0 if it only fills up the table). The program has no conditional, so
-all devices send the same messages, and none waits forever. Results are merged by their log-sum-exps
-(`lse`). The block of a chunk's queries and the same chunk's keys is not in the table: `_diagonal`
-computes these blocks, the only ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of
-each array. `_both` returns the segments of queries and of keys as a pair, or None. A `_Ring` has
-the axis, the table of pairs and the kernel, and its method `send` moves a tree one hop.
+In each *hop* the keys and values move to the next device. In hop h device i has the keys of device
+i - h. A *pair* is a query chunk and a key chunk with a flag: (query chunk, key chunk, flag). Each
+pair is one block of scores. `orders.block_pairs` returns a table of the pairs that each device
+computes, equally many for each device. The flag is 1 if the block is needed; it is 0 if the pair
+only fills up the table. The program has no conditional, so all devices send the same messages, and
+no device waits forever. Results are merged by their log-sum-exps (`lse`). The block of a chunk's
+queries and the same chunk's keys is not in the table: `_diagonal` computes these blocks, the only
+ones with a causal mask inside. `_chunk(tree, i)` returns chunk i of each array. `_both` returns
+(segments of queries, segments of keys), or None if there are no segments. A `_Ring` has the axis,
+the table of pairs and the kernel, and its method `send` moves a tree one hop.
 
 | | messages | bytes a device sends |
 |---|---|---|
@@ -36,7 +38,7 @@ from jaxtyping import Array, Float, Shaped
 
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import axes, varying, varying_axes
-from parallax.context.checks import check_attention, check_kernel
+from parallax.context.checks import check_attention, check_kernel, check_order
 from parallax.context.kernels import TILED, Kernel, merge_softmax
 from parallax.context.orders import BlockPairs, ChunkOrder, block_pairs, zigzag
 
@@ -56,14 +58,16 @@ def attention(
 
     The result is [B, T, H, K], as `q`. Each device holds the tokens that `order` gives it. The
     function `positions` returns the places of these tokens; `split` and `local_tokens` select the
-    tokens. Products have `q`'s type; their sums, the softmax and the gradients that devices send
-    are float32 or wider. Memory is linear in the number of tokens: a device holds the tiles of
-    `kernel`, and, for the backward pass, `q`, `k`, `v`, the result and one number per query and
-    head.
+    tokens. The operands of matrix products have `q`'s type. The results of these products, the
+    softmax, and the gradients that devices send are float32 or wider. Memory is linear in the
+    number of tokens: a device holds the tiles of `kernel`, and, for the backward pass, `q`, `k`,
+    `v`, the result and one number per query and head.
 
-    Every device computes the same number of blocks. With n devices and T tokens of a device, in
-    `zigzag` order these are 2n + 1 blocks of (T/2)^2 scores; the mask hides half of the scores in
-    two of them. Without `causal` the order does not matter. There is no forward-mode derivative.
+    Every device computes the same number of blocks of scores, in any `order`: a device that needs
+    fewer blocks computes some that it does not use. With n devices and T tokens of a device,
+    `zigzag` order has 2n + 1 blocks of (T/2)^2 scores on each device; the mask hides half of the
+    scores in two of these blocks. Without `causal`, `order` is not used. There is no forward-mode
+    derivative.
 
     Args:
         q: queries of this device's tokens.
@@ -76,20 +80,25 @@ def attention(
             same number.
         order: a function that says which chunks of the sequence each device holds: `zigzag`,
             `contiguous`, or your own function of the number of devices.
-        kernel: computes the blocks, such as `tiled(1024)`.
+        kernel: the kernel that computes the blocks, for example `tiled(1024)`.
 
     Raises:
-        ValueError: the numbers of heads or of tokens, or the shape of the segments, do not fit each
-            other, or the arrays have different types.
+        ValueError: the shapes, dtypes or varying axes of `q`, `k` and `v` do not fit each other;
+            the tokens do not divide into the chunks of `order`; the segments are not one integer
+            for each token; the layers of `context.comms` have the tokens in another order; or the
+            scores of `kernel` depend on distances between tokens. The check sees distances up to
+            4,096 tokens, or a chunk's tokens if these are more: no wider window is found.
     """
     axis = Axis.of(axis)
     table = block_pairs(order, axis.size(), causal=causal)
     check_attention(q, k, v, segments, axis, table.chunks)
+    if causal:  # without a mask, the order does not matter
+        check_order("context.attention", q.shape[1], axis, order)
     # `check_kernel` refuses scores that depend on distances between tokens, since a kernel is not
     # told which chunks it gets. If one chunk is the whole sequence, the distances are right. The
     # scores of TILED do not depend on distances.
     if kernel is not TILED and axis.size() * table.chunks > 1:
-        check_kernel(kernel.forward, q, table.chunks, axis.size(), causal=causal)
+        check_kernel(kernel.forward, q, k, table.chunks, axis.size(), causal=causal)
     arrays = (q, k, v) if segments is None else (q, k, v, segments)
     # The gradients vary along the axes of all arguments, so each argument must vary along them too.
     union = (*axes(axis.names), *sum(map(varying_axes, arrays), ()))
@@ -114,13 +123,14 @@ class _Ring(NamedTuple):
 
     def local_pairs(self):
         """Returns the pairs of this device's own chunks, [pairs, 3]: each chunk of queries with
-        each earlier chunk of keys. A pair is (query chunk, key chunk, 1): all pairs are needed."""
+        each earlier chunk of keys. `_diagonal` computes each chunk with itself. A pair is (query
+        chunk, key chunk, flag). The flag is 1, since all these pairs are needed."""
         return jnp.asarray(self.table.own)[self.axis.index()]
 
     def pairs(self, h):
         """Returns the pairs that this device computes after the keys have moved h times,
-        [pairs, 3]. The first move is h = 1. A pair is (query chunk, key chunk, is needed): the last
-        number is 1, or 0 if the pair only fills up the table."""
+        [pairs, 3]. The first move is h = 1. A pair is (query chunk, key chunk, flag). The flag is 1
+        if the pair is needed, and 0 if the pair only fills up the table."""
         return jnp.asarray(self.table.hops)[h - 1, self.axis.index()]
 
     def send(self, tree):
@@ -144,17 +154,17 @@ def _forward(ring: _Ring, q, k, v, segments):
     queries, keys = _chunks(ring, (q, segments)), _chunks(ring, (k, v, segments))
 
     def visit(sums, keys, pairs):
-        """Merges the attention of the pairs of chunks `pairs` into `sums`, and returns the new
-        `sums`: (output, log-sum-exp) of all chunks of queries."""
+        """Merges the attention of all `pairs` into `sums`, and returns the new `sums`: (output,
+        log-sum-exp) of all chunks of queries. A pair is (query chunk, key chunk, is_needed)."""
 
         def add_pair(sums, pair):
             """Merges the attention of one chunk of queries to one chunk of keys into `sums`, which
             is (output, log-sum-exp), and returns the new `sums`.
 
             `queries` and `keys` come from the enclosing functions: `queries` are (q, segments), and
-            `keys` are (k, v, segments). Each array is cut into chunks, [chunks, batch, tokens of a
-            chunk, ...]. Each query of the chunk sees all keys of the other chunk, so `causal` is
-            False.
+            `keys` are (k, v, segments), in chunks. `_diagonal` computes each chunk with itself. In
+            all other needed pairs of a causal attention, the query chunk comes after the key chunk,
+            so each query may see all keys: the kernel runs with `causal=False`.
             """
             query_chunk, key_chunk, is_needed = pair
             q, q_segments = _chunk(queries, query_chunk)
@@ -172,8 +182,11 @@ def _forward(ring: _Ring, q, k, v, segments):
         return lax.scan(add_pair, sums, pairs)[0]
 
     def hop(h, carry):
-        """Returns the keys of the next hop, and the outputs and log-sum-exps after the pairs of
-        chunks of hop h are merged in."""
+        """Merges the attention to the keys of hop h into `sums`, and sends these keys to the next
+        device. Returns the keys that arrive, for hop h + 1, and the new `sums`.
+
+        `keys` are (k, v, segments), and `sums` are (output, log-sum-exp).
+        """
         keys, sums = carry
         return ring.send(keys), visit(sums, keys, ring.pairs(h))
 
@@ -199,16 +212,17 @@ def _backward(ring: _Ring, residuals, ct):
     queries, keys = _chunks(ring, (q, out, lse, ct, segments)), _chunks(ring, (k, v, segments))
 
     def visit(dq, sums, keys, pairs):
-        """Adds the terms of the pairs of chunks `pairs` to `dq` and `sums`, and returns both.
-        `sums` are the gradients of k and v."""
+        """Adds the terms of all `pairs` to `dq` and `sums`, and returns both. `sums` are the
+        gradients of k and v. A pair is (query chunk, key chunk, is_needed)."""
 
         def add_pair(carry, pair):
             """Adds the terms of one chunk of queries and one chunk of keys to the gradients, and
             returns the new gradients.
 
             `queries` and `keys` come from the enclosing functions: `queries` are (q, out, lse, ct,
-            segments), and `keys` are (k, v, segments), in chunks. Each query of the chunk sees all
-            keys of the other chunk, so `causal` is False.
+            segments), and `keys` are (k, v, segments), in chunks. `_diagonal` computes each chunk
+            with itself. In all other needed pairs of a causal attention, the query chunk comes
+            after the key chunk, so each query may see all keys: hence `causal=False`.
             """
             (dq, sums), (query_chunk, key_chunk, is_needed) = carry, pair
             q, out, lse, ct, q_segments = _chunk(queries, query_chunk)
@@ -225,12 +239,12 @@ def _backward(ring: _Ring, residuals, ct):
         return lax.scan(add_pair, (dq, sums), pairs)[0]
 
     def hop(h, carry):
-        """Returns the keys of the next hop, and the gradients `dq` and `sums` with the terms of
-        hop h added.
+        """Adds the terms of the keys of hop h to `dq` and `sums`, and sends these keys to the next
+        device. Returns the keys that arrive, for hop h + 1, and the new `dq` and `sums`.
 
-        `sums` are the gradients of k and v. Each device sends them to the next device, so that they
-        meet the keys of hop h, which made this move one hop earlier. Then `visit` adds the terms of
-        the pairs of chunks of hop h.
+        `keys` are (k, v, segments), and `sums` are the gradients of k and v. The keys of hop h came
+        from the previous device, and the `sums` of that device are the gradients of these keys so
+        far. So each device first sends its `sums` to the next device.
         """
         keys, dq, sums = carry
         return ring.send(keys), *visit(dq, ring.send(sums), keys, ring.pairs(h))
@@ -243,17 +257,17 @@ def _backward(ring: _Ring, residuals, ct):
     dq, *local_sums = diagonal(queries[0], *keys[:-1], *queries[1:-1])
     dq, local_sums = visit(dq, tuple(local_sums), keys, ring.local_pairs())
     if n > 1:
-        # The gradients follow their keys by one hop. The first hop has no gradients to send, and
-        # the last has no keys to send, so these two are not in the loop. With n = 2 both are one
-        # hop. `next_keys` are the keys of hop 2, and after the loop those of the last hop; they are
-        # not used if n is 2.
+        # The gradients follow their keys by one hop. Hop 1 has no gradients to send, and hop n - 1
+        # has no keys to send, so only the hops between them are in the loop. With n = 2 there is
+        # only hop 1, and `next_keys` are not used.
         next_keys = ring.send(arrived) if n > 2 else arrived
         dq, sums = visit(dq, jax.tree.map(jnp.zeros_like, local_sums), arrived, ring.pairs(1))
-        next_keys, dq, sums = ring.hops(2, n - 1, hop, (next_keys, dq, sums))
+        next_keys, dq, sums = ring.hops(2, n - 1, hop, (next_keys, dq, sums))  # 2, ..., n - 2
         if n > 2:
             dq, sums = visit(dq, ring.send(sums), next_keys, ring.pairs(n - 1))
         # The last of n - 1 sends brings the gradients home to the device of their keys.
         local_sums = jax.tree.map(jnp.add, local_sums, ring.send(sums))
+    # q, k and v have the same dtype.
     return *(_whole(x).astype(k.dtype) for x in (dq, *local_sums)), None
 
 
@@ -268,11 +282,12 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
     """
 
     def as_batch(x):
+        """Returns an array [chunks, batch, ...] as [chunks * batch, ...]."""
         return x.reshape(-1, *x.shape[2:])
 
     def on_chunks(*arrays):
-        """Returns the results of `f` for all chunks as one batch, each an array
-        [chunks, batch, ...]."""
+        """Returns the results of the kernel's function `f`, each an array [chunks, batch, ...]. One
+        call of `f` computes all chunks, as one batch."""
         segments = _both(*jax.tree.map(as_batch, (q_segments, k_segments)))
         results = f(*map(as_batch, arrays), causal=ring.causal, segments=segments)
         return tuple(x.reshape(*arrays[0].shape[:2], *x.shape[1:]) for x in results)
@@ -281,7 +296,7 @@ def _diagonal(ring: _Ring, f, q_segments, k_segments):
 
 
 def _both(q_segments, k_segments):
-    """Returns the segments of queries and of keys as a pair, or None if there are none."""
+    """Returns (segments of queries, segments of keys), or None if there are no segments."""
     return None if q_segments is None else (q_segments, k_segments)
 
 

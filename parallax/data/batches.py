@@ -40,13 +40,14 @@ def batch(
     The inputs are `batch[:, :-1]`, and the targets are `batch[:, 1:]`. Every epoch cuts the text
     into windows at another offset, and takes each window once, in a random order. Neighbouring
     windows share one token. Window w is `tokens[o + w * length :][: length + 1]`; the offset o and
-    the order are drawn from (seed, epoch). The windows of all epochs are numbered in one sequence,
-    and row i of the batch is the window of number step * size + i. So `batch(..., rows=r)` equals
-    `batch(...)[r]`, and reads only the windows of these rows.
+    the order are drawn from (seed, epoch). The windows of epoch 0 in their random order, then those
+    of epoch 1, and so on, form one sequence. Row i of the batch is element step * size + i of this
+    sequence. `batch(..., rows=r)` equals `batch(...)[r]`, but reads only the windows of these rows.
 
-    The memory and the time do not depend on the length of the text. Raises `ValueError` for a text
-    shorter than one window, and for tokens that are not whole numbers or do not fit int32. Raises
-    `ValueError` too for a seed, step, size, length or `rows` out of range.
+    The random order is not stored: `permuted` computes which window is at a given place. So memory
+    and time do not depend on the length of the text. Raises `ValueError` for a text shorter than
+    one window, for tokens that are not whole numbers or do not fit int32, and for a seed, step,
+    size, length or `rows` out of range.
     """
     seed, step, size, length = argument_checks.whole_numbers(
         "data.batch", seed=seed, step=step, size=size, length=length
@@ -60,15 +61,15 @@ def batch(
     sequences = range(size)[rows]
     if not sequences or (rows.stop is not None and rows.stop > size):
         raise ValueError(
-            f"rows must select some of the {size} sequences, got {rows}. "
-            f"Give each process a slice within 0..{size}."
+            f"rows must select at least one of the {size} sequences and stop at {size} or below; "
+            f"got {rows}. Give each process a slice within 0..{size}."
         )
     if len(tokens) < length + 1:
         # A text of one token has no window of any length.
         shorter = f", or choose a length up to {len(tokens) - 1}" if len(tokens) > 1 else ""
         raise ValueError(
-            f"one window needs {length + 1} tokens (length {length} and the next one); "
-            f"the text has {len(tokens)}. Use a longer text{shorter}."
+            f"a window of length {length} needs {length + 1} tokens (the inputs and the token "
+            f"after them); the text has {len(tokens)}. Use a longer text{shorter}."
         )
     # The number of windows is the same for all offsets. `spare` is the largest offset. If there are
     # two windows or more, it is at least `length` - 1, so that a window may begin at any token.
@@ -110,9 +111,10 @@ def permuted(
     choose the permutation, which is never stored whole.
 
     A Feistel network permutes all numbers of n bits, where n is the least even number of bits, 2 or
-    more, that `count` - 1 fits in. There are at most `4 * count` of these numbers. A result that is
-    `count` or more goes through the network again, until it is below `count`. The result is a
-    permutation of the numbers below `count` (Black and Rogaway 2002 call this cycle walking).
+    more, that `count` - 1 fits in. There are at most `4 * count` of these numbers. A number that
+    comes out as `count` or more goes through the network again, until it is below `count`. With
+    these repetitions, the network permutes the numbers below `count` (Black and Rogaway 2002 call
+    this cycle walking).
     """
     # Half of the bits of `count` - 1, rounded up, since the network mixes two halves.
     half = max(1, ((count - 1).bit_length() + 1) // 2)
@@ -123,9 +125,9 @@ def permuted(
 
 
 def _feistel(numbers: np.ndarray, half: int, keys: Sequence[np.uint64]) -> np.ndarray:
-    """Returns the permuted `numbers`, by a permutation of all numbers of `2 * half` bits. The
-    permutation has one round for each of the `keys`. A round swaps the two halves of each number,
-    and mixes one half into the other.
+    """Returns the number to which a permutation maps each of the `numbers`. It is a permutation of
+    all numbers of `2 * half` bits, and has one round for each of the `keys`. A round swaps the two
+    halves of each number, and mixes one half into the other.
     """
     shift = np.uint64(half)
     left, right = numbers >> shift, numbers & np.uint64((1 << half) - 1)
@@ -200,7 +202,8 @@ def _as_int32(windows: np.ndarray) -> Int32[np.ndarray, "rows length_and_one"]:
     low, high = int(tokens.min()), int(tokens.max())
     if low < int32.min or high > int32.max:
         raise ValueError(
-            "a batch needs tokens that fit int32, as devices hold them, "
-            f"got {high if high > int32.max else low}. Encode the text again."
+            "a batch needs tokens that fit int32, the type in which devices hold tokens; "
+            f"got {high if high > int32.max else low}. Encode the text with a "
+            "tokenizer: a tokenizer's tokens fit int32."
         )
     return tokens.astype(np.int32)

@@ -39,7 +39,7 @@ def hasher() -> Any:
         from xxhash import xxh3_128
     except ImportError as error:
         raise ImportError(
-            "Token files and checkpoints are hashed by xxhash: "
+            "Token files and checkpoints need the package xxhash, which is not installed. Run: "
             'pip install -e ".[data]" or pip install -e ".[checkpoint]".'
         ) from error
     return xxh3_128()
@@ -127,7 +127,7 @@ def files(path: Path, value: Any) -> dict[str, list]:
     """Checks that `value`, the entry `files` of the manifest at `path`, is valid, and returns it.
 
     `value` must have the form that `hashes` returns, `{name: [size, hash]}`, with at least one
-    file. Each name must be printable, and the name of a file inside the manifest's folder. Raises
+    file. Each name must be a printable, relative path inside the manifest's folder. Raises
     `Damaged` for anything else.
     """
     need(
@@ -172,8 +172,8 @@ def check_format(record: Mapping[str, Any], path: Path, number: int) -> None:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, list]:
-    """Returns the `[size in bytes, hash]` of each named file in `folder`, after the file has
-    reached the disk.
+    """Returns the `[size in bytes, hash]` of each named file in `folder`, by name. Calls `os.fsync`
+    on each file first, so that its bytes are on the disk.
     """
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -190,8 +190,8 @@ def check_hashes(folder: Path, files: Mapping[str, list]) -> None:
         for (name, (_, stored)), digest in zip(files.items(), digests, strict=True):
             if digest != stored:
                 raise Damaged(
-                    f"{folder / name}: needed the hash {stored[:12]}..., the file has other bytes. "
-                    "It is damaged."
+                    f"{folder / name}: needed bytes with the hash {stored[:12]}..., found other "
+                    "bytes. The file is damaged."
                 )
 
 
@@ -220,8 +220,8 @@ def check_sizes(folder: Path, files: Mapping[str, list]) -> None:
             raise Damaged(str(error)) from error
         if found != size:
             raise Damaged(
-                f"{path}: needed {size} bytes, the file has {found}. It was cut short, or is "
-                f"another file."
+                f"{path}: needed a file of {size} bytes, found {found} bytes. The file was cut "
+                "short or replaced."
             )
 
 
@@ -237,8 +237,8 @@ def check_all_listed(folder: Path, files: Mapping[str, list], among: Iterable[Pa
 
 
 def _size_and_hash(path: Path, *, sync: bool = False) -> list:
-    """Returns the size in bytes and the hash of a file. With `sync`, waits first until the file has
-    reached the disk.
+    """Returns the size in bytes and the hash of a file. With `sync`, calls `os.fsync` first, so
+    that the file's bytes are on the disk.
     """
     digest, size, buffer = hasher(), 0, memoryview(bytearray(CHUNK))
     with _files.open_file(path) as file:

@@ -68,9 +68,10 @@ class Prefetched(Generic[Batch]):
             for batch in batches:
                 ...
 
-    If `make` raises an error at a step, the `next` that asks for the batch of this step raises this
-    error. At most `ahead` + 1 batches are in memory. At the end of the `with` block the thread
-    ends, after the batch that it is making.
+    If `make` raises an error at a step, the `next` that asks for the batch of this step raises the
+    same error. If `make` raises `StopIteration`, `next` raises `ValueError` instead. At most
+    `ahead` + 1 batches are in memory. At the end of the `with` block the thread ends, after the
+    batch that it is making; `next` then raises `ValueError`.
 
     Args:
         make: a function that returns the batch of a step.
@@ -105,12 +106,21 @@ class Prefetched(Generic[Batch]):
 
     def _run(self, make, start, stop):
         """Makes the batches `make(start)`, ..., `make(stop - 1)`, in the thread, and puts each into
-        the queue as a pair (batch, error). The last pair has an error: the error of `make`, or
-        `StopIteration`. Returns early if the `with` block ends.
+        the queue as a pair (batch, error). The last pair has an error: `StopIteration` after the
+        last batch, or the error that `make` raised. A `StopIteration` that `make` raised is
+        replaced by a `ValueError`. Returns early if the block of `with Prefetched(...)` ends.
         """
         for step in range(start, stop):
             try:
                 pair = (make(step), None)
+            except StopIteration as ended:  # raised in a loop, it would end the loop early
+                error = ValueError(
+                    f"Prefetched needs a batch for every step from {start} to {stop - 1}; "
+                    f"make({step}) raised StopIteration, since its data had ended. Pass a smaller "
+                    "stop, or more data."
+                )
+                error.__cause__ = ended
+                pair = (None, error)
             # Any error: `__next__` raises it in the caller's thread.
             except BaseException as error:
                 pair = (None, error)
@@ -121,7 +131,7 @@ class Prefetched(Generic[Batch]):
 
     def _put(self, pair) -> bool:
         """Puts a pair (batch, error) into the queue as soon as the queue has room, and returns
-        True. Returns False if the `with` block ended before that.
+        True. Returns False if the block of `with Prefetched(...)` ended before that.
         """
         while not self._left.is_set():
             try:
@@ -135,7 +145,11 @@ class Prefetched(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """Returns the next batch, or raises the error of `make`, or `StopIteration`."""
+        """Returns the next batch. Raises the error of `make`, or `StopIteration` after the last."""
+        if self._left.is_set():
+            raise ValueError(
+                "Prefetched makes no batches after its `with` block. Take them inside the block."
+            )
         next_batch, error = self._made.get()
         if error is not None:
             self._made.put((None, error))  # the next call raises it again

@@ -1,5 +1,5 @@
-"""Stores a text that is too large for one file in several token files with a manifest. The files
-are read as one long array. To make a batch, only the windows of the batch are read.
+"""Stores a text in several token files with a manifest, for a text that is too large for one file.
+The files are read as one long array. To make a batch, only the windows of the batch are read.
 
     folder/manifest.json    the vocabulary, the dtype of a token, and for each shard the number of
                             its tokens, its size in bytes and its hash
@@ -35,8 +35,8 @@ class Shards:
 
     `data.batch` takes the shards, and returns the same batches as for one array of all tokens. A
     file is opened only when its tokens are read. Indexing raises `IndexError` for an index below 0
-    or after the last token. It can also raise the errors of `token_file.File`, which reads the
-    tokens.
+    or after the last token, and for indices that are no whole numbers. It can also raise the errors
+    of `token_file.File`, which reads the tokens.
 
     Attributes:
         parts: the tokens of each file, in order.
@@ -59,11 +59,18 @@ class Shards:
         """Returns the tokens at the indices `places` of the whole text. They are read file by
         file."""
         starts = self.starts
+        places = np.asarray(places)
+        if places.dtype.kind not in "iu":
+            raise IndexError(
+                f"the text: needed an array of whole numbers as places, got {places.dtype}. For a "
+                "mask, pass np.flatnonzero(mask)."
+            )
         if places.size and not 0 <= places.min() <= places.max() < starts[-1]:
             raise IndexError(
                 f"the text has the tokens 0 to {starts[-1] - 1}; "
                 f"got indices from {places.min()} to {places.max()}."
             )
+        places = places.astype(np.int64)  # in NumPy, uint64 minus int64 is float64
         tokens = np.empty(places.shape, self.parts[0].dtype)
         # For each place, the index of the last file that starts at or before the place.
         part_of_place = np.searchsorted(starts, places, side="right") - 1
@@ -83,8 +90,9 @@ def write(
     """Stores the `pieces` of a text, one after another, in files of `shard_tokens` tokens each; the
     last file may be shorter.
 
-    At a time, memory holds no more of the text than the tokens of one file and one of the `pieces`.
-    The manifest is written last, so `read` refuses a folder that was not written to the end.
+    At any time, memory holds no more of the text than the tokens of one file and one of the
+    `pieces`. The manifest is written last, so `read` refuses a folder that was not written to the
+    end.
 
     Raises `ValueError` if a token is outside the vocabulary, if there are no tokens, or if the
     folder already has a manifest.
@@ -132,11 +140,16 @@ def read(
         manifest.Damaged: a shard or the manifest is missing, or differs from the file that was
             written; the message names the file.
         ValueError: the shards were made for another vocabulary or in another format, or hold a
-            number that is no token.
+            number that is no token; or `rank` is not from 0 to `processes` - 1.
     """
     vocabulary, rank, processes = argument_checks.whole_numbers(
         "shards.read", vocabulary=vocabulary, rank=rank, processes=processes
     )
+    if not 0 <= rank < processes:
+        raise ValueError(
+            f"shards.read needs a rank from 0 to processes - 1; got rank={rank} and "
+            f"processes={processes}. Pass the rank of this process, counted from 0."
+        )
     folder = Path(folder)
     # `item` is the dtype of a token.
     record, item = manifest.read(folder / MANIFEST), stored_as(vocabulary)
@@ -146,9 +159,11 @@ def read(
     counts = _counts(folder / MANIFEST, record.get("tokens"), files, item)
     manifest.check_sizes(folder, files)
     # `opened` returns a `File`, which reads tokens when it is indexed.
-    parts = tuple(opened(folder / name, item, count) for name, count in counts.items())
+    # The manifest has the names in the order of texts, in which 100000.bin is before 10001.bin.
+    names = sorted(counts, key=lambda name: (len(name), name))
+    parts = tuple(opened(folder / name, item, counts[name]) for name in names)
     if check_bytes:
-        hashes = [files[name][1] for name in counts]
+        hashes = [files[name][1] for name in names]
         with ThreadPoolExecutor(manifest.THREADS) as pool:
             checks = [
                 pool.submit(verify, part, vocabulary, stored=stored)
@@ -187,7 +202,7 @@ def _cut(pieces: Iterable[Tokens], size: int) -> Iterator[np.ndarray]:
     """Joins the pieces, and yields arrays of `size` tokens. The last array may be shorter."""
     waiting, count = [], 0  # the pieces that are not yielded yet, and the number of their tokens
     for piece in pieces:
-        waiting.append(piece)
+        waiting.append(np.array(piece))  # a copy, since a reader may fill one buffer again
         count += len(piece)
         if count >= size:
             joined = np.concatenate(waiting)

@@ -30,15 +30,17 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """A text in a file. `file[places]` reads the tokens at these places, and `numpy.asarray(file)`
-    reads the whole text. `file[start:stop]` is a view, and `len(file)` is the number of tokens.
+    """A text in a file, as tokens. `file[places]` reads the tokens at these places, and
+    `numpy.asarray(file)` reads all. `file[start:stop]` is a `File` with fewer places, and reads
+    nothing. `len(file)` is the number of tokens.
 
-    Consecutive places are read in one call. The file is opened anew each time it is indexed (about
-    10 microseconds), so a text may have more files than a process may hold open.
+    Consecutive places are read in one call. Each read opens the file and closes it again (about 10
+    microseconds). Between reads no file is open, so a program may have more `File` objects than a
+    process may hold open files.
 
-    Indexing raises `IndexError` for a place outside the text, and `manifest.Damaged` if the file
-    has changed since this object was made. If the file cannot be read, indexing raises an `OSError`
-    that names the file.
+    A read raises `IndexError` for a place outside the text, and `manifest.Damaged` if the file has
+    changed since this object was made. If the system cannot read the file, a read raises an
+    `OSError` that names the file.
 
     Attributes:
         path: the path of the file.
@@ -85,16 +87,15 @@ class File:
                 f"got indices from {places.min()} to {places.max()}."
             )
         flat, into = places.reshape(-1), tokens.reshape(-1)
-        cuts = np.flatnonzero(np.diff(flat) != 1) + 1  # each run of consecutive places: one read
+        # Each run of consecutive places is one read. `np.diff` would wrap unsigned places around.
+        cuts = np.flatnonzero((flat[1:] <= flat[:-1]) | (np.diff(flat) != 1)) + 1
         with self._open() as descriptor:
             for start, stop in itertools.pairwise([0, *cuts.tolist(), flat.size]):
                 self._read(descriptor, into[start:stop], int(flat[start]))
         return tokens
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the whole text, for `numpy.asarray`. `copy` is not used: the result is always a
-        new array.
-        """
+        """Returns all tokens in a new array, for `numpy.asarray`. `copy` is not used."""
         tokens = np.empty(len(self), self.dtype)
         with self._open() as descriptor:
             self._read(descriptor, tokens, 0)
@@ -116,15 +117,16 @@ class File:
             ) from error
         if now != self.state:
             raise manifest.Damaged(
-                f"{self.path}: needed the file of {self.state.size} bytes that was opened before; "
-                f"it was cut short or written to since then, and now has {now.size} bytes. "
+                f"{self.path}: the file was cut short or written to after this run first opened "
+                f"it; it had {self.state.size} bytes then, and has {now.size} bytes now. "
                 "Write the file again, and restart the run."
             )
 
     def _read(self, descriptor: int, into: np.ndarray, first: int) -> None:
-        """Fills `into` with this text's tokens, beginning at place `first`; stops if the file ends.
-        The text is a part of the file, and begins at the file's token `self.places.start`. One
-        system call may read only a part of the tokens, so the call is repeated.
+        """Fills `into` with tokens of this text, from the text's token `first` on; stops if the
+        file ends. The text is a part of the file, and begins at the file's token
+        `self.places.start`. One system call may read only a part of the tokens, so the call is
+        repeated.
         """
         unfilled, at = into.view(np.uint8).data, (self.places.start + first) * self.dtype.itemsize
         while unfilled:

@@ -44,28 +44,32 @@ class Source(Protocol):
 
 
 def write(path: str | os.PathLike[str], tokens: Tokens, *, vocabulary: SupportsIndex) -> None:
-    """Stores `tokens` in the file `path`, and a record of the tokens in `record_of(path)`.
+    """Stores `tokens` in the file `path`, and their record, a small JSON file, in
+    `record_of(path)`.
 
     Each file appears whole or not at all. The record is written last, and an older record is
     removed before the tokens appear. So a record never stands beside tokens of another vocabulary.
 
-    Raises `ValueError` if there are no tokens, if the array is not one dim of whole numbers, or if
-    a token is outside the vocabulary. Raises `OSError` if the tokens cannot be written, for example
-    because the disk is full; the older file is then unchanged.
+    Raises `ValueError` if `tokens` is not a one-dimensional array of whole numbers, is empty, or
+    has a number outside the vocabulary. Raises `OSError` if a file cannot be written, for example
+    because the disk is full. If the tokens cannot be written, an older file at `path` is unchanged.
+    If only the record cannot be written, the tokens are at `path`, without a record.
     """
     path = Path(path)
     (vocabulary,) = argument_checks.whole_numbers("data.write", vocabulary=vocabulary)
     size, digest = store(
         path, tokens, vocabulary, before=lambda: record_of(path).unlink(missing_ok=True)
     )
-    with _errors_name(path):
+    # The message of an `OSError` becomes "...: the tokens are in ..., but their record was not
+    # written: ...".
+    with _errors_name(record_of(path), f"the tokens are in {path.name}, but their record was"):
         manifest.write(record_of(path), header(vocabulary) | {"bytes": size, "hash": digest})
 
 
 def store(
     path: Path, tokens: Tokens, vocabulary: int, *, before: Callable[[], None] = lambda: None
 ) -> list:
-    """Writes the tokens to `path`, without a record, and returns `[size in bytes, hash]`.
+    """Writes the tokens, but not their record (`record_of`), and returns `[size in bytes, hash]`.
 
     The tokens are first written to a file of another name, and this file is then renamed to `path`.
     `before` is called between these two steps, when the tokens are on the disk. `write` uses
@@ -76,7 +80,8 @@ def store(
     check(tokens, vocabulary, where=f"tokens for {path}")
     content = np.ascontiguousarray(tokens, item).data
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with _errors_name(path):
+    # The message of an `OSError` becomes "{path}: the tokens were not written: ...".
+    with _errors_name(path, "the tokens were"):
         # The folder is synced later, when the record or manifest is written into it.
         try:
             with open(partial, "xb") as file:
@@ -95,8 +100,8 @@ def read(
 ) -> File:
     """Returns the tokens stored at `path`, as a `File`, which reads tokens when it is indexed.
 
-    A file without a record, which another program wrote, is read as tokens of the vocabulary
-    `vocabulary`.
+    Each token is read as two bytes, or as four if `vocabulary` is above 65,536. If the file has a
+    record (the JSON file that `write` stores beside the tokens), the record is checked.
 
     Args:
         path: the path of the file.
@@ -121,9 +126,9 @@ def read(
     size = path.stat().st_size
     if size == 0 or size % item.itemsize:
         raise ValueError(
-            f"{path}: needed one or more tokens of {item.itemsize} bytes "
-            f"(vocabulary {vocabulary}), the file has {size} bytes. "
-            "It was cut short or is no token file: make it again with data.write."
+            f"{path}: needed one or more whole tokens, each of {item.itemsize} bytes "
+            f"(vocabulary {vocabulary}); the file has {size} bytes. "
+            "The file was cut short or is no token file: make it again with data.write."
         )
     stored = _hash_in_record(path, vocabulary, size)
     tokens = opened(path, item, size // item.itemsize)
@@ -138,16 +143,20 @@ def opened(path: Path, item: np.dtype, count: int) -> File:
 
 
 def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
-    """Reads `file` once. Raises an error if the hash of its bytes is not `stored`, or if a number
-    is outside the vocabulary.
+    """Reads `file` once. Raises an error if a number is outside the vocabulary, or if the hash of
+    the file's bytes differs from the hash `stored`.
 
-    If `stored` is None, there is no record, so the file may have tokens of four bytes that are read
-    as numbers of two bytes. Every second number is then the upper half of a token, and small. So a
-    file is refused if every second number is 0. A file is also refused if two things hold: every
-    second number is below 64, and one of the other numbers is 1,024 or more. The first holds for
-    tokens of a vocabulary up to 64 * 2^16 (some 4 million). The second is needed for texts of a
-    small vocabulary, which are right: their numbers may all be below 64. A file of fewer than 32
-    numbers, of an odd count of numbers, or of zeros only is never refused for these reasons.
+    If `stored` is None, the file has no record of its hash and of the number of bytes per token.
+    So tokens of four bytes may be read as numbers of two bytes. Every second number is then the
+    upper half of a token, and small: below 64 if the vocabulary is at most 64 * 2^16 (some 4
+    million). So a file without a record is refused if
+
+    * every second number is 0, or
+    * every second number is below 64, and another number is 1,024 or more. (A text whose numbers
+      are all below 64 may be valid.)
+
+    A file of fewer than 32 numbers, of an odd count of numbers, or of zeros only is never refused
+    for these reasons.
 
     Raises:
         manifest.Damaged: the bytes have another hash.
@@ -160,22 +169,22 @@ def verify(file: File, vocabulary: int, *, stored: str | None) -> None:
         high, upper = max(high, int(part.max())), max(upper, int(part[1::2].max(initial=0)))
     if stored and digest.hexdigest() != stored:
         raise manifest.Damaged(
-            f"{file.path}: needed the hash {stored[:12]}..., the file has other bytes. It is "
-            f"damaged."
+            f"{file.path}: needed bytes with the hash {stored[:12]}..., found other bytes. "
+            "The file is damaged."
         )
     if high >= vocabulary:  # `check` raises an error with the place of the first such number
         for number, part in enumerate(_chunks(file)):
             check(part, vocabulary, where=str(file.path), first=number * CHUNK)
-    # `UPPER` is 64, so `high // 16` is at least `UPPER` if a number is 1,024 or more.
-    four_bytes = high > 0 and (upper == 0 or upper < UPPER <= high // 16)
+    looks_split = upper < UPPER and high >= 16 * UPPER  # UPPER is 64, and 16 * UPPER is 1,024
+    four_bytes = high > 0 and (upper == 0 or looks_split)
     # Among fewer than 32 numbers, every second one could be small by chance.
     if not stored and four_bytes and len(file) % 2 == 0 and len(file) >= 32:
         raise ValueError(
             f"{file.path}: needed tokens of {file.dtype.itemsize} bytes (vocabulary {vocabulary}), "
-            f"but every second one is {upper} or less, and the largest of the others is {high}. "
-            "They seem to be the two halves of longer tokens, so the file seems to have twice as "
-            "many bytes per token. Write it again by data.write, which stores the type of a token "
-            "in a record."
+            f"found that every second number is at most {upper}, and the largest of the others is "
+            f"{high}. Two numbers in a row seem to be the halves of one token, so the file seems "
+            "to have twice as many bytes per token. Write the file again by data.write, which "
+            "stores the type of a token in a record."
         )
 
 
@@ -198,7 +207,8 @@ def split(tokens: Text, held_out: float = 0.1) -> tuple[Text, Text]:
 
 
 def record_of(path: Path) -> Path:
-    """Returns the path of the record of the token file at `path`."""
+    """Returns the path of the record of the token file at `path`. The record is a JSON file that
+    describes the tokens: `text.bin.json` for `text.bin`."""
     return path.with_name(f"{path.name}.json")
 
 
@@ -209,7 +219,7 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
     (vocabulary,) = argument_checks.whole_numbers("a token file", vocabulary=vocabulary)
     if not 1 <= vocabulary <= MOST:
         raise ValueError(
-            f"a token file needs a vocabulary from 1 to {MOST}, got {vocabulary}. "
+            f"a token file needs a vocabulary of 1 to {MOST} tokens, got {vocabulary}. "
             "Give the tokenizer's vocabulary."
         )
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
@@ -218,14 +228,14 @@ def stored_as(vocabulary: SupportsIndex) -> np.dtype:
 def check(tokens: np.ndarray, vocabulary: SupportsIndex, *, where: str, first: int = 0) -> None:
     """Raises `ValueError` if `tokens` are not whole numbers in one dim, from 0 to `vocabulary` - 1.
 
-    The message begins with `where`. If `tokens` is a part of a text, `first` is the index in the
-    text of the first token of this part.
+    The message begins with `where`. If `tokens` is a part of a text, `first` is the place of
+    `tokens[0]` in the whole text.
     """
     (vocabulary,) = argument_checks.whole_numbers(where, vocabulary=vocabulary)
     tokens = np.asanyarray(tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
         raise ValueError(
-            f"{where}: needed one dim of one or more whole numbers, "
+            f"{where}: needed a one-dimensional array of one or more whole numbers, "
             f"got {tokens.dtype}{list(tokens.shape)}. Encode a text with a tokenizer first."
         )
     low, high = int(tokens.min()), int(tokens.max())
@@ -261,7 +271,7 @@ def check_header(record: dict[str, Any], place: Path, tokens: Path, vocabulary: 
         raise ValueError(
             f"{tokens}: needed tokens of a vocabulary of {vocabulary}; "
             f"these are of a vocabulary of {stored}. "
-            "Use the tokenizer that made these tokens, or write them again."
+            "Use the tokenizer that made these tokens, or encode the text again with yours."
         )
     item = stored_as(vocabulary).name
     needed = f"{item}, as vocabulary {vocabulary} asks"
@@ -285,24 +295,24 @@ def _hash_in_record(path: Path, vocabulary: int, size: int) -> str | None:
     manifest.need(manifest.is_hash(digest), f"{place}: hash", "a hash", digest)
     if stored != size:
         raise ValueError(
-            f"{path}: needed the {stored} bytes that {place.name} states, the file has {size}. "
-            "It was cut short, or is another file: make it again with data.write, "
-            f"or, if another program wrote the tokens, remove {place.name}, which does not "
-            "describe them."
+            f"{path}: needed a file of {stored} bytes (as {place.name} states), found {size} "
+            "bytes. The file was cut short or replaced: make it again with data.write. If another "
+            f"program wrote the file, remove {place.name}, which describes an earlier file."
         )
     return digest
 
 
 @contextlib.contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
-    """Replaces an `OSError` of the `with` block by one whose message names `path`."""
+def _errors_name(path: Path, what: str) -> Iterator[None]:
+    """Replaces an `OSError` of the `with` block by an `OSError` with the message "{path}: {what}
+    not written: ...". An example of `what` is "the tokens were"."""
     try:
         yield
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{path}: the tokens were not written: {error.strerror or error}. "
-            "Make room on the disk, or choose another folder.",
+            f"{path}: {what} not written: {error.strerror or error}. Make room on the disk, or "
+            "choose another folder, and write the tokens again.",
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Pictures of schedules, collectives, meshes, bytes, and a device's memory over time.
+"""Pictures of schedules, collectives, meshes, attention, estimated times, and a device's bytes in
+memory and in messages.
 
 All functions but `timeline`, `page` and `replay_trace` return text; if they get a path, they also
 write a picture to it, in the format of the path's suffix (PNG, SVG, PDF). Pictures need matplotlib,

@@ -1,6 +1,6 @@
 """Draws causal attention over split tokens: the hop in which each block of scores is computed, and
 the device that computes the block. A *block* has the scores of one chunk of queries and one chunk
-of keys. Between two *hops*, the keys move to the next device of the ring.
+of keys. In *hop* h, the keys have moved h times to the next device of the ring.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
     A row is a chunk of queries, with the device that holds the chunk; a column is a chunk of keys.
     Before the keys move (hop 0), each device uses its own keys. After the keys have moved h times
     to the next device (hop h), device i uses the keys of device i - h. A dot is a block that the
-    causal mask hides. With a `path`, the function also draws the blocks as a square. The colour of
-    a block shows its hop, and the number in the block is the device that computes it.
+    causal mask hides. With a `path`, the function also writes a picture of this table. Each
+    block has a colour, which shows the hop, and the number of the device that computes the block.
 
     Args:
         order: a function from the number of devices to the chunks of each device, such as
@@ -63,8 +63,8 @@ def attention(order: ChunkOrder, n: int, path: canvas.Path | None = None) -> str
 
 
 def _picture(hops: np.ndarray, owner: np.ndarray, n: int, path: canvas.Path) -> None:
-    """Draws the square of blocks: `hops`, of shape [query chunks, key chunks], has the hop of each
-    block, or -1 if the mask hides the block. `owner` has the device of each chunk.
+    """Draws the table of blocks as a picture. `hops`, [query chunks, key chunks], has the hop of
+    each block, or -1 if the mask hides the block. `owner` has the device of each chunk.
     """
     size = len(hops)
     figure = canvas.figure(0.42 * size + 1.6, 0.42 * size + 0.9)

@@ -1,5 +1,6 @@
-"""Tables and bar charts of a device's bytes: the bytes of each kind, for several plans, and the
-bytes that the device sends along each axis."""
+"""Tables and bar charts of a device's bytes: for several plans, the bytes of each kind (such as
+parameters or gradients), and for one plan or program, the bytes that the device sends along each
+axis."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +24,7 @@ def bytes_by_kind(
     that file.
 
     Args:
-        plans: for each plan, by its name, the bytes of each kind, such as its `Memory.at_peak`.
+        plans: a dict from a plan's name to the plan's bytes by kind, such as `Memory.at_peak`.
         path: the PNG, SVG or PDF file to write.
         counted: a phrase that says which bytes are counted, such as `"sent in a step"`. It is the
             heading of the table's first column, and a part of the label of the picture's axis.
@@ -54,7 +55,9 @@ def traffic(
 
     Args:
         sent: the bytes by axes, such as `plan.Plan.sent`, or the entries that `certificate.read`
-            returns.
+            returns. The bytes of entries are those of the collectives' results, and a device may
+            send more or fewer bytes: a ring's all-reduce sends nearly twice the bytes of its
+            result.
         path: the PNG, SVG or PDF file to write.
 
     Raises:
@@ -74,7 +77,7 @@ def traffic(
         rows.append([name, quantity(size, "B"), f"{size / total:.1%}" if total else "-"])
     rows.append(["total", quantity(total, "B"), ""])
     if path is not None:
-        _bars(by_name, path)
+        _bars(by_name, "that a device sends" if is_by_axes else "of collectives' results", path)
     return canvas.columns(rows)
 
 
@@ -109,8 +112,9 @@ def _stacked_bars(
     canvas.save(picture, path)
 
 
-def _bars(by_name: Mapping[str, Number], path: canvas.Path) -> None:
-    """Draws a horizontal bar for the bytes along each axis or set of axes."""
+def _bars(by_name: Mapping[str, Number], counted: str, path: canvas.Path) -> None:
+    """Draws a horizontal bar for the bytes along each axis or set of axes. `counted` says which
+    bytes these are."""
     unit, name = canvas.scale(max(by_name.values(), default=0))  # in bytes, and its name
     picture = canvas.figure(6.4, 0.5 * len(by_name) + 1.3)
     axes = picture.add_subplot()
@@ -118,7 +122,7 @@ def _bars(by_name: Mapping[str, Number], path: canvas.Path) -> None:
     colours = [canvas.colour(k, len(by_name)) for k in range(len(by_name))]
     bars = axes.barh(list(by_name), lengths, height=0.62, color=colours)
     axes.bar_label(bars, [quantity(size, "B") for size in by_name.values()], padding=4, size=9)
-    axes.set(xlabel=f"{name} that a device sends in a step", ylabel="along the axis")
+    axes.set(xlabel=f"{name} {counted} in a step", ylabel="along the axis")
     axes.margins(x=0.18)
     axes.invert_yaxis()  # the first bar is on top
     canvas.bare(axes, "top", "right")

@@ -2,7 +2,6 @@
 do not depend on `pyplot` or its global settings.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ def save(picture: Any, path: Path) -> None:
 
     # A fixed salt for the ids in the file, and no date, make the file depend on the figure alone.
     # "none" writes text as text, not as outlines.
-    metadata = {"Date": None} if str(path).endswith(".svg") else None
+    metadata = {"Date": None} if str(path).lower().endswith(".svg") else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallax"}):
         picture.savefig(path, dpi=150, metadata=metadata)
 
@@ -81,19 +80,21 @@ def grid(
     for (row, column), (background, text) in cells.items():
         corners = ([column, column + 1, column + 1, column], [row, row, row + 1, row + 1])
         axes.fill(*corners, facecolor=background, edgecolor="white", linewidth=1.2)
+        # `ink` gives black or white, whichever is readable.
         label(axes, column + 0.5, row + 0.5, text, color=ink(background))
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), aspect="equal")  # row 0 is on top
     axes.set_xticks([k + 0.5 for k in range(len(columns))], columns, size=8)
     axes.set_yticks([k + 0.5 for k in range(len(rows))], rows, size=8)
     axes.tick_params(length=0)
-    bare(axes)
+    bare(axes)  # removes the frame
 
 
 def scale(largest: int | float) -> tuple[float, str]:
     """Returns the largest of `UNITS` that is not above `largest` bytes, as a pair (size of the unit
     in bytes, name). If `largest` is below 1, the unit is the byte.
     """
-    power = min(len(UNITS) - 1, max(0, int(math.log10(largest) // 3))) if largest >= 1 else 0
+    powers = range(1, len(UNITS))
+    power = max((power for power in powers if 1000.0**power <= largest), default=0)
     return 1000.0**power, UNITS[power]
 
 

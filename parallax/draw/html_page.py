@@ -36,14 +36,20 @@ def page(path: canvas.Path, title: str, sections: Mapping[str, Sequence[str | Pa
     Args:
         path: the HTML file to write.
         title: the title of the page.
-        sections: for each heading, the parts below it, in order. A part is a text, or the path of
-            an SVG or PNG picture, which is embedded.
+        sections: for each heading, the parts below it, in order. A part is a text, or the
+            `pathlib.Path` of an SVG or PNG picture, which is embedded.
 
     Raises:
-        ValueError: a picture's suffix is neither .svg nor .png.
+        ValueError: a picture's suffix is neither .svg nor .png, or the parts of a section are one
+            text or one path instead of a list.
     """
     links, body = [], []
     for i, (name, parts) in enumerate(sections.items(), 1):
+        if isinstance(parts, str | Path):  # each character of a text would be a part
+            raise ValueError(
+                f"draw.page: needed a list of parts below {name!r}; got one part. Write it in a "
+                "list."
+            )
         links.append(f'<a href="#section-{i}">{html.escape(name)}</a>')
         shown = "\n".join(_html(part, name) for part in parts)
         heading = f"<h2>{html.escape(name)}</h2>"

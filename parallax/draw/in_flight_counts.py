@@ -31,13 +31,13 @@ def in_flight(
     of the backward job. If the gradients of the weights are computed in a separate job, the
     residuals are held to the end of that job. If a stage's layers are in v chunks, the residuals of
     a microbatch in one chunk count as 1/v of a microbatch. With a `path`, the function also draws a
-    panel for each stage; the picture is as wide as the one of `timeline`.
+    panel for each stage.
 
     Args:
         schedule: the schedule.
         path: the PNG, SVG or PDF file to write.
-        forward: the time of one microbatch's forward jobs in all chunks of a stage, above 0. If
-            there are v chunks, one job takes 1/v of this time.
+        forward: the time of one microbatch's forward jobs in all chunks of a stage. If there are v
+            chunks, one job takes 1/v of this time.
         backward: the same for the backward jobs; by default 2, or 1 if weight gradients are jobs of
             their own.
         weight: the same for the jobs of weight gradients, if there are such jobs.
@@ -65,7 +65,7 @@ def in_flight(
         )
     if path is not None:
         _picture(curves, end, width(spans), path)
-    return canvas.columns(rows, left=0)
+    return canvas.columns(rows, left=0)  # no column is flush left: all are flush right
 
 
 def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
@@ -77,7 +77,6 @@ def _curve(schedule: Schedule, spans: Sequence[Span]) -> Curve:
     changes = [(span.start, 1) for span in spans if span.lane == "forward"]
     changes += [(span.stop, -1) for span in spans if span.lane == last_lane]
     count, at_time = 0, {0.0: 0.0}  # the jobs whose residuals are held; a curve begins at time 0
-    # At equal times -1 sorts first: a job that begins takes the place of one that ends.
     for time, change in sorted(changes):
         count += change
         # A microbatch has a job in each of the stage's chunks, so one held job counts as

@@ -28,6 +28,7 @@ def mesh(devices: Mesh, path: canvas.Path | None = None) -> str:
     rows += [[*map(str, index), *numbers[index]] for index in np.ndindex(sizes[:-1])]
     if path is not None:
         _picture(numbers, names, title, path)
+    # With `left=0` no column is flush left: all are flush right.
     return f"{title}\n{canvas.columns(rows, left=0)}"
 
 

@@ -21,11 +21,13 @@ MARKS = ((0.95, "#"), (0.5, "+"), (0.02, "."), (-1.0, " "))  # (bound, mark for 
 
 
 def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
-    """Returns a text with one line for computing and one for each set of axes. The time runs from
-    left to right. Each character stands for an equal part of the time: `#` if the device computes,
-    or the axes carry messages, for over 95% of this part, `+` for over 50%, `.` for over 2%, and a
-    space for less. A line ends with a percentage: the share of the whole time in which the device
-    computes, or the axes carry messages.
+    """Returns a text with one line for computing, and one line for each set of axes along which the
+    program sends messages, such as "data" or "data x tensor".
+
+    The time runs from left to right. Each character stands for an equal part of the time: `#` if
+    the device computes, or the axes carry messages, for over 95% of this part, `+` for over 50%,
+    `.` for over 2%, and a space for less. A line ends with a percentage: the share of the whole
+    time in which the device computes, or the axes carry messages.
 
     With a `path`, the function also draws the lines, and writes the picture to that file.
 
@@ -45,10 +47,17 @@ def replay(timeline: Timeline, path: canvas.Path | None = None) -> str:
 
 
 def replay_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes a trace for Perfetto, with a thread for computing and one for each set of axes."""
+    """Writes a trace for Perfetto, with a thread for computing, and a thread for each set of axes
+    along which the program sends messages. Messages that overlap are on several threads of the same
+    name, since Perfetto leaves out such events of one thread."""
+    threads = [
+        (row, spans)
+        for row, all_spans in _rows(timeline.events).items()
+        for spans in _apart(all_spans)
+    ]
     # An event of the kind (`ph`) M names a thread; X is a span of time, in microseconds.
     events: list[dict] = []
-    for k, (row, spans) in enumerate(_rows(timeline.events).items()):
+    for k, (row, spans) in enumerate(threads):
         thread = {"pid": 0, "tid": k}
         events.append({"ph": "M", "name": "thread_name", "args": {"name": row}} | thread)
         for event in spans:
@@ -69,9 +78,22 @@ def _rows(events: Sequence[Event]) -> dict[str, list[Event]]:
     return rows
 
 
+def _apart(events: Sequence[Event]) -> list[list[Event]]:
+    """Returns the events in as few lists as possible, so that no two events of a list overlap. The
+    result has at least one list."""
+    apart: list[list[Event]] = [[]]
+    for event in sorted(events, key=lambda event: event.start):
+        free = [line for line in apart if not line or line[-1].stop <= event.start]
+        if not free:
+            free = [[]]
+            apart += free
+        free[0].append(event)
+    return apart
+
+
 def _busy(events: Sequence[Event], end: float) -> np.ndarray:
-    """Returns, for each of `WIDTH` equal parts of the time from 0 to `end`, the share of the part
-    in which an event runs.
+    """Returns the fractions of time in which at least one event runs: a fraction for each of
+    `WIDTH` equal parts of the time from 0 to `end`.
 
     Events may overlap; the time in which two of them run counts once.
     """
@@ -87,8 +109,8 @@ def _busy(events: Sequence[Event], end: float) -> np.ndarray:
 
 
 def _picture(timeline: Timeline, rows: dict[str, list[Event]], path: canvas.Path) -> None:
-    """Draws each row as a grey line over the whole time, with a box for each event; times are in
-    milliseconds.
+    """Draws each row as a grey line over the whole time, with a box for each event. The time axis
+    of the picture is in milliseconds.
     """
     picture = canvas.figure(12.0, 0.5 * len(rows) + 1.3)
     axes = picture.add_subplot()

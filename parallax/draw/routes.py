@@ -18,19 +18,19 @@ from parallax.draw import canvas
 
 
 def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> str:
-    """Returns a table as text: for each round, the blocks that every device sends, and the blocks
-    that the device holds after the round.
+    """Returns a table as text: for each round, the blocks that each device sends, and the blocks
+    that each device holds after the round.
 
     The first line has the numbers of devices, rounds and messages. Its last number, before the
     words "in a row", is the length of the longest chain of messages in which each message waits for
     the one before it. The *owner* of a block is the device that gets the block's sum in the end. A
     block is named by its offset: how far the block's owner is from the device that holds the block.
-    An offset has one distance for each dim of the box (the grid of the devices), and is shown as
-    one number: its index in row-major order. The numbers after a block stand for the devices whose
-    parts are summed in the block. Each of these devices is shown as its own offset, which says how
-    far the owner is from this device: 0 is the owner itself, and on a ring, 2 is the device two
-    places before the owner. The table is of a reduce-scatter; for a gather, read the rounds from
-    the last to the first.
+    An offset is a tuple with one distance for each dim of the box (the grid of the devices), and is
+    shown as one row-major number: in a box of 2 x 8, (1, 3) is 11. The numbers after a block stand
+    for the devices whose parts are summed in the block. The number of a device is the distance from
+    this device to the owner: 0 is the owner itself, and on a ring, 2 is the device two places
+    before the owner. The text shows a reduce-scatter. A gather runs the rounds from the last to the
+    first, and sends each message from its receiver to its sender.
 
     With a `path`, the function also draws the devices in a circle for each round, with an arrow for
     each message. Device 0's arrows are dark. Consecutive rounds with equal arrows share a circle.
@@ -41,7 +41,7 @@ def route(table: Route | Sequence[Route], path: canvas.Path | None = None) -> st
 
     Raises:
         ImportError: with a `path`, if matplotlib is not installed.
-        ValueError: with a `path`, if no route has a message, such as a route of one device.
+        ValueError: with a `path`, if no route has a message. A route of one device has none.
     """
     tables = [table] if isinstance(table, Route) else table
     if path is not None:
@@ -77,11 +77,13 @@ def _lines(table: Route) -> Iterator[str]:
 
 
 def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
-    """Returns a triple for each block that is sent in round r: the index, in the round, of the
-    message with this block, the block's offset before the message, and its offset after the
-    message. An offset says how far the block's owner is from the device that holds the block. It
-    has one distance for each dim of the grid of devices, and is returned as one number: its index
-    in row-major order.
+    """Returns a triple for each block that is sent in round r: (the message's index in the round,
+    the block's offset before the message, the block's offset after the message).
+
+    The owner of a block is the device that gets the block's sum in the end. An offset says how far
+    the owner is from the device that holds the block. An offset is a tuple with one distance for
+    each dim of the grid of devices, and is returned as one row-major number: in a grid of 2 x 8,
+    (1, 3) is 11.
     """
     return [
         (k, table.device_number(offset), table.device_number(table.offset_after(offset, step)))
@@ -93,12 +95,13 @@ def _moves(table: Route, r: int) -> list[tuple[int, int, int]]:
 def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
     """Yields the blocks that a device holds, first at the start and then after each round.
 
-    Each result is a dict. A key is the number of a block's offset: how far the block's owner, the
-    device that gets the block's sum in the end, is from the device that holds the block. The value
-    is a set of numbers, one for each device whose part is summed in the block. Each is the number
-    of that device's own offset, which says how far the owner is from this device: 0 is the owner
-    itself, and on a ring, 2 is the device two places before the owner. Offsets are numbered in
-    row-major order.
+    Each result is a dict with an entry for each block that the device holds. The key is the block's
+    offset: the distance from this device to the block's owner. The owner is the device that gets
+    the block's sum in the end. The value is the set of the terms that are summed in the block. A
+    term is one device's part of the sum, and stands in the set as the distance from its device to
+    the owner: 0 is the owner's own term, and on a ring, 2 is the term of the device two places
+    before the owner. A distance is a tuple with one number for each dim of the grid of devices, and
+    is yielded as one row-major number: in a grid of 2 x 8, (1, 3) is 11.
     """
     numbers = [table.device_number(offset) for offset in table.points()]
     # At first, block o has only this device's term, and this device is o places before its owner.
@@ -119,13 +122,14 @@ def _blocks(table: Route) -> Iterator[dict[int, set[int]]]:
 
 
 def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
-    """Draws a circle of devices for each group of rounds with equal arrows, in the order of the
-    routes `tables`, and writes the picture to `path`. Raises `ValueError` if there is no message.
+    """Writes a picture of the routes `tables` to `path`. Each message is an arrow between two
+    devices of a circle. A route has one circle for each group of successive rounds with the same
+    arrows. Raises `ValueError` if no route has a message.
     """
     circles = [(table, rounds) for table in tables for rounds in _equal_rounds(table)]
     if not circles:
         raise ValueError(
-            "draw.route needs a route with a message for its picture; a route of one device has "
+            "To draw a picture, draw.route needs a route with a message; a route of one device has "
             "none. Pass a route of two devices or more, or no path."
         )
     columns = min(len(circles), 4)
@@ -145,7 +149,7 @@ def _picture(tables: Sequence[Route], path: canvas.Path) -> None:
 def _equal_rounds(table: Route) -> Iterator[list[int]]:
     """Yields groups of rounds, each as a list of indices of rounds. The rounds of a group follow
     each other, and have the same set of steps. A step is how far a message goes along each dim of
-    the grid. Rounds without messages are left out, and do not end a group.
+    the grid of devices. Rounds without messages are left out, and do not end a group.
     """
     busy = [r for r, sends in enumerate(table.rounds) if sends]
     for _, rounds in itertools.groupby(busy, key=lambda r: set(table.rounds[r])):
@@ -174,10 +178,9 @@ def _circle(panel: Any, table: Route, rounds: Sequence[int]) -> None:
 
 
 def _title(table: Route, rounds: Sequence[int]) -> str:
-    """Returns the title of the circle of devices that is drawn for `rounds`, a group of rounds with
-    equal arrows: the indices of the rounds, and the fewest and the most blocks that a device sends
-    in one of these rounds.
-    """
+    """Returns the title of one circle of devices in the drawing. `rounds` has the indices of the
+    rounds whose messages are the arrows in this circle. The title has these indices, and the fewest
+    and the most blocks that a device sends in one of these rounds."""
     first, last = rounds[0], rounds[-1]
     blocks = {sum(map(len, table.rounds[r].values())) for r in rounds}
     count = "-".join(str(bound) for bound in sorted({min(blocks), max(blocks)}))

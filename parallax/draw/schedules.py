@@ -1,14 +1,14 @@
-"""Draws the jobs of each stage over time, as text and as a picture, with the costs of
-`Schedule.makespan`.
+"""Draws the jobs of each stage over time, as text and as a picture. The arguments `forward`,
+`backward` and `weight` are the times of the jobs, as in `Schedule.makespan`.
 
 A *lane* is one kind of job: forward, backward or weight. A *chunk* is a part of a stage's layers. A
 microbatch is *in flight* on a stage while the stage holds the microbatch's residuals. The
-*makespan* is the time from the start of the first job to the end of the last, and the *bubble* is
-the part of the makespan in which a stage is idle; it is equal for all stages. In *lockstep*, no
-stage begins a tick before all stages have ended their jobs of the previous tick. A lane has a table
-of shape [ticks, stages]. An entry is a job, as the number microbatch * chunks + chunk, or -1 if the
-stage is idle. A `Span` is one job, from `start` to `stop`, in the unit in which the times of the
-jobs are given.
+*makespan* is the time from the start of the first job to the end of the last. The *bubble* is a
+stage's total idle time in the makespan. This time is the same for all stages, since all stages have
+the same work. In *lockstep*, no stage begins a tick before all stages have ended their jobs of the
+previous tick. A lane has a table of shape [ticks, stages]. An entry is a job, as the number
+microbatch * chunks + chunk, or -1 if the stage is idle. A `Span` is one job, from `start` to
+`stop`, in the unit in which the times of the jobs are given.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,12 @@ def summary(
     schedule: Schedule, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
 ) -> str:
     """Returns one line with a schedule's numbers of stages, chunks and microbatches, its makespan,
-    its bubble, and the largest number of microbatches in flight on a stage. For the makespan and
-    the bubble, all stages begin each tick together. `forward`, `backward` and `weight` are the
-    times of a stage's jobs for one microbatch, in all chunks together. By default `backward` is 2,
-    or 1 if the gradients of the weights are jobs of their own; `weight` is the time of these jobs,
-    and is not used if there are none.
+    its bubble, and the largest number of microbatches in flight on a stage.
+
+    The makespan and the bubble are computed as if all stages began each tick together. `forward`,
+    `backward` and `weight` are the times of a stage's jobs for one microbatch, in all chunks
+    together. By default `backward` is 2, or 1 if the gradients of the weights are jobs of their
+    own; `weight` is the time of these jobs, and is not used if there are none.
     """
     costs = (forward, backward, weight)
     makespan, bubble = schedule.makespan(*costs), schedule.bubble(*costs)
@@ -48,13 +49,13 @@ def summary(
 
 
 def text(schedule: Schedule) -> str:
-    """Returns a schedule as text: a column for each tick, and a line for each kind of job (forward,
-    backward or weight) of each stage.
+    """Returns a schedule as text: a column for each tick, two heading lines, and a line for each
+    kind of job (forward, backward or weight) of each stage.
 
     A cell has the number of a microbatch, or a dot if the stage is idle. If there are several
-    chunks, a cell has the form microbatch.chunk. For each tick, the second line names the kinds of
-    jobs that run on at least one stage. Where these kinds change, a new phase of the schedule
-    begins.
+    chunks, a cell has the form microbatch.chunk. The second heading line has, for each tick, the
+    kinds of jobs that run on at least one stage. Where these kinds change, a new phase of the
+    schedule begins.
     """
     names = _letters(schedule)
     running = []
@@ -88,11 +89,12 @@ def timeline(
     colour for each kind of job, and a shade for each chunk of a stage's layers.
 
     A box shows the number of its microbatch if there is room. The bubble is grey. The right margin
-    shows the most microbatches that each stage holds. All stages begin each tick together. Above
-    the picture stand `title`, such as the schedule's name, and the summary. `forward`, `backward`
-    and `weight` are the times of a stage's jobs for one microbatch, in all chunks together. By
-    default `backward` is 2, or 1 if the gradients of the weights are jobs of their own; `weight` is
-    the time of these jobs, and is not used if there are none.
+    shows, for each stage, the largest number of microbatches in flight at once. All stages begin
+    each tick together. The heading is the `title`, such as the schedule's name, followed by the
+    line that `summary` returns. `forward`, `backward` and `weight` are the times of a stage's jobs
+    for one microbatch, in all chunks together. By default `backward` is 2, or 1 if the gradients of
+    the weights are jobs of their own; `weight` is the time of these jobs, and is not used if there
+    are none.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -139,8 +141,9 @@ def timeline(
 
 
 def width(spans: Sequence[Span]) -> float:
-    """Returns the width of a picture of `spans`, from 6 to 22 inches. If 22 inches are enough, the
-    shortest job is at least 0.24 inches wide, and has room for the number of its microbatch.
+    """Returns the width of a picture of `spans`, from 6 to 22 inches. The shortest job is at least
+    0.24 inches wide, so that the number of its microbatch fits, unless the picture would then be
+    wider than 22 inches.
     """
     shortest = min(span.stop - span.start for span in spans if span.stop > span.start)
     return min(max(0.24 * max(span.stop for span in spans) / shortest, 6.0), 22.0)

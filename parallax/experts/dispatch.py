@@ -1,18 +1,20 @@
 """Sends tokens to their experts, and the results back; the experts are split over an axis.
 
 Legend: T tokens on a device, k choices of a token, n devices of the axis, E experts, E/n of them on
-each device, D width, C rows of a message. A *choice* is a token and one of its k experts; *load* is
-the number of choices of an expert or device. `compute(x, source, ids, weights)` runs this device's
-experts: for each i, row `source[i]` of x goes to expert `ids[i]`. An id of E/n (`local_experts`)
-means no expert.
+each device, D width, C rows of a message. A *choice* is a pair of a token and one of its k experts.
+The *load* of a device is the number of choices for its experts. `compute(x, source, ids, weights)`
+runs this device's experts: for each i, row `source[i]` of x goes to expert `ids[i]`. An id of E/n
+(`local_experts`) means no expert.
 
-    gathered        all tokens to all devices      (n - 1) T D each way          drops nothing
-    exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    drops and counts
-    ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      drops and counts
+    gathered        all tokens to all devices      (n - 1) T D each way          drops no choice
+    exchanged(c)    an all-to-all of fixed size    c k (n - 1)/n T D each way    may drop choices
+    ragged(c)       an all-to-all of exact size    k (n - 1)/n T D each way      may drop choices
 
-The third column is the count of numbers that a device sends in a forward pass; it sends as many in
-the backward pass. The capacity c is a device's room for choices, as a multiple of the mean load.
-With k experts of each token and n devices, `exchanged(c)` sends less than `gathered` if c k < n.
+The third column counts the numbers that a device sends in one direction of a forward pass: with the
+tokens to the experts, or with the results back. The backward pass sends as many in each direction.
+The capacity c sets the room for choices, in each message of `exchanged`, and on each receiving
+device of `ragged`: c times the mean number of choices there. A choice without room is dropped, and
+the number of dropped choices is returned. `exchanged(c)` sends less than `gathered` if c k < n.
 """
 
 import math
@@ -38,10 +40,10 @@ class BytesSent(NamedTuple):
     The backward pass sends the same bytes again, without `ids`.
 
     Attributes:
-        out: the bytes of tokens, to the experts.
-        back: the bytes of results.
+        out: the bytes of the tokens that the device sends to experts.
+        back: the bytes of the experts' results that the device sends back.
         ids: the bytes of the indices of the tokens' experts.
-        weights: the bytes of the weights, for a dispatch that sends them.
+        weights: the bytes of the factors of the experts' results; 0 if they are not sent.
     """
 
     out: int
@@ -81,11 +83,10 @@ class Dispatch(Protocol):
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes that a device sends in a forward pass for its own `tokens` tokens: a
-        `BytesSent`, with the bytes of the tokens, of the results, and of the ids and weights.
+        """Returns the bytes that a device sends in a forward pass.
 
-        A token has k experts. `experts` is the number of experts on all n devices together.
-        `itemsize` is the size of a number in bytes.
+        Each device has `tokens` tokens of `width` numbers. A token has k experts. `experts` is the
+        number of experts on all n devices together. `itemsize` is the size of a number in bytes.
         """
         ...
 
@@ -108,8 +109,8 @@ class Gathered:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's rows of the results, [tokens, width], and 0, since no choice is
-        dropped.
+        """Returns this device's rows of the results, [tokens, width], and the number of dropped
+        choices, always 0.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -128,11 +129,11 @@ class Gathered:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes that a device sends: (n - 1) T D numbers to the experts, as many
-        numbers back, and, to the experts, k ids and k weights for each of the (n - 1) T tokens.
+        """Returns the bytes that a device sends, for n devices and k experts of a token.
 
-        T is `tokens`, D is `width`, k is the number of experts of a token, n is the number of
-        devices, and a number has `itemsize` bytes.
+        In the all-gather, a device sends (n - 1) T tokens, each with D numbers, k int32 ids and k
+        weights. In the reduce-scatter, it sends (n - 1) T results of D numbers. T is `tokens`, the
+        tokens of one device, D is `width`, and a number or weight has `itemsize` bytes.
         """
         rows = (n - 1) * tokens
         # `BytesSent` is (out, back, ids, weights); an id is an int32.
@@ -146,15 +147,16 @@ gathered = Gathered()
 
 @dataclass(frozen=True)
 class exchanged:
-    """Sends each token to its experts' devices by an all-to-all of the same number of rows, C, to
-    each device, and sends the results back.
+    """Sends each token to its experts' devices by an all-to-all, and sends the results back. A
+    device sends the same number of rows, C, to each device.
 
-    C is `capacity` times the mean load, rounded up. A *choice* is a token and one of its k experts.
-    The T tokens of a device have k T choices, so the mean load of each of n devices is k T / n
-    choices. With a capacity of `math.inf`, C is the largest possible load, and nothing is dropped.
-    If more than C choices of one device should go to the same device, first choices have priority
-    over second choices, and then earlier tokens over later ones. A dropped choice adds nothing to
-    the layer's result: the token keeps its residual.
+    A row is for one *choice*, a pair of a token and one of its k experts. The T tokens of a device
+    have k T choices, so a device sends on average k T / n rows to each of the n devices. C is
+    `capacity` times this mean, rounded up. With a capacity of `math.inf`, C is the largest number
+    of choices that a device can have for one receiver, and nothing is dropped. If a device has more
+    than C choices for one receiver, first choices have priority over second choices, and then
+    earlier tokens over later ones. A dropped choice adds nothing to the layer's result: the token
+    keeps its residual.
 
     Raises:
         ValueError: the capacity is 0 or below.
@@ -175,16 +177,17 @@ class exchanged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's results, [tokens, width], and the number of pairs of a token and
-        its expert for which a message had no room.
+        """Returns this device's results, [tokens, width], and the number of dropped choices. A
+        choice is a pair of a token and one of its experts. A choice is dropped if the message to
+        the expert's device has no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
         """
         n = axis.size()
         room = self.room(len(ids), ids.shape[1], local_experts, n)
-        # For each choice: its token, the expert's device, the expert's number there, and its rank
-        # among the choices that want this device.
+        # For each choice: its token, its expert's device, the expert's number on that device, and
+        # the number of earlier choices whose experts are on that device (`rank`).
         wanted = _wanted(ids, local_experts, n)
         # The place of each choice among the n * room rows that are sent. A choice without room gets
         # a place out of range, which `mode="drop"` ignores.
@@ -196,7 +199,8 @@ class exchanged:
             return jnp.full(n * room, fill, jnp.int32).at[place].set(values, mode="drop")
 
         def exchange(a):
-            """Sends the n * room rows of `a`, `room` to each device; returns the received rows."""
+            """Returns the received rows, after it sends the n * room rows of `a`: `room` rows to
+            each of the n devices."""
             return axis.all_to_all(a.reshape(n, room, *a.shape[1:]), 0, 0).reshape(a.shape)
 
         # An empty row takes the token len(x): this is out of range and gives 0. Its expert is
@@ -215,7 +219,7 @@ class exchanged:
     def room(self, tokens: int, k: int, local_experts: int, n: int) -> int:
         """Returns C, the number of rows that a device sends to each device.
 
-        Of its k experts, a token has at most min(k, local_experts) on one device. So C is at most
+        A token has at most min(k, local_experts) of its k experts on one device. So C is at most
         this number times the number of tokens.
         """
         return _room(self.capacity, k * tokens, n, tokens * min(k, local_experts))
@@ -223,12 +227,11 @@ class exchanged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of (n - 1) C D numbers each way, and of an int32 id for each row, for n
-        devices and C rows to each.
+        """Returns the bytes that a device sends: C rows to each of the n - 1 other devices, and as
+        many rows back. C is the result of `room`.
 
-        D is `width`, and a number has `itemsize` bytes. With a capacity of 1, the (n - 1) C rows
-        are, up to rounding, (n - 1)/n of the device's k T choices: a choice is one of the T =
-        `tokens` tokens and one of the token's k experts.
+        A row has D numbers of `itemsize` bytes, and each row to the experts has an int32 id too. D
+        is `width`.
         """
         rows = (n - 1) * self.room(tokens, k, experts // n, n)
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -243,17 +246,19 @@ class ragged:
     If the load is even, a device receives k T rows: T is the number of tokens of a device, and k
     the number of experts of a token. A device has room for `capacity` times as many rows. With a
     capacity of `math.inf` the device has room for the largest possible number of rows. Rows from
-    device 0 come first, then rows from device 1, and so on; rows beyond the room are dropped. XLA's
-    CPU backend lacks this collective (jax #34755); TPUs and GPUs have it.
+    device 0 come first, then rows from device 1, and so on; rows beyond the room are dropped.
+    TPUs and GPUs have `lax.ragged_all_to_all`, but XLA's CPU backend lacks it (jax #34755).
 
     Args:
         capacity: the number of rows that a device can receive, divided by the number of rows that
             it receives if the load is even.
-        move: the collective for the rows; it takes the arguments of `lax.ragged_all_to_all`.
+        move: the collective for the rows, a function with the arguments of
+            `lax.ragged_all_to_all`.
 
     Raises:
-        ValueError: the capacity is 0 or below; there is no axis; or the algorithm of the axis is
-            not `jax.lax`.
+        ValueError: the capacity is 0 or below. In a call: the experts are not split over any axis;
+            or their axis has an algorithm of its own, such as `ring("expert")`, which `move` cannot
+            use.
     """
 
     capacity: float
@@ -272,8 +277,9 @@ class ragged:
         local_experts: int,
         /,
     ) -> tuple[Float[Array, "tokens width"], Int[Array, ""]]:
-        """Returns this device's results, [tokens, width], and the number of pairs of a token and
-        its expert for which the receiver had no room.
+        """Returns this device's results, [tokens, width], and the number of dropped choices. A
+        choice is a pair of a token and one of its experts. A choice is dropped if the expert's
+        device has no room.
 
         `ids` are the indices of each token's experts, and `weights` the factors of the experts'
         results. `compute` runs the `local_experts` experts of this device.
@@ -281,23 +287,25 @@ class ragged:
         if not axes(axis.names):
             raise ValueError(
                 "experts.ragged needs an axis to move rows along, and the experts are not split "
-                "over any axis. Use gathered, or name the axis."
+                "over any axis. Use experts.gathered, or split the experts over an axis and pass "
+                "its name."
             )
         if axis.algorithm != xla:
             raise ValueError(
-                f"experts.ragged moves data only by jax.lax, and the axis is {axis}. Pass the "
-                f"axis by its name, {axis.names!r}, or use exchanged, which works with any "
-                "algorithm."
+                f"experts.ragged needs an axis without an algorithm of its own; got {axis}. Pass "
+                f"the axis by its name, {axis.names!r}, or use experts.exchanged, which works with "
+                "any algorithm that has an all-to-all."
             )
         n, (tokens, k) = axis.size(), ids.shape
-        # The mean is k T: each of n devices sends k T / n rows to this one. So `parts` is 1. At
-        # most, each token of each device makes min(k, local_experts) choices here.
+        # The mean load is k T: each of n devices sends k T / n rows to this one. `_room` takes the
+        # mean as choices / parts, so here as k T / 1. At most, each token of each device makes
+        # min(k, local_experts) choices here.
         room = _room(self.capacity, k * tokens, 1, n * tokens * min(k, local_experts))
-        # For each choice: its token, the expert's device, the expert's number there, and its rank
-        # among the choices that want this device.
+        # For each choice: its token, its expert's device, the expert's number on that device, and
+        # the number of earlier choices whose experts are on that device (`rank`).
         wanted = _wanted(ids, local_experts, n)
         devices = jnp.arange(n, dtype=jnp.int32)
-        # The choices of this device's tokens that want each device, [n].
+        # For each device: the number of this device's choices whose experts are there, [n].
         counts = jnp.sum(wanted.device[None] == devices[:, None], axis=1, dtype=jnp.int32)
         wanted_rows = axis.all_gather(counts[None], axis=0, tiled=True)  # [sender, receiver]
         exchange = _Exchange.of(wanted_rows, room, axis, self.move)
@@ -328,12 +336,14 @@ class ragged:
     def sent(
         self, tokens: int, width: int, *, k: int, experts: int, n: int, itemsize: int
     ) -> BytesSent:
-        """Returns the bytes of k (n - 1)/n T D numbers each way, for n devices and k experts of a
-        token, if each device gets equally many rows.
+        """Returns the bytes that a device sends if the load is even and no row is dropped.
 
-        T is `tokens`, D is `width`, and a number has `itemsize` bytes. The field `ids` has the
-        bytes of an int32 for each row, and of n int32 counts for each of the n - 1 other devices:
-        each device needs the counts of all pairs of a sender and a receiver.
+        The device sends k (n - 1)/n T rows to the experts, and as many rows back. T is `tokens`,
+        and a row has `width` numbers of `itemsize` bytes. The field `ids` has the bytes of an int32
+        id for each row, and of an all-gather of the row counts. A device has n int32 counts: how
+        many rows the device sends to each device. It sends all n counts to each of the n - 1 other
+        devices: a receiver's rows are ordered by the sender's index, so a device needs the counts
+        of all devices before it to place its own rows.
         """
         rows = k * tokens * (n - 1) // n
         # `BytesSent` is (out, back, ids); the weights are not sent.
@@ -343,7 +353,8 @@ class ragged:
 
 
 class _Exchange(NamedTuple):
-    """The messages of a device to the experts' devices and back, which differ in length.
+    """The messages that this device sends: rows to the experts' devices, and later results back to
+    the tokens' devices. The number of rows differs from message to message.
 
     The attributes with offsets and sizes have one entry for each device of the axis. They have the
     names of the arguments of `lax.ragged_all_to_all`, with `back_` in front for the way back.
@@ -356,12 +367,13 @@ class _Exchange(NamedTuple):
             sends.
         output_offsets: for each receiver, the index of this device's first row among the rows that
             the receiver gets.
-        back_send_sizes: the number of rows that go back to each device, as many as it sent.
+        back_send_sizes: for each device, the number of rows that this device received from that
+            device, and so sends back.
         back_input_offsets: the index of the first row from each device, among the rows that this
             device received.
         back_output_offsets: for each sender, the index of its first row to this device, among all
             rows that the sender sent.
-        dropped: the number of this device's pairs of a token and its expert that found no room.
+        dropped: the number of this device's choices that found no room at their receivers.
     """
 
     move: Callable[..., Any]
@@ -392,7 +404,7 @@ class _Exchange(NamedTuple):
             return jnp.cumsum(a, axis=dim, dtype=jnp.int32) - a
 
         me = axis.index()
-        # In a receiver's column, a sender gets the room that earlier senders leave.
+        # In a receiver's column, a sender gets the room that the senders of lower index leave.
         granted = jnp.clip(room - before(wanted_rows, 0), 0, wanted_rows)
         # A sender lays out all wanted rows one after another, but a receiver has only the granted
         # rows: the rows without room are skipped.
@@ -426,15 +438,15 @@ class _Exchange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All choices of a device's tokens. A *choice* is a token and one of its k experts. The first
-    choices of all tokens come before the second choices. Each attribute is an array with an entry
-    for each choice, so k entries for each token.
+    """All choices of a device's tokens. A *choice* is a pair of a token and one of its k experts.
+    The first choices of all tokens come before the second choices. Each attribute is an array with
+    an entry for each choice, so k entries for each token.
 
     Attributes:
         token: the token of each choice.
         device: the device of the choice's expert.
         expert: the number of the expert on that device.
-        rank: the number of earlier choices that want the same device.
+        rank: the number of earlier choices whose experts are on the same device.
     """
 
     token: Int[Array, " choices"]
@@ -444,10 +456,10 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
-    """Returns, for each choice, its token, its expert's device, the expert's number there, and its
-    rank among the choices of that device. `ids`, [tokens, k], are the tokens' experts.
+    """Returns the `_Wanted` of a device's tokens. `ids`, [tokens, k], are the tokens' experts.
 
-    Each of the n devices has `local_experts` experts: device 0 has the first of them, and so on.
+    Each of the n devices has `local_experts` experts: device 0 has the first `local_experts`
+    experts, device 1 has the next ones, and so on.
     """
     tokens, k = ids.shape
     # Transposed, so that the first choices of all tokens come first and have priority.
@@ -469,8 +481,8 @@ def _wanted(ids: Array, local_experts: int, n: int) -> _Wanted:
 def _weighted_sum(y: Array, weights: Array) -> Array:
     """Returns for each token the weighted sum of its experts' results, [tokens, width].
 
-    `y` has a row for each choice, a token and one of its experts: first the results of the first
-    choices of all tokens, then of the second, and so on.
+    `y` has a row for each choice, a pair of a token and one of its experts. The results of all
+    tokens' first choices come first, then the results of all tokens' second choices, and so on.
     """
     tokens, k = weights.shape
     # A product needs operands of one type. `jnp.sum` adds 16-bit numbers in float32.
@@ -497,5 +509,5 @@ def _check_capacity(name: str, capacity: float) -> None:
     if not capacity > 0:
         raise ValueError(
             f"experts.{name} needs a capacity above 0, as a multiple of the mean load; got "
-            f"{capacity}. Use 1.25 for a quarter of room to spare, or math.inf to drop nothing."
+            f"{capacity}. Use 1.25 for 25% more than the mean load, or math.inf to drop nothing."
         )

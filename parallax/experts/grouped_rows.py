@@ -1,13 +1,15 @@
 """Runs the experts of a device: pairs of a row and an expert are sorted and cut into blocks.
 
-Pair r sends row `source[r]` of x to expert `ids[r]`. `weights[r]` is the factor of the expert's
-result for this row. An id equal to the number of experts on the device means no expert.
+Pair r sends row `source[r]` of x to expert `ids[r]`. The expert's result, times `weights[r]`, is
+added to the same row of the output y. An id equal to the number of experts on the device means no
+expert.
 
-Each block has rows for one expert; *filling rows* fill up the expert's last block. Each row of a
-block has an index `written`, the row of the result to add to, and an index `pair`, its pair.
-Filling rows must add nothing to the results, so both of their indices are out of range. For such an
-index `_take` gives 0, and `_add` adds nothing. An expert has `trained` arrays, which are
-differentiated, and `others`, which are not.
+Each block has rows for one expert; *filling rows* fill up the expert's last block. For each of its
+rows, a block has three indices: `read`, `written` and `pair`. The row is a copy of row `read` of x.
+The expert's result for the row, times the weight of pair `pair`, is added to row `written` of y.
+Filling rows must add nothing to y, so their `written` and `pair` are out of range: there `_take`
+gives 0, and `_add` adds nothing. An expert has `trained` arrays, which are differentiated, and
+`others`, which are not.
 
 Legend: N rows, R pairs of a row and an expert, E experts on the device, D width.
 """
@@ -73,7 +75,7 @@ def grouped(expert: Expert = call_module, *, size: int = 128) -> ExpertCompute:
             matmuls.
 
     Raises:
-        ValueError: `expert` returns rows of another shape or type; or size is below 1.
+        ValueError: `expert` returns rows of another shape or dtype; or size is below 1.
     """
     if size < 1:
         raise ValueError(f"experts.grouped: a block needs 1 row or more; got size={size}. Use 128.")
@@ -103,14 +105,14 @@ def _check_results(results: Array, rows: Array) -> None:
     if (results.shape, results.dtype) != (rows.shape, rows.dtype):
         needed, got = (f"{x.dtype}{list(x.shape)}" for x in (rows, results))
         raise ValueError(
-            f"experts: an expert must return rows of the same shape and type as its input, "
-            f"{needed}; it returned {got}. Let its last layer be of the model's width and type."
+            f"experts: an expert must return rows of the same shape and dtype as its input, "
+            f"{needed}; it returned {got}. Make its last layer return the model's width and dtype."
         )
 
 
 class Block(NamedTuple):
-    """One block of rows for one expert. Its last rows may be filling rows, which add nothing to
-    the results.
+    """One block of rows for one expert. If the expert has too few pairs to fill the block, the last
+    rows are *filling rows*, which add nothing to the results.
 
     Attributes:
         expert: the number of the expert.
@@ -157,25 +159,28 @@ def _table(
 
         `ends[e]` is the number of blocks of the experts 0 to e, so the block's expert is the first
         e with `ends[e]` > j. `order` sorts the pairs by expert. `starts[e]` is the place of the
-        first pair of expert e among the sorted pairs. `place` are the places of the block's rows
-        among the sorted pairs; `within` has the numbers 0, ..., size - 1 of the rows in the block.
+        first pair of expert e among the sorted pairs. Row i of the block is for the pair at
+        `place[i]` among the sorted pairs. If the expert has no pair there, row i only fills up the
+        block. `within[i]` is i.
         """
         expert = jnp.searchsorted(ends, j, side="right").astype(jnp.int32)
         # The number of blocks of earlier experts.
         before = jnp.where(expert > 0, ends[expert - 1], 0)
         place = starts[expert] + (j - before) * size + within
         is_pair = place < starts[expert + 1]  # false for filling rows
-        # Filling rows repeat the last pair of the expert, so that they read a row of x that exists.
+        # Filling rows copy the row of x of the expert's last pair. The expert computes them too,
+        # and might turn rows of zeros into NaN, as a norm does.
         pair = order[jnp.minimum(place, starts[expert + 1] - 1)]
         read = source[pair]
-        # To write to, filling rows get numbers out of range, which a scatter drops.
+        # The `written` and the `pair` of filling rows are out of range, so they add nothing.
         return Block(expert, read, jnp.where(is_pair, read, rows), jnp.where(is_pair, pair, pairs))
 
     return block, ends[-1]
 
 
 def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Callable[..., Array]:
-    """Returns a function that runs all experts in a loop over blocks, with its backward pass.
+    """Returns a function that runs all experts in a loop over blocks. The function has a custom
+    derivative: its backward pass is a loop over blocks too.
 
     `expert` takes `(trained, others, rows)`: the trained and the other arrays of one expert, and
     the rows of one block, `size` of them.
@@ -189,9 +194,9 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
 
         def body(j, y):
             """Returns `y` with the weighted results of block j added."""
-            # For each row of the block: `read` and `written` are its row in x and y, and `pair` is
-            # its pair. In filling rows `written` and `pair` are out of range: `_take` gives a
-            # weight of 0, and `_add` ignores them.
+            # Each row of the block is a copy of row `read` of x. The expert's result for it, times
+            # the weight of pair `pair`, is added to row `written` of y. For filling rows `written`
+            # and `pair` are out of range: `_take` gives a weight of 0, and `_add` adds nothing.
             block = block_of(j)
             results = _apply(expert, others, block, _at(trained, block.expert), x[block.read])
             scale = _take(weights, block.pair)[:, None].astype(results.dtype)
@@ -205,8 +210,7 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
         return run(*arguments), arguments
 
     def backward(arguments, cotangent_of_y):
-        """Returns the gradients of the trained arrays, of `x` and of `weights`, and None for all
-        other arguments."""
+        """Returns the gradients of `trained`, `x` and `weights`, and None for other arguments."""
         trained, others, x, source, ids, weights = arguments
         block_of, count = _table(source, ids, len(x), _count(trained, others), size)
 
@@ -217,8 +221,9 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             The block's results are computed again. `_at` picks one expert's arrays, and `_take`
             picks rows.
             """
-            # `read` and `written` are each row's row in x, and `pair` is its pair. In filling rows
-            # `written` and `pair` are out of range: `_take` gives 0 there, and `_add` ignores them.
+            # Each row of the block copies row `read` of x, its gradient is added to row `written`
+            # of the gradient of x, and its weight is that of pair `pair`. For filling rows
+            # `written` and `pair` are out of range: `_take` gives 0, and `_add` ignores these rows.
             block = block_of(j)
             local_expert = functools.partial(_apply, expert, others, block)
             results, transpose = jax.vjp(local_expert, _at(trained, block.expert), x[block.read])
@@ -226,9 +231,13 @@ def _loops(expert: Callable[[PyTree, PyTree, Array], Array], size: int) -> Calla
             scale = _take(weights, block.pair)[:, None].astype(cotangent.dtype)
             d_trained, d_rows = transpose(cotangent * scale)
             trained_sum, x_sum, weights_sum = sums
-            kind = weights_sum.dtype  # float32 or wider
+            # The type of `weights_sum` is float32 or wider. But if complex results have real
+            # weights, the product needs both parts of the results, and the sum takes the real part.
+            kind = results.dtype if jnp.iscomplexobj(results) else weights_sum.dtype
             # A weight multiplies its result, so its gradient is result times cotangent.
             d_weights = jnp.sum(results.astype(kind) * cotangent.astype(kind), axis=-1)
+            if not jnp.iscomplexobj(weights):
+                d_weights = jnp.real(d_weights)
             return (
                 jax.tree.map(functools.partial(_add_at, block.expert), trained_sum, d_trained),
                 _add(x_sum, block.written, d_rows),
@@ -254,8 +263,8 @@ def _apply(
 ) -> Array:
     """Returns the results of the block's expert for `rows`.
 
-    `trained` has the trained arrays of this expert only, so a gradient of `_apply` is of one
-    expert. `others` has the arrays of all experts, with a first dim of experts.
+    `trained` has the trained arrays of this expert only, so their gradients have the size of one
+    expert. `others` has the untrained arrays of all experts, with a first dim of experts.
     """
     return expert(trained, _at(others, block.expert), rows)
 
@@ -266,8 +275,7 @@ def _at(tree: PyTree, i: Array) -> PyTree:
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Returns the rows of `x` at `index`. An index out of range, as the rows that fill up a block
-    have, gives zeros."""
+    """Returns the rows of `x` at `index`. An index out of range gives a row of zeros."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

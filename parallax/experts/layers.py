@@ -31,7 +31,7 @@ def comms(
     sequences.
 
     Args:
-        axis: the axis that splits each layer, and the hidden width of each expert.
+        axis: the axis that splits each layer. It splits each expert by the expert's hidden width.
         experts: the axis that the experts are split over; `()` if each device has all of them.
         shared: further axes that split the vocabulary, such as the stages of a pipeline.
         inner: `tensor.comms` or `sequence.comms`; or `context.comms`, with its option `context` set

@@ -1,4 +1,5 @@
-"""A mixture of experts: a layer of a router and experts of any kind.
+"""A mixture of experts: a layer in which a router chooses the experts of each token. The experts
+may be of any kind.
 
 Legend: B sequences, T tokens in a sequence, D width, F hidden width of an expert, E experts, n
 devices of the axis.
@@ -42,7 +43,7 @@ class Gated(eqx.Module):
 
         def normal(key, *shape):
             """Returns matrices of normal random numbers, divided by the square root of the number
-            of rows of a matrix, which are its inputs."""
+            of a matrix's rows. Each row of a matrix multiplies one input of the matrix."""
             scale = jnp.asarray(shape[-2] ** 0.5, dtype)
             return jax.random.normal(key, shape, dtype) / scale
 
@@ -60,7 +61,8 @@ class Mixture(eqx.Module):
 
     Attributes:
         router: the matrix from a token to logits.
-        experts: a tree of any kind whose arrays have a first dim of experts, split over the axis.
+        experts: a tree of any kind whose arrays have a first dim of experts. In `moe` a device has
+            only its own experts.
         bias: numbers added to the experts' scores, only to choose the experts. The bias has no
             gradient; `rebalanced` changes it. None or `()` means no bias.
     """
@@ -81,26 +83,26 @@ def moe(
     comms: Comms = tensor.comms(()),  # noqa: B008, a frozen choice
 ) -> tuple[Float[Array, "batch tokens width"], Statistics]:
     """Returns each token's weighted sum of its experts' results, `x[B_X, T, D] -> y[B_X, T, D]`,
-    and the router's `Statistics`, such as the load, of this device's sequences. X stands for the
-    axes that split the batch; `axis` is one of them.
+    and the router's `Statistics` of this device's sequences. X stands for the axes that split the
+    batch. `axis` names one or more of these axes, or none (`()`).
 
     The experts are split over `axis`. For each token, the result equals the weighted sum of the
     results of all experts, where experts that were not chosen have the weight 0. Add the result to
     the residual stream.
 
-    The axis that splits the experts also splits the batch. It may be the data axis, another axis
-    that splits the data (name both in `grads.averaged`), or several axes. An expert receives the
-    tokens of all devices, so its gradient is a sum over all these tokens already. `grads.averaged`
-    and `zero.reduce_scattered` therefore only divide this gradient: they sum only over axes along
-    which a parameter is the same.
+    The axis that splits the experts also splits the batch: it may be the data axis, another axis,
+    or several axes. Pass all axes that split the batch to `grads.averaged`. An expert receives its
+    tokens from all devices of `axis`, so its gradient is already a sum over these devices. Along
+    `axis`, `grads.averaged` and `zero.reduce_scattered` therefore only divide this gradient: they
+    sum only over axes along which a parameter is the same.
 
     Args:
         x: this device's tokens.
         params: the whole router, and this device's experts.
         axis: the axis that the experts are split over; `()` if each device has all of them.
-        route: chooses the experts of a token, such as `top_k(k)`.
+        route: the function that chooses the experts of each token; for example, `top_k(k)`.
         dispatch: `gathered`, `exchanged(capacity)` or `ragged(capacity)`.
-        compute: runs this device's experts, such as `grouped(expert)`.
+        compute: the function that runs this device's experts; for example, `grouped(expert)`.
         comms: the communication along the axis that splits each expert's hidden width. If there is
             such an axis, the experts' results are partial sums. Use `tensor.comms("tensor")`, or
             `sequence.comms` if `x` has a device's share of the tokens. With `context.comms`, the
@@ -108,12 +110,15 @@ def moe(
 
     Raises:
         ValueError: the devices together do not have as many experts as the router; `x` is the same
-            on the devices of `axis`; there are no tokens; `route` chooses no experts for them; or
-            an error of `route`, `dispatch` or `compute`.
+            on the devices of `axis`; `comms` would sum results that are equal on all devices, since
+            its axis is also in `axis`, or splits no array of the experts; there are no tokens; or
+            `route` chooses no experts for the tokens. The errors of `route`, `dispatch` and
+            `compute` are raised too.
     """
     axis = Axis.of(axis)
     local_experts = _local_experts(params, axis)
     _check_varies(x, axis)
+    _check_partial(params, axis, comms)
     # A bias of `()` is no bias. Logits are float32 or wider: rounded logits would change the choice
     # between close scores.
     kind = accumulation_dtype(x.dtype)
@@ -123,7 +128,7 @@ def moe(
         raise ValueError(
             "experts.moe needs 1 token or more, and 1 expert or more for each; got x of shape "
             f"{x.shape}, and `route` chose experts of shape {routing.experts.shape}. Pass a batch "
-            "with tokens, and a router that chooses."
+            "with tokens, and a router that chooses an expert for each token."
         )
     # If `comms` splits the tokens, they are gathered here, so that each device computes all tokens
     # with its share of the hidden width. Backward, `all_tokens` sums the devices' gradients; the
@@ -134,10 +139,10 @@ def moe(
     rows, row_ids, row_weights = (a.reshape(-1, a.shape[-1]) for a in (tokens, ids, weights))
     compute_local = functools.partial(compute, params.experts)
     y, dropped = dispatch(rows, row_ids, row_weights, compute_local, axis, local_experts)
-    # Of the `token_shards` devices that split a sequence, only `context_shards` have different
-    # tokens after the gather. So groups of `counted` devices have the same tokens and count the
-    # same dropped choices, and `statistics` divides by that number. `over_tokens` are the axes of
-    # the `token_shards` devices.
+    # `token_shards` devices, those of the axes `over_tokens`, split a sequence. After the gather,
+    # tokens differ only along the context axis, of `context_shards` devices. The `counted` devices
+    # at each place of that axis have the same tokens, and count the same dropped choices.
+    # `statistics` sums the choices over `over_tokens`, and so divides by `counted`.
     counted = comms.token_shards // comms.context_shards
     stats = statistics(routing, dropped, comms.over_tokens, counted=counted)
     # Summed over the devices that split the hidden width. With `sequence.comms` each device keeps
@@ -184,3 +189,30 @@ def _check_varies(x: Array, axis: Axis) -> None:
             "devices should share each expert, split its hidden width instead: "
             "comms=tensor.comms('tensor')."
         )
+
+
+def _check_partial(params: Mixture, axis: Axis, comms: Comms) -> None:
+    """Raises `ValueError` if the devices along an axis of `comms.everywhere` would all have the
+    same results, which `comms.sum_partials` would add up.
+
+    The results themselves do not show it, since `comms.all_tokens` types the tokens as varying.
+    """
+    leaves = jax.tree.leaves(eqx.filter(params.experts, eqx.is_array))
+    split = {name for leaf in leaves for name in varying_axes(leaf)}
+    for name in axes(comms.everywhere.names):
+        if Axis(name).size() == 1:
+            continue
+        if name in axes(axis.names):
+            raise ValueError(
+                f"experts.moe: the experts are split over {axis.names!r}, and comms splits each "
+                f"expert's hidden width over {name!r} too. The devices of {name!r} would get the "
+                "same results, and comms would add these up. Split the experts over an axis that "
+                "splits the batch, or pass axis=() and split only the hidden width."
+            )
+        # Experts without arrays, which `compute` may have by closure, show nothing.
+        if leaves and name not in split:
+            raise ValueError(
+                f"experts.moe: comms adds up results over {name!r}, but all arrays of the experts "
+                f"are the same along {name!r}: each result would be counted once per device. Split "
+                f"the experts' hidden width over {name!r}, or pass a comms without this axis."
+            )

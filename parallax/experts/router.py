@@ -4,9 +4,9 @@ Legend: B sequences, T tokens in a sequence, E experts, k choices of a token.
 
 Each statistic is computed for each sequence, and then averaged over the sequences. So it does not
 depend on how the batch is split into microbatches and devices: the mean of the means of equal parts
-is the mean over the batch. The *load* of an expert is the number of choices that fall on it,
-divided in `Statistics` by the number of all choices. The *shares* of a token are its scores of all
-experts, divided by their sum.
+is the mean over the batch. The *load* of an expert is the number of choices that fall on the
+expert; `Statistics` has the load as a fraction of all choices. The *shares* of a token are its
+scores of all experts, divided by their sum.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,15 @@ class Routing(NamedTuple):
     """The experts that are chosen for each token.
 
     Attributes:
-        experts: the indices of each token's experts, the best expert first. An expert that a token
-            chooses twice gets the sum of its weights. `exchanged` and `ragged` make room for such
-            an expert only once per token: even with a capacity of `math.inf`, they may drop the
-            second choice, and count it as dropped.
+        experts: the indices of each token's experts, the best expert first. Each index must be
+            from 0 to E - 1: with any other, `exchanged` and `ragged` may give wrong results for
+            other tokens too. For a choice of no expert, use any expert with the weight 0. If a
+            token chooses an expert twice, the factor of the expert's result is the sum of the
+            weights of both choices. The dispatches `exchanged` and `ragged` may then drop choices
+            even with a capacity of `math.inf`; they count these choices as dropped.
         weights: the factors of the results of these experts.
         logits: the router's logits.
-        shares: the router's preference for each expert: above 0, with the sum 1.
+        shares: for each token, the router's preference for each expert: 0 or more, with the sum 1.
     """
 
     experts: Int[Array, "*tokens k"]
@@ -68,7 +70,7 @@ def top_k(
     """
 
     def route(logits, bias):
-        """Returns the `Routing` of tokens with these logits, [..., E], and a bias, [E] or None."""
+        """Returns the `Routing` of the tokens. `logits` is [..., E], and `bias` is [E] or None."""
         count = logits.shape[-1]
         if not 1 <= k <= count:
             raise ValueError(
@@ -103,18 +105,18 @@ class Statistics(NamedTuple):
     microbatches.
 
     Attributes:
-        balance: for each sequence, the number of experts times the sum over experts of
-            load * share, where `share` is the expert's mean share over the tokens. The balance is 1
-            if all experts have the same load. As an auxiliary loss it moves the router towards an
-            even load. Sources: Fedus et al., arXiv 2101.03961, formula 4; for one sequence at a
-            time, DeepSeek-AI, arXiv 2412.19437, formula 17.
+        balance: for each sequence, the sum of E * load * share over the E experts; then the mean
+            over the sequences. Here `load` is the fraction of the sequence's choices that fall on
+            the expert, and `share` is the mean of the expert's `Routing.shares` over the sequence's
+            tokens. The balance is 1 if all experts have the same load. As an auxiliary loss it
+            moves the router towards an even load. Sources: Fedus et al., arXiv 2101.03961, formula
+            4; for one sequence at a time, DeepSeek-AI, arXiv 2412.19437, formula 17.
         z: the mean over tokens of logsumexp(logits)^2. It is an auxiliary loss that keeps logits
             small (Zoph et al., arXiv 2202.08906).
         entropy: the mean over tokens of the entropy of a token's shares, in nats. The entropy is
             log(E), for E experts, if the router prefers no expert. It has no gradient.
-        load: the share of all choices (pairs of a token and one of its experts) that fall on each
-            expert. The load times the number of all choices is the number of tokens that the expert
-            gets.
+        load: for each expert, the fraction of all choices that fall on the expert. A choice is a
+            token and one of its experts. Choices that are dropped later count too.
         dropped: the dropped choices per sequence. This number times the number of sequences is the
             number of all dropped choices.
     """
@@ -129,13 +131,10 @@ class Statistics(NamedTuple):
 def statistics(
     choice: Routing, dropped: Int[Array, ""], axis: AxisLike = (), *, counted: int = 1
 ) -> Statistics:
-    """Returns the `Statistics` of the experts that were chosen for the tokens of some sequences:
-    two auxiliary losses (`balance` and `z`), the `entropy` of a token's shares, the `load` of each
-    expert, and the `dropped` choices per sequence. The arrays of `choice` are
-    [sequences, tokens, ...].
+    """Returns the `Statistics` of the experts that were chosen for the tokens of some sequences.
 
     Args:
-        choice: the routing of this device's tokens.
+        choice: the routing of this device's tokens, in arrays [sequences, tokens, ...].
         dropped: the number of dropped choices.
         axis: the axis that splits the tokens of a sequence; `()` if no axis does.
         counted: how many devices of `axis` have the same tokens, and so counted the same dropped
@@ -173,8 +172,9 @@ def rebalanced(
     loads are added.
 
     Use it in `step.make(after_update=...)`, once per step: there `load` is the load of the whole
-    batch (Wang et al., arXiv 2408.15664, algorithm 1, with a rate of 0.001). Keep the bias out of
-    `trainable`.
+    batch. Keep the bias out of `trainable`, and in float32: in 16 bits, a bias that has grown large
+    no longer changes, since adding a small `rate` is rounded away. Wang et al. (arXiv 2408.15664,
+    algorithm 1) use a `rate` of 0.001.
     """
     mean = jnp.mean(load, axis=-1, keepdims=True)
     # 64 units of rounding: a bound on the rounding of the sums in `load`, and of their mean.

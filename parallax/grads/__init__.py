@@ -3,9 +3,9 @@ microbatches, averaged over devices, or clipped.
 
 A gradient function is `(params, batch) -> (loss, gradients)`, such as `jax.value_and_grad` and
 `eqx.filter_value_and_grad` make. With `has_aux=True` it is
-`(params, batch) -> ((loss, aux), gradients)`; every function here also returns `aux`, a tree of
-arrays. A leaf that is not trained has a gradient of None. The order of wrapping decides the cost:
-`averaged` reduces once per step if it wraps `accumulated`, and once per microbatch inside
+`(params, batch) -> ((loss, aux), gradients)`, with `aux` a tree of arrays, and the new function
+returns `aux` too. A leaf that is not trained has a gradient of None. The order of wrapping decides
+the cost: `averaged` reduces once per step if it wraps `accumulated`, and once per microbatch inside
 `accumulated`.
 """
 

@@ -1,11 +1,11 @@
 """The axes along which a parameter or a gradient differs between devices, and a record of the
-gradient functions that JAX is tracing at the moment. The record is needed because a gradient
-function changes the types of its parameters.
+gradient functions that JAX is tracing at the moment.
 
 An array *varies* along a mesh axis if JAX types it as possibly different on the devices of that
 axis. A gradient function declares its parameters varying, so that JAX does not sum their gradients.
 Along an axis, a device's parameter is either a copy (the same on all devices) or a share (a part of
-the whole parameter). `Axis.names` is one name or a tuple of names.
+the whole parameter). The declaration makes copies vary too, so a gradient function inside another
+one needs the record to tell copies from shares. `Axis.names` is one name or a tuple of names.
 """
 
 from collections.abc import Iterable
@@ -26,8 +26,9 @@ class Enclosing(NamedTuple):
         declared: the axes of the gradient functions that enclose the code being traced. Each
             function typed all parameters as varying along its axes, also those that are the same on
             all devices.
-        shares: the axes in `declared` along which a device has only a part of some parameters. The
-            types of these parameters varied already before a function declared them varying.
+        shares: the axes in `declared` along which a device has only a part of some parameters.
+            The types of these parameters varied along these axes even before a function declared
+            all parameters varying.
     """
 
     declared: frozenset[str] = frozenset()
@@ -40,7 +41,8 @@ ENCLOSING = jax.make_user_context(Enclosing())
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
-    """Returns the names of the mesh axes that `axis` joins, as a tuple even if there is one."""
+    """Returns the names of the mesh axes that `axis` joins, as a tuple even if there is only one
+    name."""
     return types.axes(axis.names)
 
 
@@ -65,5 +67,5 @@ def axes_of_copies(x: Array, axis: Axis) -> tuple[str, ...]:
 
 
 def varies_along(x: Array, axis: AxisLike) -> bool:
-    """Returns whether the type of `x` varies along every mesh axis of `axis`."""
+    """Returns whether `x` is typed as varying along every mesh axis of `axis`."""
     return not replicated_axes(x, Axis.of(axis))

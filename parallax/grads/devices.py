@@ -3,42 +3,31 @@ devices that split the batch.
 
 A gradient function is `(params, batch) -> (value, gradients)`, where `value` is the loss or
 `(loss, aux)`. An array varies along an axis if its type says that it may differ between the devices
-of the axis. A share is a device's part of a parameter; a parameter that is whole on each device is
-a copy. `A {U_X}` means that each device of axis X holds one term of a sum, and `A` is the sum.
-`axis.over(names)` is `axis` without the names that are not in `names`. `sequence_after(x, y)` is
-`x`. On a CPU each array of `x` waits for all of `y`. `ENCLOSING.value` has the axes of the gradient
-functions around the code being traced.
+of the axis. `axis.over(names)` is `axis` with only those of its names that are in `names`.
+`sequence_after(x, y)` is `x`. On a CPU each array of `x` waits for all of `y`.
 """
 
 import numbers
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array
 
-from parallax import jaxprs, recording, trees
+from parallax import recording, trees
 from parallax._typing import PyTree
-from parallax.collectives import types
 from parallax.collectives.axis import Axis, AxisLike
 from parallax.collectives.cpu import sequence_after
 from parallax.collectives.types import accumulation_dtype, linear, varying, varying_axes
-from parallax.grads.axes import (
-    ENCLOSING,
-    Enclosing,
-    axes_of,
-    axes_of_copies,
-    axes_of_several_devices,
-    replicated_axes,
-)
+from parallax.grads.axes import axes_of, axes_of_copies, replicated_axes
+from parallax.grads.local import LocalGradients, check_equal_rows, local_gradients
 from parallax.grads.norms import refuse_clipped
 from parallax.grads.results import (
     Grad,
+    check_pair,
     floating,
     loss_and_gradients,
     loss_part,
@@ -83,7 +72,8 @@ def accumulated(
 
     Raises:
         ValueError: the first dims of the batch's leaves differ, or are no multiples of
-            `microbatches`; or `grad` was made by `clipped`, and there are several microbatches.
+            `microbatches`; `grad` was made by `clipped`, and there are several microbatches; or
+            the results of `grad` are no pair of a scalar loss and gradients of the parameters.
     """
     if not isinstance(microbatches, numbers.Integral) or microbatches < 1:
         raise ValueError(
@@ -106,8 +96,8 @@ def accumulated(
         parts = split_into_microbatches(batch, microbatches)
 
         def add_part(sums, numbered_part):
-            """Returns, as a body of `lax.scan`, the sums with one microbatch's gradients added, and
-            the microbatch's loss or `(loss, aux)`, which the scan stacks."""
+            """Returns the sums with one microbatch's gradients added, and the microbatch's loss or
+            `(loss, aux)`. The function is the body of a scan, which stacks the second result."""
             part, number = numbered_part
             # A tap is a place in the model that reports a value, here together with this number.
             with recording.at(microbatch=number):
@@ -119,9 +109,13 @@ def accumulated(
         # carry of a scan must keep its type. `recording.numbered` returns the microbatches'
         # numbers, for taps; if no taps are recorded, it returns None.
         first_part = jax.tree.map(lambda leaf: leaf[0], parts)
-        shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part)[1])
+        value, shapes = jax.eval_shape(lambda: loss_and_gradients(grad, params, first_part))
+        check_pair(value, shapes, params)
         numbered_parts = parts, recording.numbered(microbatches)
-        sums, values = lax.scan(add_part, jax.tree.map(zeros, shapes), numbered_parts)
+        # A batch without arrays does not tell the scan its length.
+        sums, values = lax.scan(
+            add_part, jax.tree.map(zeros, shapes), numbered_parts, length=microbatches
+        )
         means = jax.tree.map(lambda total: total / microbatches, sums)
         return map_loss_and_aux(values, jnp.mean, aux), means
 
@@ -140,9 +134,9 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
         name = jax.tree_util.keystr(path) or "itself"
         if not jnp.ndim(leaf):
             raise ValueError(
-                f"The batch's leaf {name} is a scalar, and the first dim of every leaf must be the "
-                "sequences. Broadcast it to one number per sequence, or let the loss close over "
-                "it."
+                f"The batch's leaf {name} is a scalar, but the first dim of every leaf must run "
+                "over the sequences. Broadcast it to one number per sequence, or let the loss "
+                "close over it."
             )
         if leaf.shape[0] % microbatches:
             raise ValueError(
@@ -151,36 +145,27 @@ def split_into_microbatches(batch: Tree, microbatches: int) -> Tree:
                 "microbatches."
             )
         rows[name] = leaf.shape[0]
-    _check_equal_rows(
+    check_equal_rows(
         rows,
         "A batch is cut into parts by rows, so all leaves need equally many rows. Move a leaf "
         "without rows, such as a weight for each class, to the parameters, or let the loss close "
         "over it.",
     )
-    return jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), batch)
 
+    def cut(leaf):
+        # The size of a part is given, since -1 has no meaning in a leaf of no numbers.
+        return leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:])
 
-def _check_equal_rows(rows: dict[str, int], reason_and_cure: str) -> None:
-    """Raises `ValueError` if the leaves of a batch have unequal numbers of rows.
-
-    `rows` maps the name of each leaf to its number of rows. `reason_and_cure` ends the message:
-    each caller has its own reason why the numbers must be equal.
-    """
-    if len(set(rows.values())) > 1:
-        few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
-        raise ValueError(
-            f"The batch's leaf {few} has {rows[few]} rows on each device and its leaf {many} has "
-            f"{rows[many]}. {reason_and_cure}"
-        )
+    return jax.tree.map(cut, batch)
 
 
 # Devices
 
 
 def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
-    """Returns the mean of each array over the devices of those axes in `axis` along which the array
-    varies: its type says that it may differ there. The sums are taken in float32 or wider. An
-    integer array that varies becomes floating-point."""
+    """Returns the mean of each array over devices, along those axes in `axis` along which the array
+    is typed as varying. Along the other axes, all devices have the same array. The sums are taken
+    in float32 or wider. An integer array that varies becomes floating-point."""
 
     def mean(path, leaf):
         """Returns the mean of one array over the devices of those axes in `axis` along which it
@@ -189,9 +174,8 @@ def mean_over_devices(aux: Tree, axis: Axis) -> Tree:
         if not differs_along.names:
             return leaf
         floats = floating(path, leaf)
-        return differs_along.all_mean(floats.astype(accumulation_dtype(floats.dtype))).astype(
-            floats.dtype
-        )
+        total = differs_along.all_mean(floats.astype(accumulation_dtype(floats.dtype)))
+        return _narrowed(total, floats.dtype)
 
     return jax.tree.map_with_path(mean, aux)
 
@@ -204,8 +188,8 @@ def averaged(
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
     """Returns a gradient function for the mean of `grad` over the devices of `axis`, which split
-    the batch. This is data parallelism, `A {U_X} -> A`: a term on each device becomes one result on
-    all.
+    the batch. This is data parallelism: each device computes the gradients of its part of the
+    batch, and the mean over devices is the gradient of the whole batch.
 
     The parameters are declared varying before `grad` differentiates, so that JAX does not sum their
     gradients. Then the gradients are reduced once. If a parameter is split over some of the axes
@@ -229,7 +213,7 @@ def averaged(
         axis: the axis, or the axes, that split the batch.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
-            gradients the backward pass sums; these are not declared varying. See
+            gradients the backward pass sums; these parameters are not declared varying. See
             `reduced_in_backward`.
 
     Raises:
@@ -242,7 +226,7 @@ def averaged(
 
     # `total` is the sum over devices, and `term` this device's gradient or loss.
     def mean(total, term):
-        return (total / axis.size()).astype(term.dtype)
+        return _narrowed(total / axis.size(), term.dtype)
 
     def wrapped(params, batch):
         local = local_gradients(grad, params, batch, axis, reduced=reduced)
@@ -259,14 +243,14 @@ def summed(
     aux: Callable[[Any, Axis], Any] = mean_over_devices,
     reduced: Callable[[Any], Any] | None = None,
 ) -> Grad:
-    """Returns `grad` with its gradients summed over `axis`: each device has one term before, and
-    the whole sum after, `A {U_X} -> A`.
+    """Returns a gradient function that sums the gradients of `grad` over the devices of `axis`.
 
-    A gradient is summed only over those names in `axis` along which all devices have the same
-    parameter. Use `summed` if each device computes a part of one loss. In sequence parallelism, for
-    example, each device normalises only some of the tokens, so the device's gradient of the norm's
-    weight is one term of the sum. Sums are taken in float32 or wider, and rounded once, to the
-    gradient's own type.
+    On each device `grad` computes one term of the sum, and each device gets the sum. A gradient is
+    summed only over those names in `axis` along which all devices have the same parameter. Use
+    `summed` if each device computes a part of one loss. In sequence parallelism, for example, each
+    device normalises only some of the tokens, so the device's gradient of the norm's weight is one
+    term of the sum. Sums are taken in float32 or wider, and rounded once, to the gradient's own
+    type.
 
     Args:
         grad: a gradient function.
@@ -275,20 +259,18 @@ def summed(
             may already be a sum or mean over `axis`.
         aux: a function `(values, axis)` that combines the auxiliary values of the devices.
         reduced: a function such as `lambda model: model.blocks`. It returns the parameters whose
-            gradients the backward pass sums; these are not declared varying. See
-            `reduced_in_backward`.
+            gradients `grad` itself sums over the devices, in its backward pass, so that they are
+            not summed again. Wrap the function that uses them in `reduced_in_backward`.
 
     Raises:
-        ValueError: the gradients are already summed over `axis`; `loss` is true, and the loss is
-            already reduced over `axis`; or a reason that `averaged` names: a part of a parameter
-            that is used as if it were whole, unequal numbers of rows, or types that do not record
-            which values vary.
+        ValueError: the gradients are already summed over `axis`; or `loss` is true, and the loss is
+            already reduced over `axis`. The other errors of `averaged` are raised too.
     """
 
     axis = Axis.of(axis)
 
     def total_as_term(total, term):
-        return total.astype(term.dtype)
+        return _narrowed(total, term.dtype)
 
     def wrapped(params, batch):
         # A sum of gradients that are the same on all devices is wrong, unlike their mean, so
@@ -297,23 +279,6 @@ def summed(
         return value_and_sums(local, axis, total_as_term, loss=loss, aux=aux)
 
     return wrapped
-
-
-class LocalGradients(NamedTuple):
-    """The results of a gradient function on one device, before any sum over devices.
-
-    Attributes:
-        params: the parameters as they were given, with their own types.
-        declared: the same parameters as the gradient function got them. They are declared varying
-            along the axis to be reduced over, except those that `reduced` picked.
-        value: the loss, or `(loss, aux)`.
-        gradients: the gradients on this device.
-    """
-
-    params: PyTree
-    declared: PyTree
-    value: PyTree
-    gradients: PyTree
 
 
 def value_and_sums(
@@ -333,9 +298,7 @@ def value_and_sums(
     one order on all devices.
 
     Args:
-        local: this device's loss and gradients, before any sum. `local.params` are the parameters
-            as the caller passed them, and `local.declared` are the same parameters, declared
-            varying except those that `reduced` picked.
+        local: this device's loss and gradients, before any sum, as `local_gradients` returns them.
         axis: the axis to sum over.
         finish: `finish(sum, own)` makes the result from the sum over devices and from this device's
             own value. It is called for each gradient and for the loss.
@@ -351,11 +314,12 @@ def value_and_sums(
 
     def axes_to_reduce(gradient, declared, parameter):
         """Returns the axes to sum one gradient over. `parameter` is the gradient's parameter with
-        the type that it had when the caller passed it. `declared` is the same parameter with the
-        type that it had in the gradient function."""
+        its own type, from `local.params`. `declared` is the same parameter with the type that the
+        gradient function got, from `local.declared`: it may vary along more axes."""
         # If the parameter was declared varying, the gradient is one device's term, even if its own
-        # type does not vary, such as a gradient of zeros. If neither varies, `reduced` (of
-        # `averaged`) picked the parameter, and the backward pass has summed its gradient already.
+        # type does not vary, such as a gradient of zeros. If neither varies, the user picked the
+        # parameter by the argument `reduced` of `averaged` or `summed`: then it was not declared
+        # varying, and the backward pass has summed its gradient already.
         differs = {*varying_axes(gradient), *varying_axes(declared)}
         return tuple(name for name in axes_of_copies(parameter, axis) if name in differs)
 
@@ -378,253 +342,6 @@ def value_and_sums(
     return map_loss_and_aux(value, lambda _: total, combined), finished
 
 
-def local_gradients(
-    grad: Grad,
-    params: PyTree,
-    batch: PyTree,
-    axis: Axis,
-    *,
-    loss: bool = True,
-    reduced: Callable[[Any], Any] | None = None,
-    mean: bool = True,
-) -> LocalGradients:
-    """Returns this device's loss and gradients, and the parameters before and after they were
-    declared varying along `axis`.
-
-    Args:
-        grad: a gradient function. If some parameters are shares (a device has only a part of each),
-            `grad` is traced to a program. The program is run, and checked for a share that is used
-            as if it were a whole parameter.
-        params: the parameters of `grad`.
-        batch: this device's batch.
-        axis: the axis to be reduced over.
-        loss: whether the loss is to be reduced as well.
-        reduced: picks parameters, such as `lambda model: model.blocks`. They are not declared
-            varying, since their gradients are summed in the backward pass.
-        mean: whether the caller takes the mean over `axis`, not the sum.
-
-    Raises:
-        ValueError: the loss or the gradients are already reduced over `axis`; a device has only a
-            part of a parameter along `axis`, and the loss uses this part as if it were whole; or
-            another error of `averaged`.
-    """
-    types.check_typed()  # raises an error under `check_vma=False`
-    enclosing, names = ENCLOSING.value, axes_of_several_devices(axes_of(axis))
-    # `mesh.spmd` sets `UNEVEN_AXES`: the axes over which one spec splits several leaves with
-    # different numbers of rows. In a batch, one of these leaves is probably a table, such as a
-    # weight for each class, that was split by mistake. So such a batch is refused.
-    _check_one_spec(batch, trees.UNEVEN_AXES.value.intersection(names))
-    shares = _shares(params, names)  # by axis, the paths of parameters that vary along it
-    if axes_with_shares := sorted(enclosing.shares.intersection(shares)):
-        raise ValueError(
-            f"A gradient function over {axes_with_shares} is inside another one over the same "
-            "axis. Some parameters are split over that axis, and inside two gradient functions the "
-            "types do not show which are split and which are whole on each device. Average the "
-            f"inner gradients by hand: lax.pmean(gradients, {axes_with_shares[0]!r})."
-        )
-    # Along the axes in `enclosing.declared`, parameters are copies, though their types vary: an
-    # enclosing function declared them varying.
-    shares = {name: paths for name, paths in shares.items() if name not in enclosing.declared}
-    declared = varying(params, axis.names)
-    if reduced is not None:
-        # The parameters that `reduced` picks keep their own types.
-        declared = eqx.tree_at(reduced, declared, reduced(params))
-    with ENCLOSING(Enclosing(enclosing.declared.union(names), enclosing.shares.union(shares))):
-        # With shares the checks need the program of `grad`. It is also run, so that `grad` is
-        # traced once. Without shares `grad` itself runs: in a program the parameters are new
-        # arrays, so a pipeline in `grad` could not tell whether an array that the user's functions
-        # read by closure is a parameter (`refuse_closures`). With shares this check is given up.
-        program = _program_with_shares(grad, declared, batch, params, shares) if shares else None
-        value, gradients = program.run() if program else loss_and_gradients(grad, declared, batch)
-        _check_not_summed(value, gradients, declared, names, mean=mean)
-        # If the caller does not reduce the loss, it may be reduced already.
-        reduced_axes = _reduced_axes(value, gradients, names) if loss else []
-        # A loss can be wrong along the axes of shares, if it uses a share as a whole parameter, and
-        # along `reduced_axes`, if it was reduced there. Without such axes, nothing is traced again.
-        for name in sorted({*shares, *reduced_axes}):
-            program = program or _Program(grad, declared, batch, params)
-            program.check(name, shares.get(name, set()), may_be_reduced=name in reduced_axes)
-        return LocalGradients(params, declared, value, gradients)
-
-
-def _check_one_spec(batch: PyTree, uneven_axes: frozenset[str]) -> None:
-    """Raises `ValueError` if one spec splits several leaves of a batch, and these leaves have
-    different numbers of rows.
-
-    `uneven_axes` are the axes over which one spec of `mesh.spmd` splits arrays with different
-    numbers of rows. These arrays may be outside the batch, so the leaves of the batch are compared
-    here. If each array has its own spec, the different numbers are intended, and `uneven_axes` is
-    empty. Arrays of random keys, such as one key for each device, are not checked.
-    """
-    rows = {
-        jax.tree_util.keystr(path) or "itself": leaf.shape[0]
-        for path, leaf in jax.tree.leaves_with_path(eqx.filter(batch, trees.is_array))
-        if uneven_axes.intersection(varying_axes(leaf))
-        and leaf.ndim
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    }
-    _check_equal_rows(
-        rows,
-        f"One spec splits both leaves over {sorted(uneven_axes)}, so a table, such as a weight for "
-        "each class, would be split like the rows of the batch. Give each leaf a spec of its own "
-        "in in_specs: P() for a table, which all devices need.",
-    )
-
-
-def _shares(params: PyTree, names: Sequence[str]) -> dict[str, set[str]]:
-    """Returns a dict from an axis to the paths of the parameters that vary along this axis. An axis
-    along which no parameter varies is left out."""
-    leaves = jax.tree.leaves_with_path(eqx.filter(params, eqx.is_inexact_array))
-    shares = {}
-    for name in names:
-        paths = {trees.dotted(path) for path, leaf in leaves if name in varying_axes(leaf)}
-        if paths:
-            shares[name] = paths
-    return shares
-
-
-def _check_not_summed(
-    value: PyTree, gradients: PyTree, declared: PyTree, names: Sequence[str], *, mean: bool
-) -> None:
-    """Raises `ValueError` if all gradients were already summed over one of the axes `names`.
-    `declared` are the parameters as the gradient function got them. `mean` says whether the caller
-    takes the mean over `names`, not the sum.
-
-    If a parameter is declared varying along an axis, its gradient varies too, unless a sum over the
-    axis made it the same on all devices. If one gradient varies, not all gradients were summed over
-    the axis. If the loss and the gradients are all the same on all devices, a mean does not change
-    them, so with `mean` this case raises no error. If the loss varies and the gradients do not,
-    only the gradients were summed: the mean of their equal sums is the sum itself, n times too
-    large on n devices.
-    """
-    leaves = jax.tree.leaves(gradients)
-    parameters = jax.tree.leaves(matching_parameters(gradients, declared))
-    for name in names:
-        differs = [
-            name in varying_axes(gradient)
-            for gradient, parameter in zip(leaves, parameters, strict=True)
-            if name in varying_axes(parameter)
-        ]
-        # If no parameter was declared varying (`not differs`), the gradients tell nothing.
-        if not differs or any(differs) or (mean and name not in varying_axes(loss_part(value))):
-            continue
-        not_summed = "The loss was not summed: it still differs between devices."
-        summed_again = "A second sum would add them once for each device."
-        raise ValueError(
-            f"The gradients are the same along {name!r}, so they were summed over it already. "
-            f"{not_summed if mean else summed_again} Sum or average over {name!r} once: wrap the "
-            "gradient function in grads.averaged or in grads.summed, not in both."
-        )
-
-
-def _reduced_axes(value: PyTree, gradients: PyTree, names: Sequence[str]) -> list[str]:
-    """Returns those of the axes `names` along which a gradient varies and the loss does not: the
-    loss may have been reduced over these axes.
-
-    If neither the gradients nor the loss vary along an axis, the gradients and the loss were
-    reduced over this axis. `_check_not_summed` accepts such gradients if the caller takes a mean,
-    and refuses them for a sum.
-    """
-    leaves = jax.tree.leaves(gradients)
-    differs = {name for gradient in leaves for name in varying_axes(gradient)}
-    return [
-        name for name in names if name in differs and name not in varying_axes(loss_part(value))
-    ]
-
-
-def _program_with_shares(
-    grad: Grad, declared: PyTree, batch: PyTree, params: PyTree, shares: dict[str, set[str]]
-) -> "_Program":
-    """Returns the traced program of `grad`. `declared` are the parameters, and `params` the same
-    parameters as the caller has them. Some parameters are shares; `shares` has the paths of these
-    parameters by axis. Raises `ValueError` if `grad` cannot be traced because shapes do not match.
-    """
-    try:
-        return _Program(grad, declared, batch, params)
-    except TypeError as error:
-        # Only an error about shapes can come from shares, which are smaller than whole parameters.
-        if not re.search("shape|dimension|rank|size", str(error)):
-            raise
-        paths = sorted({path or "itself" for split in shares.values() for path in split})
-        raise ValueError(
-            f"The loss cannot be traced: {str(error).splitlines()[0]} The parameters {paths} are "
-            f"shares along {sorted(shares)}: each device has only a part of each parameter. If "
-            "nothing gathers them, wrap the loss, or the block that uses them, in "
-            f"zero.gathered(..., {next(iter(shares))!r}, specs) or ZeRO.loss."
-        ) from error
-
-
-class _Program:
-    """The program of a gradient function, traced on given parameters and a batch. It can be checked
-    and run. `closed` is the closed jaxpr, `arrays` are the arguments of the jaxpr, and `structure`
-    is the tree structure of the results. `outside` are the caller's parameters, as pairs of a path
-    and an array: `grad` may read them by closure."""
-
-    def __init__(self, grad: Grad, params: PyTree, batch: PyTree, outside: PyTree):
-        """Traces `grad(params, batch)`, so that its program can be checked and run. Only arrays can
-        be arguments of a program, so all other leaves are constants. `outside` are the parameters
-        before they were declared varying."""
-        self.outside = jax.tree.leaves_with_path(eqx.filter(outside, eqx.is_inexact_array))
-        self.arrays, static = eqx.partition((params, batch), trees.is_array)
-
-        def of_arrays(arrays):
-            return loss_and_gradients(grad, *eqx.combine(arrays, static))
-
-        self.closed: ClosedJaxpr
-        self.closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(self.arrays)
-        self.structure = jax.tree.structure(shapes)
-
-    def run(self) -> PyTree:
-        """Returns the loss and the gradients."""
-        results = jaxpr_as_fun(self.closed)(*jax.tree.leaves(self.arrays))
-        # A result that is a constant of the program is an array of NumPy.
-        return jax.tree.unflatten(self.structure, map(jnp.asarray, results))
-
-    def check(self, name: str, shares: set[str], *, may_be_reduced: bool) -> None:
-        """Refuses a loss that uses a share as if it were a whole parameter. `shares` has the paths
-        of the parameters that are split along the axis `name`. With `may_be_reduced`, also refuses
-        a loss that is already reduced over this axis.
-
-        `may_be_reduced` says that the loss does not vary along the axis. Then the loss was reduced,
-        unless it depends on no argument that varies along the axis.
-        """
-        params, batch = map(jax.tree.leaves_with_path, self.arrays)
-        # One for each argument of the program: the parameters come first.
-        is_data = [False] * len(params) + [True] * len(batch)
-        # The uses of each argument by the first result, the loss, and then the uses of each
-        # parameter that `grad` reads by closure. `reached` says whether the loss depends on the
-        # argument, and `unsent` whether the argument is combined with data before a collective over
-        # the axis.
-        weights = [leaf for _, leaf in self.outside]
-        uses = jaxprs.uses(self.closed, name, data=is_data, weights=weights)[0]
-        unsent = uses.unsent[: len(params)] + uses.unsent[len(is_data) :]
-        for (path, leaf), is_used in zip([*params, *self.outside], unsent, strict=True):
-            if is_used and trees.dotted(path) in shares:
-                raise ValueError(
-                    f"The parameter {trees.dotted(path) or 'itself'}, here of shape {leaf.shape}, "
-                    f"differs along {name!r} as a share does, and the loss uses it as if it were "
-                    "whole, so each device would train another model. Wrap the loss, or the block "
-                    f"that uses it, in zero.gathered(..., {name!r}, specs) or ZeRO.loss, or "
-                    "replicate the parameter with P(). If a loop runs over the split dim, for "
-                    "example a loop over layers, do not split that dim: rules.fsdp(..., "
-                    "keep={'blocks.**': (0,)})."
-                )
-        leaves = [leaf for _, leaf in (*params, *batch)]
-        # Whether each argument varies along the axis and the loss depends on it. Not `strict`: what
-        # `grad` reads by closure does not count.
-        reaches = (
-            name in varying_axes(leaf) and used
-            for leaf, used in zip(leaves, uses.reached, strict=False)
-        )
-        if may_be_reduced and any(reaches):
-            raise ValueError(
-                f"The loss is the same along {name!r}, so it was reduced over it already, by "
-                "lax.pmean or the like, and averaging over that axis would divide its gradients a "
-                "second time. Return each device's own loss. If every device computes the whole "
-                f"loss, use grads.summed(grad, {name!r})."
-            )
-
-
 def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     """Returns each leaf of `tree`, summed in float32 or wider over the mesh axes that `names` has
     for it.
@@ -639,9 +356,9 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     # later group also waits for the sums before it. So all devices send in one order.
     before = tree
     # All leaves with the same axes are one group and one all-reduce, so that the algorithm can join
-    # them. All processes must trace the same program, so the groups need the same order in all
-    # processes: groups with the most axes come first, and then the order of the leaves counts. (A
-    # set instead of `dict.fromkeys` could have another order in each process.)
+    # them. All processes must trace the same program, so the groups need one order in all of them:
+    # that of their first leaves, which `dict.fromkeys` keeps. (A set could have another order in
+    # each process.) Groups with more axes come first, but any fixed order would do.
     groups = [group for group in dict.fromkeys(names) if group]
     for group in sorted(groups, key=len, reverse=True):
         members = [i for i, names_of_leaf in enumerate(names) if names_of_leaf == group]
@@ -652,24 +369,36 @@ def summed_over(tree: Tree, names: PyTree, axis: Axis) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
+def _narrowed(total: Array, dtype: jnp.dtype) -> Array:
+    """Returns `total`, a sum over devices in a wide type, rounded to `dtype`.
+
+    If a program uses a sum only after it rounds the sum to bfloat16, XLA for TPUs sends and adds in
+    bfloat16. `reduce_precision` rounds the numbers within the wide type, so the sum stays wide.
+    XLA changes no sums that are rounded to float16.
+    """
+    if dtype == jnp.bfloat16:
+        total = lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7)
+    return total.astype(dtype)
+
+
 def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callable[..., Any]:
-    """Returns `function` with the gradients of its parameters summed over `axis` in the backward
-    pass, `A {U_X} -> A`: each device has one term of the sum before, and the whole sum after.
+    """Returns `function` with a backward pass that sums the gradients of the parameters over the
+    devices of `axis`. Each device computes one term of the sum, and each device gets the sum.
 
     If `function` is a block that a loop runs, the loop of the backward pass all-reduces the
-    gradients of each layer. The messages can overlap with the work of the next iteration. These
-    messages have as many bytes as those of `averaged`, but are sent leaf by leaf, and once per
-    microbatch. So do not use `accumulated` around the block. By `reduced=` tell `averaged` which
-    parameters have their gradients summed here, so that it does not sum these gradients again:
+    gradients of each layer. The messages can overlap with the work of the next iteration. The
+    messages have as many bytes as those of `averaged`, but they are sent leaf by leaf. Do not use
+    `accumulated` on a loss that runs the block: the messages would be sent once per microbatch.
+    Pass `reduced=` to tell `averaged` which gradients to leave to the block:
 
         block, picked = grads.reduced_in_backward(block, ring("data")), lambda model: model.blocks
         grad = grads.averaged(jax.value_and_grad(loss), ring("data"), reduced=picked)
 
-    The gradients are also right if only the block is wrapped, or if only `reduced=picked` is
-    passed. Without `reduced=picked`, `averaged` sums the gradients at the end. Without the wrapped
-    block, `averaged` leaves the picked parameters typed as the same on all devices, so JAX itself
-    sums their gradients in the backward pass, by `jax.lax`. Sums are taken in float32 or wider, and
-    rounded to the type that the block computes in.
+    No gradient is summed twice. Without `reduced=picked`, `averaged` declares the block's
+    parameters varying, so the block sums nothing, and `averaged` sums at the end. If you pass
+    `reduced=picked` but do not wrap the block, the picked parameters are not varying, so JAX itself
+    sums their gradients in the backward pass, by a `psum`. The wrapped block sums a gradient in
+    float32 or wider, and rounds the sum to the parameter's dtype.
 
     Args:
         function: a block; its first argument is the tree of parameters.
@@ -694,7 +423,7 @@ def reduced_in_backward(function: Callable[..., Any], axis: AxisLike) -> Callabl
             total = axis.over(names).all_reduce(
                 cotangent.astype(accumulation_dtype(cotangent.dtype))
             )
-            return total.astype(cotangent.dtype)
+            return _narrowed(total, cotangent.dtype)
 
         return linear(parameter, forward=forward, backward=backward)
 

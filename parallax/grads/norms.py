@@ -1,17 +1,18 @@
 """The norm of gradients whose leaves may be shards, and clipping by this norm.
 
-A gradient that varies along an axis, as its type says, is a shard over that axis. An axis may be a
-name, which stands for the collectives of `jax.lax`, or `ring("data")`: an axis with an algorithm
-for its collectives.
+The gradients are already reduced over devices. So a gradient whose type varies along an axis is a
+shard over that axis. An axis is a name, such as "data", or a name with an algorithm for its
+collectives, such as `ring("data")`. The collectives of a plain name are those of `jax.lax`.
 """
 
-import numbers
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from parallax._typing import PyTree
@@ -30,9 +31,9 @@ def clipped(grad: Grad, max_norm: float, *, reduce_norm_over: Sequence[AxisLike]
 
     Use `clipped` outside `averaged`, `accumulated` and `precision.unscaled`, so that it gets the
     gradients of the whole step. A gradient that varies along an axis counts as a shard of a larger
-    gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the sum of squares is
-    all-reduced by the algorithm of this axis, here `ring`. Along any other axis `jax.lax` reduces
-    it.
+    gradient. Along an axis in `reduce_norm_over`, such as `ring("data")`, the algorithm of this
+    axis (here `ring`) all-reduces the sum of squares. Along any other axis, `jax.lax` all-reduces
+    the sum. If the norm is infinite or NaN, all gradients become NaN.
 
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> grad = grads.clipped(jax.value_and_grad(loss), max_norm=1.0)
@@ -50,7 +51,7 @@ def check_max_norm(where: str, max_norm: Any) -> None:
     A traced number has no value yet, and passes. `where` names the caller in the message.
     """
     # `not ... > 0` is also true for NaN.
-    if isinstance(max_norm, numbers.Real) and not float(max_norm) > 0:
+    if not isinstance(max_norm, Tracer) and not float(max_norm) > 0:
         raise ValueError(
             f"{where}: max_norm must be above 0; got {max_norm!r}. With 0 nothing would be "
             "trained. Leave the clipping out, or give the largest norm that the gradients of a "
@@ -71,15 +72,18 @@ class Clipped:
     def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the loss, and the clipped gradients."""
         value, gradients = loss_and_gradients(self.grad, params, batch)
-        return value, scaled(gradients, norm(gradients, axes=self.axes), self.max_norm)
+        total = norm(gradients, axes=self.axes)
+        # Finite gradients may have an infinite norm, and would be scaled to 0.
+        total = jnp.where(jnp.isinf(total), jnp.full_like(total, jnp.nan), total)
+        return value, scaled(gradients, total, self.max_norm)
 
 
 def refuse_clipped(grad: Grad, wrapper: str, clipped_gradients: str) -> None:
     """Raises `ValueError` if `grad` is `clipped`: inside `wrapper`, `grad` would not clip the
-    gradients of the step. `clipped_gradients` is the text by which the error message names the
-    gradients that `grad` would clip.
+    gradients of the step. `clipped_gradients` names, in the error message, the gradients that
+    `grad` would clip instead. `precision.mixed` around `clipped` does not hide it.
     """
-    if isinstance(grad, Clipped):
+    if isinstance(inspect.unwrap(grad), Clipped):
         raise ValueError(
             f"{wrapper} wraps grads.clipped, which would clip {clipped_gradients} instead "
             f"of the gradients of the step. Exchange the two: grads.clipped({wrapper}(...), "
@@ -93,8 +97,10 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
 
     A leaf that varies along some axes is a shard over them. The squares of all leaves with the same
     axes are summed to one scalar, in float32 or wider, and this scalar is all-reduced over exactly
-    these axes. Along an axis in `axes`, such as `ring("data")`, the algorithm of this axis sends
-    the data, here `ring`; along any other axis `jax.lax` does.
+    these axes. Along an axis in `axes`, such as `ring("data")`, the algorithm of this axis (here
+    `ring`) sends the data. Along any other axis, `jax.lax` sends the data. The squares may overflow
+    or underflow: in float32, a gradient above 1e19 gives an infinite norm, and gradients below
+    1e-23 may count as 0.
 
     Raises:
         ValueError: there is no gradient; a gradient is not yet reduced over devices; or the types
@@ -114,16 +120,16 @@ def norm(gradients: PyTree, *, axes: Sequence[AxisLike] = ()) -> Float[Array, ""
         # `declared` has the axes over which a gradient function around this call will reduce.
         if unreduced := sorted(ENCLOSING.value.declared & set(names)):
             raise ValueError(
-                f"A norm is taken inside a function that reduces over {unreduced}, so it would "
-                "treat each device's gradients as shards of larger arrays. Clip outside it: "
-                "grads.clipped(grads.averaged(...), max_norm)."
+                f"A norm is taken inside a function that reduces over {unreduced}, so the "
+                "norm would treat each device's gradients as shards of larger arrays. Clip outside "
+                "this function: grads.clipped(grads.averaged(...), max_norm)."
             )
         squares[names] = squares.get(names, 0.0) + jnp.sum(jnp.real(x * jnp.conj(x)))
     algorithms = {name: axis.algorithm for axis in map(Axis.of, axes) for name in axes_of(axis)}
 
     def total(names, square):
-        """Returns a sum of squares all-reduced over the axes `names`. `jax.lax` reduces it along an
-        axis that `axes` does not list."""
+        """Returns `square`, a sum of squares, all-reduced over the axes `names`. Along an axis
+        without an entry in `algorithms`, `jax.lax` all-reduces the sum."""
         if not names:
             return square
         return combined_axis(*(algorithms.get(name, xla)(name) for name in names)).all_reduce(
@@ -139,4 +145,11 @@ def scaled(gradients: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
     # Gradients of zero have a norm of zero; `tiny`, the smallest normal number, avoids a division
     # by zero.
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
+
+    def times_factor(leaf):
+        """Returns the leaf times `factor`, multiplied in float32 or wider. In 16 bits, the factor
+        might be rounded to 0, or be rounded up and leave the norm above `max_norm`."""
+        kind = accumulation_dtype(leaf.dtype)
+        return (leaf.astype(kind) * factor.astype(kind)).astype(leaf.dtype)
+
+    return jax.tree.map(times_factor, gradients)

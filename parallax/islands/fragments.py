@@ -1,12 +1,13 @@
 """The part of a model that islands exchange at a time: the whole model, some leaves, or some
 layers.
 
-Islands exchange their changes in a *round*, every H steps. If a model is cut into F fragments,
-fragment k has its rounds k*H/F steps after fragment 0. So the largest number of bytes that one step
-moves between islands falls by a factor of about F.
+Islands, groups of devices that train separately, exchange the changes of their weights in a
+*round*, every H steps. If a model is cut into F fragments, fragment k has its rounds k*H/F steps
+after fragment 0. So the largest number of bytes that one step moves between islands falls by a
+factor of about F.
 
 A *part* of a model is a tree with the model's paths, and with None for leaves that are not in the
-part. Of a leaf of stacked layers, a part may have only some layers.
+part. If a leaf has stacked layers, the part may have only some of these layers.
 
 Source: Douillard et al., Streaming DiLoCo with overlapping communication (arXiv 2501.18512).
 """
@@ -109,18 +110,19 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
             [L, ...], or [v, L / v, ...] for a pipeline of v chunks per stage. The first dim of
             these leaves is cut into groups.
 
-    Raises:
-        ValueError: there are fewer layers, or chunks, than `count`.
+    The returned function raises `ValueError` if `count` is not from 1 to the number of layers (or
+    chunks), or if the first dims of the blocks' leaves have different sizes.
     """
 
     def fragments(model):
-        """Returns the fragments of groups of layers, then the fragment of all other leaves."""
+        """Returns one fragment for each group of layers, then one fragment of all other leaves."""
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(where(model))}
         if count < 1 or len(sizes) != 1 or min(sizes) < count:
             raise ValueError(
-                f"islands.by_layers(count={count}) cuts the first dim of the blocks' leaves. All "
-                f"must have the same size of this dim, at least count; got the sizes "
-                f"{sorted(sizes)}. Use a smaller count, or by_path."
+                f"islands.by_layers(count={count}) cuts the first dim of the blocks' leaves into "
+                "`count` groups. All leaves must have the same size of this dim, and `count` must "
+                f"be from 1 to this size; got the sizes {sorted(sizes)}. Use a count in this "
+                "range, or by_path."
             )
         layers = sizes.pop()  # or chunks: the size of the first dim
         # The bounds of the groups are rounded down, so groups differ by one layer at most.
@@ -137,11 +139,11 @@ def by_layers(count: int, where: Callable[[Any], Any] = lambda model: model.bloc
 
 
 def _layers(where: Callable[[Any], Any], start: int, stop: int) -> Fragment:
-    """Returns the fragment of the layers from `start` to before `stop`."""
+    """Returns the fragment of the layers `start` to `stop - 1`."""
 
     def get(model):
-        """Returns a tree like the model: its blocks with only the layers from `start` to before
-        `stop`, and None for all other leaves."""
+        """Returns a tree like the model: its blocks with only the layers `start` to `stop - 1`, and
+        None for all other leaves."""
         # `tree_at` replaces the leaves of the blocks in a tree in which all leaves are None. None
         # counts as a leaf only with this `is_leaf`.
         layers = jax.tree.map(lambda leaf: leaf[start:stop], where(model))
@@ -193,9 +195,9 @@ def checked_fragments(
             # A part of a leaf must have as many dims as the leaf, and no dim may be larger.
             if leaf.ndim != len(shape) or any(map(operator.gt, leaf.shape, shape)):
                 raise ValueError(
-                    f"islands: a fragment has {name} in the shape {leaf.shape}, which is no part "
-                    f"of {shape}, its shape in the model. Take the whole leaf, or some of its "
-                    "layers, and do not reshape it."
+                    f"islands: a fragment has {name} in the shape {leaf.shape}, which does not fit "
+                    f"into the leaf's shape in the model, {shape}. Take the whole leaf, or some of "
+                    "its layers, and do not reshape it."
                 )
             # The dims that are split over devices, if the fragment has only a part of the dim.
             cut = [
@@ -206,8 +208,8 @@ def checked_fragments(
             if cut:
                 raise ValueError(
                     f"islands: a fragment has a part of dim {cut[0]} of {name}. That dim is split "
-                    f"by {splits[name]}, so which layers the fragment has would depend on the "
-                    "layout. Cut a dim that no axis splits, or use by_path."
+                    f"by {splits[name]}, so the layers in the fragment would depend on the layout. "
+                    "Cut a dim that no axis splits, or use by_path."
                 )
     for name, leaf in wholes.items():
         found = sum(sizes.get(name, []))

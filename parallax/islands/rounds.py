@@ -57,8 +57,8 @@ IslandStep = Callable[..., tuple[State, Info]]
 
 
 def outer_nesterov(rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
-    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum, and with the learning rate
-    and the momentum of the DiLoCo paper."""
+    """Returns the outer optimizer of DiLoCo: SGD with Nesterov momentum. The default learning rate
+    and the default momentum are those of the DiLoCo paper."""
     return optax.sgd(rate, momentum=momentum, nesterov=True)
 
 
@@ -83,22 +83,25 @@ def local(
     loss is above `limit`.
 
     Args:
-        train: the step of one island, such as `step.make` returns. Its collectives may go only over
-            axes inside an island.
+        train: the step of one island, such as `step.make` returns. The collectives of this step may
+            go only over axes inside an island. A round changes the weights, and not the state of
+            the step's optimizer: an optimizer that computes the weights from a copy in its state,
+            such as `optax.contrib.schedule_free`, would undo the round.
         outer: the outer optimizer; if weights are split, it must act element by element.
         every: the number of steps between two rounds, H.
         axis: the axis of the islands: a name, or an axis with an algorithm for its collectives,
-            such as `ring("island")`; or `ErrorFeedback(axis)`, which sends int8.
+            such as `ring("island")`. With `ErrorFeedback(axis)`, the islands send int8.
         stream: the fragments that islands exchange, the delay until the results are used, and the
-            mixing: the share of its own weights in an island's weights after a round. By default a
-            round exchanges the whole model, without delay and without mixing.
+            mixing. In a round an island takes `mixing` times its own weights plus `1 - mixing`
+            times the new weights. By default a round exchanges the whole model, without delay and
+            without mixing.
 
     Raises:
         ValueError: `every` is below 1, the stream's delay is not below `every`, or its mixing is
             not from 0 to 1. When the step runs: `train` sends along the islands' axis, or uses a
             device's index on it; an array of the batch is the same on several islands; the state is
-            not a state of islands; the fragments do not cover the model; or the outer optimizer
-            mixes the elements of a leaf that is split.
+            not a state of islands; `present` is not one bool for each island; the fragments do not
+            cover the model; or the outer optimizer mixes the elements of a leaf that is split.
     """
     if every < 1:
         raise ValueError(
@@ -108,7 +111,7 @@ def local(
     if not 0 <= stream.delay < every:
         raise ValueError(
             f"islands.local needs a delay of 0 to {every - 1} steps, less than every={every}; got "
-            f"{stream.delay}. Use one of these, or a larger every."
+            f"{stream.delay}. Use a delay in this range, or a larger `every`."
         )
     if not 0 <= stream.mixing <= 1:
         raise ValueError(
@@ -129,6 +132,8 @@ def local(
         """
         inner, info = _alone(train, names)(_local_state(state.inner, names), batch, limit)
         parts = fragments.checked_fragments(stream, state.model)
+        if present is not None:
+            present = _checked_present(jnp.asarray(present), axis_size(names))
         for k, part in enumerate(parts):
             # Each round of fragment k comes H k / F steps after a round of fragment 0 (F
             # fragments), so that the traffic is spread over the H steps.
@@ -166,16 +171,18 @@ def _inner(state: Any) -> Any:
 
 
 class _Round(eqx.Module):
-    """A round of fragment `k`. It has two parts: `sent` exchanges the islands' changes, and
-    `received` makes the outer optimizer's step with the result.
+    """A round of fragment `k`. The method `sent` exchanges the islands' changes, and the method
+    `received` makes the outer optimizer's step with the result. The methods take `inner`, this
+    island's training state, and `state`, the `State` of all islands.
 
     Attributes:
         part: the fragment.
-        k: the number of the fragment: its index in `optimizer`, `error` and `sent` of the state.
+        k: the index of the fragment in `state.optimizer`, `state.error` and `state.sent`.
         update: the outer optimizer's `update`.
-        axis: the axis of the islands, or `ErrorFeedback`.
-        mixing: the share of an island's own weights in its weights after a round.
-        present: whether each island takes part in this round; None if all islands do.
+        axis: the axis of the islands, or `ErrorFeedback(axis)` for an exchange in int8.
+        mixing: the factor of an island's own weights in a round; the factor of the new weights is
+            `1 - mixing`.
+        present: for each island, whether it takes part in this round; None if all islands do.
     """
 
     part: Fragment
@@ -186,14 +193,13 @@ class _Round(eqx.Module):
     present: Bool[Array, " islands"] | None
 
     def at_once(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after a whole
-        round: an exchange, and a step of the outer optimizer with the exchange's result."""
+        """Returns `(inner, state)` after a whole round: an exchange, and a step of the outer
+        optimizer with the exchange's result."""
         inner, state = states
         return self.received(inner, state, *self.sent(inner, state))
 
     def start(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after an
-        exchange.
+        """Returns `(inner, state)` after an exchange.
 
         The weights do not change yet: the exchange's result and the new rounding errors are stored
         in `state`, and `finish` uses the result in a later step.
@@ -201,8 +207,8 @@ class _Round(eqx.Module):
         inner, state = states
 
         def stored(state):
-            """Returns the two parts of a state that an exchange replaces: the exchange's result (in
-            the field `sent`) and the rounding error, each for fragment number `k`."""
+            """Returns the two entries of `state` that `start` replaces: the result of an exchange
+            of fragment `self.k`, in the field `sent`, and the rounding error, in `error`."""
             return state.sent[self.k], state.error[self.k]
 
         # The method `sent` makes the exchange. Without rounding to int8 there is no error, so None
@@ -210,30 +216,31 @@ class _Round(eqx.Module):
         return inner, eqx.tree_at(stored, state, self.sent(inner, state), is_leaf=_is_none)
 
     def finish(self, states: tuple[Any, State]) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after the outer
-        optimizer's step with the result that `start` stored."""
+        """Returns `(inner, state)` after a step of the outer optimizer with the exchange's result,
+        which `start` stored in `state`."""
         inner, state = states
         sent = state.sent[self.k]
-        assert sent is not None  # since a stream with a delay has such a result in its state
+        # With a delay, the state has such a result for each fragment; `k` is this fragment's index.
+        assert sent is not None
         return self.received(inner, state, sent, state.error[self.k])
 
     def sent(self, inner: Any, state: State) -> tuple[SentChanges, PyTree]:
-        """Exchanges between islands the changes of this round's fragment: outer weights W minus
-        island i's weights w_i.
+        """Exchanges the islands' changes of this round's fragment of the model. The change of
+        island i is the outer weights W minus the island's weights w_i.
 
-        Returns two things: a `SentChanges`, with the mean change of the present islands, and this
-        island's new rounding error, which is None unless the exchange rounds to int8.
+        Returns two things: a `SentChanges`, with the mean change of the islands that take part in
+        the round, and this island's new rounding error, None unless the exchange rounds to int8.
         """
         names = axis_names(self.axis)
         everyone = jnp.ones(axis_size(names), bool)
-        present = everyone if self.present is None else jnp.asarray(self.present)
+        present = everyone if self.present is None else self.present
         # `present` is [islands] and the same on all devices. `varying` changes only its type, so
         # that each device may read the entry of its own island.
         is_present, count = varying(present, names)[axis_index(names)], jnp.sum(present)
 
         def changed(outer, local):
-            """Returns the outer weights minus this island's weights, for one leaf; zeros if this
-            island is absent."""
+            """Returns the outer weights minus this island's weights, for one leaf. Returns zeros
+            if this island does not take part in the round."""
             # The two numbers are near each other: in bfloat16 the difference would lose most of
             # its bits, so it is taken in a wider type.
             kind = accumulation_dtype(outer.dtype)
@@ -247,7 +254,7 @@ class _Round(eqx.Module):
         # Without present islands, total and count are 0. The divisor is at least 1, since 0 / 0
         # would be NaN.
         mean = jax.tree.map(lambda x: x / jnp.maximum(count, 1).astype(x.dtype), total)
-        # `present` is an array [islands] split over the islands: one entry on each device.
+        # The field `present` is split over the islands: a device stores only its island's entry.
         return SentChanges(mean, count > 0, is_present[None]), error
 
     def _total(
@@ -269,6 +276,7 @@ class _Round(eqx.Module):
         def error_to_send(x):
             return jnp.where(is_present, x, jnp.zeros((), x.dtype))
 
+        # `new` is not 0 on an absent island: its devices add up and round parts of the sum too.
         def error_after(new, before):
             return new + jnp.where(is_present, jnp.zeros((), before.dtype), before)
 
@@ -278,13 +286,14 @@ class _Round(eqx.Module):
     def received(
         self, inner: Any, state: State, sent: SentChanges, error: PyTree
     ) -> tuple[Any, State]:
-        """Returns `(inner, state)`, the states of this island and of all islands, after the outer
-        optimizer's step with the mean change `sent.mean`.
+        """Returns `(inner, state)` after a step of the outer optimizer with the mean change
+        `sent.mean`.
 
-        `sent.some` says whether any island was present, and `sent.present` whether this island was
-        present. Each present island takes the new outer weights, mixed with its own weights if
-        `mixing` is not 0. If no island was present, no weights change. `error` is the rounding
-        error to store in `state`.
+        Only the weights of the fragment `self.part` change: `part.get` takes them out of a model,
+        and `part.put` puts the new ones into the model. `sent.some` says whether any island was
+        present, and `sent.present` whether this island was. Each present island takes the new outer
+        weights, mixed with its own weights if `mixing` is not 0. If no island was present, no
+        weights change. `error` is the rounding error to store in `state`.
         """
 
         def if_any_present(new, old):
@@ -302,11 +311,12 @@ class _Round(eqx.Module):
         # present, the old weights and the old momentum are kept.
         weights = jax.tree.map(if_any_present, optax.apply_updates(weights, updates), weights)
         moments = jax.tree.map(if_any_present, moments, state.optimizer[self.k])
-        local = _trained(inner.model, state.model)
-        local_part = jax.tree.map(if_present, weights, self.part.get(local))
-        model = eqx.combine(self.part.put(local, local_part), inner.model)
-        # The fields of `State` are inner, model, optimizer, error, sent. `step` in `local` puts the
-        # new inner state into its place at the end.
+        # The island's own weights; `combine` takes the leaves that are not trained from its model.
+        own = _trained(inner.model, state.model)
+        own_part = jax.tree.map(if_present, weights, self.part.get(own))
+        model = eqx.combine(self.part.put(own, own_part), inner.model)
+        # The fields of `State` are inner, model, optimizer, error, sent. The new inner state is
+        # returned beside the `State`; the function `local` of this file puts it in at the end.
         new = State(
             state.inner,
             self.part.put(state.model, weights),
@@ -317,8 +327,20 @@ class _Round(eqx.Module):
         return eqx.tree_at(lambda inner: inner.model, inner, model), new
 
 
+def _checked_present(present: Array, islands: int) -> Bool[Array, " islands"]:
+    """Returns `present`. Raises `ValueError` unless it has one bool for each island."""
+    # An index outside the array would read its last entry, so a shorter one gives no error.
+    if present.shape != (islands,) or present.dtype != bool:
+        raise ValueError(
+            f"islands.local needs `present` with one bool for each of the {islands} islands, the "
+            f"same on all devices; got {present.dtype}{list(present.shape)}. Pass an array "
+            f"bool[{islands}] with the spec P(), or None if all islands take part."
+        )
+    return present
+
+
 def _mixed(new: Array, old: Array, mixing: float) -> Array:
-    """Returns the mean of new and old weights, in which the old ones have the weight `mixing`."""
+    """Returns `mixing * old + (1 - mixing) * new`, for a leaf of the model."""
     # If mixing is 0, the old weights must not be used: 0 times an infinite weight would be NaN.
     return new if mixing == 0 else mixing * old + (1 - mixing) * new
 
@@ -367,9 +389,9 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
         """Returns a leaf [1, ...] without its first dim."""
         if x.ndim < 1 or x.shape[0] != 1:
             raise ValueError(
-                "islands.local needs the state that islands.init makes, arrays [islands, ...] "
-                f"split over {names}, so that their first dim on a device is 1; "
-                f"{trees.dotted(path)} has the shape {x.shape} there."
+                "islands.local needs the state that islands.init makes, with arrays [islands, ...] "
+                f"split over {names}. On each device the first dim of an array must have size 1, "
+                f"but {trees.dotted(path)} has the shape {x.shape} on a device."
             )
         return x[0]
 
@@ -382,9 +404,10 @@ def _local_state(inner: Any, names: tuple[str, ...]) -> Any:
 
 
 def _stacked(inner: Any, names: tuple[str, ...]) -> Any:
-    """Returns this island's state as arrays [1, ...], typed as varying along `names`.
+    """Returns this island's state as arrays [1, ...], typed as varying along `names`. Only the
+    number of the step stays as it is, without a dim of islands.
 
-    It is the inverse of `_local_state`: the number of the step gets no dim of islands.
+    `_stacked` is the inverse of `_local_state`.
     """
     stacked = _map_arrays(lambda x: varying(x, names)[None], inner)
     return eqx.tree_at(_step_of, stacked, inner.step)
@@ -417,13 +440,14 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         return replicated(x, axes) if axes else x
 
     def run(inner, batch, limit):
-        """Returns the island's state and info after `train`. The types of all arrays but the number
-        of the step vary along `names` again.
+        """Returns the island's state and info after `train`. All returned arrays, except the number
+        of the step, are typed as varying along the axes of the islands.
 
-        `train` is traced to a jaxpr with arrays as arguments and results. Leaves that are no arrays
-        are taken out before the trace, and put back afterwards.
+        `train` is traced to a jaxpr, whose arguments and results are arrays. So leaves that are no
+        arrays are kept apart, in `static` and `static_results`. If `limit` is not None, `train`
+        gets it as a third argument: the loss above which a step changes nothing.
         """
-        _check_split(batch, names)
+        _check_split(batch, names)  # refuses islands that would train on the same data
         arrays, static = eqx.partition((inner, batch, limit), trees.is_array)
         arrays = jax.tree.map(lambda x: hidden(jnp.asarray(x)), arrays)
         static_results = []
@@ -441,11 +465,13 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(arrays)
         _check_alone(closed.jaxpr, names)
         leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
-        # The trace above has put the static leaves into `static_results`.
+        # `leaves` are the arrays of the results. `make_jaxpr` has called `traced`, which has
+        # appended the other leaves to `static_results`.
         results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         inner, info = eqx.combine(results, static_results[-1])
         # The number of the step decides whether a round is due. All devices must decide alike, so
-        # its type must not vary: it is put back after the cast of all other arrays.
+        # its type must not vary. The cast makes all arrays varying; then `number`, which was taken
+        # before the cast, replaces the cast number.
         number: Int[Array, ""] = inner.step
         inner, info = _map_arrays(lambda x: varying(x, names), (inner, info))
         return eqx.tree_at(_step_of, inner, number), info
@@ -456,10 +482,10 @@ def _alone(train: Step, names: tuple[str, ...]) -> Callable[..., Any]:
 def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
     """Raises `ValueError` if islands would train on the same data.
 
-    At least one array of the batch must vary along all axes of the islands, and so must each array
-    that varies along any axis. Other arrays, which are the same on all devices, are accepted: a
-    table, for example. If there is only one island, or if the batch has no arrays, nothing is
-    raised.
+    At least one array of the batch must vary along all axes of the islands. An array that varies
+    along any axis of the mesh must also vary along all axes of the islands. An array that is the
+    same on all devices, such as a table, is accepted. If there is only one island, or if the batch
+    has no arrays, nothing is raised.
     """
     leaves = [leaf for leaf in jax.tree.leaves(batch) if trees.is_array(leaf)]
     if axis_size(names) == 1 or not leaves:
@@ -478,15 +504,16 @@ def _check_split(batch: PyTree, names: tuple[str, ...]) -> None:
 def _check_alone(jaxpr: Any, names: tuple[str, ...]) -> None:
     """Raises `ValueError` if a train step makes a value that varies along the islands' axis.
 
-    The types of the step's arguments do not vary along that axis: `_alone` has removed it from
-    them. So a value that varies shows that an operation of the step itself uses the axis.
+    The step's arguments do not vary along that axis, since `_alone` has removed the axis from their
+    types. So a value that varies shows that an operation of the step itself uses the axis.
     """
     for eqn in jaxprs.every(jaxpr):
         if any(set(names) & set(axes_of_type(aval)) for aval in jaxprs.types(eqn.outvars)):
             raise ValueError(
-                f"islands.local: the train step works along {names} itself, by "
-                f"{eqn.primitive.name} at {source_lines.source(eqn)}, so the islands would "
-                "exchange in every step. Leave that axis out of the step's reductions: "
-                f"grads.averaged(grad, 'data'), not over {(*names, 'data')!r}; islands.local "
-                "itself averages over the islands."
+                f"islands.local: the train step itself uses the axes {names} of the islands, in "
+                f"{eqn.primitive.name} at {source_lines.source(eqn)}. Only islands.local may use "
+                "these axes: the islands must not communicate in every step. Leave these axes out "
+                "of the step's reductions: write grads.averaged(grad, 'data'), not "
+                f"grads.averaged(grad, {(*names, 'data')!r}). islands.local itself averages over "
+                "the islands."
             )

@@ -51,7 +51,7 @@ class State(eqx.Module):
             is one number for all islands.
         model: the outer weights: the trained leaves after the last round, with None in place of all
             other leaves.
-        optimizer: for each fragment, the state of the outer optimizer.
+        optimizer: for each fragment (a part of the model), the state of the outer optimizer.
         error: for each fragment, the rounding errors of an int8 exchange, [islands, ...]. The next
             exchange adds them to the changes of the weights that it sends. None unless the exchange
             rounds to int8.
@@ -104,7 +104,7 @@ def init(
         state: the state of one island, as `step.init` makes it on `mesh`. It is the same on all
             islands.
         specs: the specs of `state`. They must not name the axis of the islands.
-        outer: the outer optimizer, which changes the outer weights in a round.
+        outer: the optimizer of the outer weights, which are the same on all islands.
         mesh: the mesh, with the axis of the islands.
         axis: the axis of the islands: a name, or an axis with an algorithm for its collectives,
             such as `ring("island")`; or `ErrorFeedback(axis)` for an exchange in int8. It must be
@@ -131,11 +131,11 @@ def state_init(
     stream: Stream = ALL_AT_ONCE,
     trainable: PyTree = trees.is_inexact,
 ) -> StateInit:
-    """Returns a `StateInit`: a function that makes the state of islands from the state of one
-    island, and the shapes and the specs of the result.
+    """Returns a `StateInit`. Its function `init` makes the state of islands from the state of one
+    island; its `shapes` and `specs` are the shapes and the specs of the state of islands.
 
-    The state of islands is computed only when the returned function is called. So the argument
-    `state` may be the shapes of one island's state.
+    `state_init` itself does not compute the state of islands. So the argument `state` may be the
+    shapes of one island's state.
 
     Args:
         state: the state of one island, or its shapes.
@@ -218,8 +218,8 @@ def _specs(
         weights: the shapes of the trained weights.
         names: the mesh axes of the islands.
         mesh: the mesh.
-        has: two bools. The first says whether the state has rounding errors, and the second whether
-            results of exchanges wait in the state.
+        has: two bools. The first says whether the state stores rounding errors, and the second
+            whether the state stores results of exchanges that no island has used yet.
     """
     by_path = trees.by_path(specs.model)
 
@@ -228,8 +228,8 @@ def _specs(
         return jax.tree.map_with_path(lambda path, leaf: by_path[trees.dotted(path)], tree)
 
     def stacked(tree):
-        """Returns the specs with a first dim that is split over the islands."""
-        return jax.tree.map(lambda spec: P(names, *spec), tree, is_leaf=trees.is_spec)
+        """Returns `tree`, a tree of specs, with the islands' axes as a new first entry of each."""
+        return jax.tree.map(lambda spec: P(names, *spec), tree)
 
     # Only inner arrays are stacked. The fields of `step.State` are model, optimizer, step, scale.
     inner = step.State(stacked(specs.model), stacked(specs.optimizer), P(), stacked(specs.scale))
@@ -240,7 +240,8 @@ def _specs(
         part_specs = spec_of(part_shapes)
         optimizer.append(rules.optimizer_specs(outer, part_shapes, part_specs, mesh))
         error.append(stacked(part_specs) if has_feedback else None)
-        # The fields of `SentChanges` are mean, some and present.
+        # The fields of `SentChanges`: the mean change, whose leaves are placed as the weights; a
+        # bool, whether any island was present; and a bool for each island, split over the islands.
         sent.append(SentChanges(part_specs, P(), P(names)) if waits else None)
     return State(inner, spec_of(weights), tuple(optimizer), tuple(error), tuple(sent))
 
@@ -304,7 +305,9 @@ def shapes_for_islands(shapes: State, islands: int) -> State:
         return jax.ShapeDtypeStruct((islands, *x.shape[1:]), x.dtype, sharding=whole)
 
     def resized_sent(sent):
-        """Returns the shapes of an exchange's result; only `present` has a dim of islands."""
+        """Returns `sent`, the shapes of an exchange's result, for as many islands as the checkpoint
+        has. Only the field `present` has a dim of islands. Returns None if `sent` is None.
+        """
         if sent is None:
             return None
         return SentChanges(sent.mean, sent.some, jax.tree.map(resized, sent.present))
@@ -330,37 +333,41 @@ def with_number_of_islands(state: State, shapes: State) -> tuple[State, list[str
     `shapes` are the shapes of a state for the new number of islands. All islands continue with the
     outer weights, the only weights that are the same for all islands. If there were n islands
     before, island i takes the state of the inner optimizer, and the leaves that are not trained,
-    from island i mod n. Exchanges under way and rounding errors are dropped.
+    from island i mod n; so this optimizer must not compute the weights from a copy of them in its
+    state. The rounding errors of int8 exchanges, and the results of exchanges that no
+    island has used yet, become zero.
     """
     before, islands = _islands(state.inner.model), _islands(shapes.inner.model)
     sources = jnp.arange(islands) % before
     arrays, static = eqx.partition(state, trees.is_array)
 
     def from_sources(tree):
-        """Returns the arrays of the new islands, from the arrays of the old islands. Each new
-        island gets the arrays of the old island that it continues. The first dim is that of the
-        islands."""
+        """Returns `tree` with arrays of the new islands in place of its arrays of the old islands.
+        The first dim is the dim of islands. New island i gets the part of old island `sources[i]`.
+        """
         return jax.tree.map(lambda x: x[sources], tree)
 
     def zeros(tree):
-        """Returns zeros in place of the old islands' arrays, with the new number of islands."""
+        """Returns `tree` with zeros in place of its arrays. The first dim of an array, the number
+        of old islands, becomes the number of new islands."""
         return jax.tree.map(lambda x: jnp.zeros((islands, *x.shape[1:]), x.dtype), tree)
 
     def nothing_sent(sent):
-        """Returns zeros in place of `sent`, an exchange's result, for the new number of islands: no
-        island took part. Returns None if `sent` is None."""
+        """Returns `sent` with zeros in all arrays: the result of an exchange in which no island
+        took part. The field `present` becomes an array with one False for each new island. Returns
+        None if `sent` is None."""
         if sent is None:
             return None
         mean = jax.tree.map(jnp.zeros_like, sent.mean)
         return SentChanges(mean, jnp.zeros_like(sent.some), zeros(sent.present))
 
     def resized(state):
-        """Returns the state for the new number of islands, `islands`, from the arrays of the state
-        before the change of the number.
+        """Returns the arrays of the state of the new islands. `state` has the arrays of the state
+        of the old islands.
 
-        Every island starts from the outer weights, `state.model`, which has None for leaves that
-        are not trained. An island takes these other leaves and the inner optimizer's state from an
-        old island (`sources`). Rounding errors and exchanges under way become zero, since they
+        The trained leaves of every new island are the outer weights, `state.model`. New island i
+        takes the leaves that are not trained, and the inner optimizer's state, from old island
+        `sources[i]`. Rounding errors and the unused results of exchanges become zero, since they
         belong to islands that may be gone.
         """
         inner = state.inner

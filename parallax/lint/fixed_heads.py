@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from parallax import jaxprs, source_lines
 from parallax.lint import mistakes
 from parallax.lint.finding import Finding
+from parallax.lint.values import GATHERS, LINEAR
 from parallax.trees import entry_axes
 
 
@@ -28,13 +29,19 @@ def narrower_heads(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Find
     modules = filter(_is_attention, jax.tree.leaves(args, is_leaf=_is_attention))
     maps = [eqn for eqn in jaxprs.every(program.jaxpr) if eqn.primitive.name == "shard_map"]
     for module in modules:
-        # The queries stand for all projections, which have the same number of heads.
-        heads, shape = module.num_heads, module.query_proj.weight.shape  # [..., outputs, inputs]
+        # The queries stand for all projections, which have the same number of heads. A frozen or
+        # masked attention, or one of replaced projections, may have no such array.
+        heads, weight = module.num_heads, getattr(module.query_proj, "weight", None)
+        shape = getattr(weight, "shape", ())  # [..., outputs, inputs]
+        if len(shape) < 2:
+            continue
         for eqn in maps:
             # An argument of this shape is taken for a weight of this attention. The reshape into
             # `heads` heads, which is looked for below, confirms it.
             for axes, size in _splits(eqn, shape):
                 outputs = shape[-2] // size  # those of one device
+                if _is_gathered(eqn, (outputs, shape[-1]), shape[-2:]):
+                    continue
                 for line in _lines_that_cut(eqn, outputs, (heads, outputs // heads)):
                     yield mistakes.fixed_number_of_heads(heads, frozenset(axes), size, line)
 
@@ -45,11 +52,9 @@ def _is_attention(node: Any) -> bool:
 
 
 def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yields a pair `(axes, devices)` for each argument of a `shard_map` that has this `shape` and
-    whose dim of outputs is split. `axes` are the axes that split this dim, and `devices` is the
-    number of devices along them.
-
-    `shape` is the shape of a projection's whole weight, [..., outputs, inputs].
+    """Yields a pair `(axes, devices)` for each argument of the `shard_map` that may be a split
+    weight of a projection: it has the shape `shape`, [..., outputs, inputs], and its dim of outputs
+    is split over `axes`. `devices` is the number of devices along these axes.
     """
     sizes = shard_map.params["mesh"].shape
     avals = jaxprs.types(shard_map.invars)
@@ -61,6 +66,18 @@ def _splits(shard_map: JaxprEqn, shape: tuple[int, ...]) -> Iterator[tuple[tuple
             size = math.prod(sizes[axis] for axis in axes)
             if size > 1:
                 yield axes, size
+
+
+def _is_gathered(shard_map: JaxprEqn, part: tuple[int, int], whole: tuple[int, int]) -> bool:
+    """Returns whether the body of a `shard_map` gathers matrices of the shape `part` to `whole`, as
+    ZeRO-3 does before it uses a weight. The devices then make all outputs of the projections."""
+    return any(
+        jaxprs.types(eqn.invars)[0].shape[-2:] == part
+        and jaxprs.types(eqn.outvars)[0].shape[-2:] == whole
+        for body in jaxprs.inner(shard_map)
+        for eqn in jaxprs.every(body)
+        if eqn.primitive.name in GATHERS | {LINEAR}
+    )
 
 
 def _lines_that_cut(shard_map: JaxprEqn, outputs: int, parts: tuple[int, int]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Makes a program one list of operations: the operations of a called function stand in the list in
-place of the call, and each value (array) has an id.
+"""Turns a program into one list of operations: the operations of a called function stand in the
+list in place of the call, and each value (array) has an id.
 
 Ids are ints: 0, 1, 2, ... The functions here take and return ids, since the arrays do not exist
 before a run. A collective of this library is one equation, `linear_collective`. The function `ours`
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs, remat, source_lines
+from parallax import arithmetic, jaxprs, remat, source_lines
 from parallax.lint import values
 from parallax.lint.values import LINEAR, Sent
 
@@ -27,7 +27,7 @@ _CLOSED = LOOPS | {"shard_map"}  # operations whose bodies are read as programs 
 
 
 class Scope(NamedTuple):
-    """The place of an operation among the functions and branches of its program.
+    """The calls, conditionals and loops that contain an operation.
 
     Attributes:
         at: the equations whose source lines may be shown for the operation: first its own, then
@@ -49,12 +49,13 @@ class Node(NamedTuple):
     """One operation.
 
     Attributes:
-        name: the name of the primitive, or `CHOSEN`.
+        name: the name of the primitive. `CHOSEN` is the name of the operation that chooses one
+            result of a conditional from the results of the branches.
         eqn: the equation.
         inputs: the ids of the operands.
         outputs: the ids of the results.
-        sent: the collective that the operation is; None if it is no collective.
-        scope: the place of the operation among functions and branches.
+        sent: the kind and the axes of the collective; None if the operation is no collective.
+        scope: the calls, conditionals and loops that contain the operation.
     """
 
     name: str
@@ -85,7 +86,8 @@ class Flat:
     """The operations of a jaxpr in order, with the types of all values.
 
     Attributes:
-        ours: the function that returns the jaxpr of a collective of this library.
+        ours: a function that takes the equation of one of this library's collectives, and returns
+            the collective's jaxpr.
         types: the type of each value; the value's id is the index.
         nodes: the operations.
         literals: the numbers that are written into the program, by the ids of their values.
@@ -97,8 +99,8 @@ class Flat:
     """
 
     def __init__(self, jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr], scope: Scope):
-        """Lists the operations of a jaxpr; `scope` is the place of the jaxpr in the program around
-        it."""
+        """Lists the operations of a jaxpr. `scope` has the calls, conditionals and loops that
+        contain the jaxpr."""
         self.ours = ours
         self.types: list[Any] = []
         self.nodes: list[Node] = []
@@ -115,6 +117,10 @@ class Flat:
         """Returns the shape of a value."""
         return self.types[value].shape
 
+    def reads(self, value: int) -> bool:
+        """Returns whether an operation uses a value, or the value is a result."""
+        return bool(self.used.get(value)) or value in self.results
+
     def _new_ids(self, types: Sequence[Any]) -> tuple[int, ...]:
         """Adds a value for each type in `types`, and returns the ids of these values."""
         self.types += types
@@ -129,9 +135,9 @@ class Flat:
     def _opened(self, jaxpr: Jaxpr, arguments: Sequence[int], scope: Scope) -> tuple[int, ...]:
         """Adds the operations of a jaxpr to `nodes`, and returns the ids of the jaxpr's results.
 
-        `arguments` are the ids of the jaxpr's arguments. `scope` is the place of the jaxpr:
-        `scope.at` has the equations around it, the innermost first, and `scope.is_hidden` says
-        whether the jaxpr belongs to a function of JAX or of this library.
+        `arguments` are the ids of the jaxpr's arguments. `scope.at` has the equations around the
+        jaxpr, the innermost first, and `scope.is_hidden` says whether the jaxpr belongs to a
+        function of JAX or of this library.
         """
         ids = dict(zip(jaxpr.invars, arguments, strict=True))  # variable -> id
         ids |= zip(jaxpr.constvars, self._new_ids(jaxprs.types(jaxpr.constvars)), strict=True)
@@ -169,6 +175,9 @@ class Flat:
         # None if it is no collective, or a collective of this library that is opened like a call.
         sent = values.sent(eqn, ours)
         inner = None if sent or name in _CLOSED else ours or jaxprs.called(eqn)
+        if name == "custom_linear_solve":
+            inner, taken = arithmetic.solve(eqn, inputs)
+            inputs = tuple(taken)
         if inner is None:
             return self._node(name, eqn, inputs, jaxprs.types(eqn.outvars), sent, scope)
         is_hidden = scope.is_hidden or ours is not None or source_lines.is_jax_function(inner)
@@ -203,8 +212,8 @@ class Flat:
     ) -> tuple[int, ...]:
         """Adds one operation whose results have the given `types`, and returns the results' ids.
 
-        `sent` is the collective that the operation is, or None if it is no collective. `scope` is
-        the place of the operation among functions and branches.
+        `sent` has the kind and the axes of the collective; it is None if the operation is no
+        collective. `scope` has the calls, conditionals and loops that contain the operation.
         """
         outputs = self._new_ids(types)
         self.nodes.append(Node(name, eqn, inputs, outputs, sent, scope))

@@ -5,11 +5,11 @@ For example, a loop of `carry = carry + psum(x)` can add up `x`, with one `psum`
 loop of `carry = carry + psum(x) ** 2` needs the sum in each iteration.
 
 A `Value` records what the lint knows about one value (array) of the program. `parts` are the sums
-and carries of which the value is a linear function: `carry + psum(x)` has two parts, the old carry
-and the sum. `differs` are the axes along which the value differs between devices. `trip` is the
-depth of the innermost loop that changes the value, or 0 if no loop does. A part is *spoiled* if the
-loop's body also uses it in another way than by adding it up. A sum that is spoiled must stay in the
-loop.
+and carries of which the value is a linear function: `carry + psum(x)` has two parts, the carry at
+the beginning of the iteration and the sum. `differs` are the axes along which the value differs
+between devices. `trip` is the depth of the innermost loop that changes the value, or 0 if no loop
+does. A part is *spoiled* if the loop's body uses the part for anything but an addition that makes a
+new carry, or if the condition of a `while` reads it. A sum that is spoiled stays in the loop.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,9 @@ class Loop:
         depth: the number of loops around the body, this one included.
         trips: the number of iterations; None if it is not known.
         sums: the sums over devices in the loop's body.
-        spoiled: the sums and carries (as a `LoopPart`) that the body also uses in another way than
-            by adding them up.
+        spoiled: the sums over devices, and the carries at the beginning of an iteration, that the
+            body uses for anything but an addition that makes a new carry; and the carries that the
+            condition of a `while` reads.
     """
 
     depth: int
@@ -67,31 +68,31 @@ class Loop:
     def summed(
         self, value: Value, aval: Any, axes: frozenset[str], where: str
     ) -> frozenset[LoopPart]:
-        """Notes a sum of `value` over devices, and returns the `parts` of its result: the sums and
-        carries of the loop of which the result is a linear function. These are the `parts` of
-        `value`, and the noted sum itself. `only_added` decides later whether the sum could stand
-        after the loop. `aval` is the type of `value`, and `where` the source line of the sum.
+        """Notes a sum of `value` over devices, and returns the `parts` of the sum's result: the
+        `parts` of `value`, and the noted sum itself. `only_added` decides later whether the sum
+        could stand after the loop. `aval` is the type of `value`, and `where` the source line of
+        the sum.
         """
-        # A sum that depends on a carry must stay in the loop, and so must the sums that were added
-        # to this carry: each iteration needs the carry's value. The new sum is not spoiled itself.
-        # But a new carry that it is added to has these spoiled parts too, and `only_added` takes no
-        # sums from such a carry.
+        # If `value` depends on a carry, each iteration needs this carry's value, so the old carry
+        # is spoiled. The new sum stays in the loop too: the `parts` of its result have the spoiled
+        # carry, and `only_added` leaves out all sums that have a spoiled part beside them.
         if any(kind == "carry" for kind, _ in value.parts):
             self.spoil([value])
         self.sums.append(Sum(aval, axes, where))
         return value.parts | {("sum", len(self.sums) - 1)}
 
     def carried(self, values: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the carries (`values`) as they are at the beginning of an
-        iteration, when nothing was added to a carry: its only part is the carry itself."""
+        """Returns the facts `values` about the carries, with the `parts` that a carry has at the
+        beginning of an iteration. Nothing has been added to carry i yet, so ("carry", i) is its
+        only part."""
         return [value._replace(parts=frozenset({("carry", i)})) for i, value in enumerate(values)]
 
     def through(self, eqn: JaxprEqn, values: Sequence[Value]) -> frozenset[LoopPart]:
         """Returns the sums and carries (`parts`) of which an equation's result is a linear
         function.
 
-        If the result is no linear function of the sums and carries of its operands, none is
-        returned, and these sums and carries are noted as `spoiled`.
+        If the result is no linear function of the sums and carries of its operands, the returned
+        set is empty, and all these sums and carries are noted as `spoiled`.
         """
         parts = frozenset().union(*(value.parts for value in values))
         if parts and not self._lets_sums_move(eqn, values, parts):
@@ -100,35 +101,42 @@ class Loop:
         return parts
 
     def spoil(self, values: Sequence[Value]) -> None:
-        """Marks the `parts` of these values (sums and carries) as spoiled: the loop's body uses
-        them in another way than by adding them up."""
+        """Marks the sums and carries in the `parts` of these values as spoiled: the loop's body
+        uses them for something other than an addition that makes a new carry."""
         self.spoiled.update(part for value in values for part in value.parts)
 
     def only_added(self, carries: Sequence[Value], stacked: Sequence[Value]) -> list[Sum]:
         """Returns the sums that were only added to a carry.
 
         `carries` and `stacked` are the results of the body: the new carries, and the outputs that
-        the loop stacks. The loop returns the stacked outputs of all iterations, so a sum in one of
-        them must stay in the loop.
+        the loop stacks. A sum in a stacked output is not returned: after the loop, one sum of the
+        whole stack would send as many bytes as the sums in the loop.
         """
         self.spoil(stacked)
-        # The new carry must be the old one plus parts, and not a function of another carry.
+        # The new carry i must be the carry i before the iteration plus sums, without other carries.
         for i, value in enumerate(carries):
             if [part for part in value.parts if part[0] == "carry"] != [("carry", i)]:
                 self.spoil([value])
-        # A carry that is used in another way needs its sums in each iteration, so these sums do not
-        # count.
         added = {
             part for value in carries if not value.parts & self.spoiled for part in value.parts
         }
-        return [total for k, total in enumerate(self.sums) if ("sum", k) in added - self.spoiled]
+        # A carry that is used in another way needs its sums in each iteration, so these sums do not
+        # count, even if another carry only adds them up.
+        needed = {
+            part
+            for i, value in enumerate(carries)
+            if ("carry", i) in self.spoiled
+            for part in value.parts
+        }
+        moved = added - self.spoiled - needed
+        return [total for k, total in enumerate(self.sums) if ("sum", k) in moved]
 
     def _lets_sums_move(
         self, eqn: JaxprEqn, values: Sequence[Value], parts: frozenset[LoopPart]
     ) -> bool:
-        """Returns whether an equation in the loop's body allows that the sums over devices in
-        `parts` are moved behind the loop. `values` are the facts about the equation's operands, and
-        `parts` are the sums and carries of which any operand is a linear function. The equation's
+        """Returns whether an equation in the loop's body allows the sums over devices in `parts` to
+        be moved after the loop. `values` are the facts about the equation's operands. `parts` has
+        each sum and each carry on which at least one operand depends linearly. The equation's
         result must be a linear function of `parts` too, and the equation's factors and masks must
         allow the move.
 

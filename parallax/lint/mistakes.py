@@ -2,21 +2,18 @@
 
 `aval` is the type of the array in question. `axes` are mesh axes, and `size` is the number of
 devices along them together. `where` is the source line of the operation in the user's program.
-`trips` is the number of iterations of a loop, or None if it is not known. `sent` is a collective.
-`sent.kind` is its kind, and `sent.permutes` says whether it is made of `ppermute`s, which wait for
-all devices of the program. A `Value` records what the lint knows about one value (array) of the
-program.
+`trips` is the number of iterations of a loop, or None if it is not known. `sent` is a collective of
+the kind `sent.kind`, and `sent.permutes` says whether the collective is made of `ppermute`s. A
+`ppermute` waits for all devices of the program, since XLA's operation for it has no groups of
+devices. A `Value` records what the lint knows about one value (array) of the program.
 """
-
-import math
 
 from jax.extend.core import JaxprEqn
 
+from parallax import arithmetic
 from parallax.jaxprs import types
 from parallax.lint.finding import Finding
 from parallax.lint.values import Sent, Value, is_narrow, is_wide, nbytes
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def under_a_predicate(
@@ -78,7 +75,7 @@ def summed_twice(value: Value, aval, axes: frozenset[str], size: int, where: str
 def same_every_trip(
     sent: Sent, aval, axes: frozenset[str], trips: int | None, where: str
 ) -> Finding:
-    """Returns the finding for a collective in a loop, if the loop does not change the collective's
+    """Returns the finding for a collective in a loop that does not change the collective's
     operand."""
     return Finding(
         "same-every-trip",
@@ -91,7 +88,8 @@ def same_every_trip(
 
 
 def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, where: str) -> Finding:
-    """Returns the finding for a sum over devices whose results a loop only adds to a carry."""
+    """Returns the finding for a sum over devices in a loop. The loop uses the sum only to add it to
+    a carry, so one sum after the loop is enough."""
     return Finding(
         "sum-in-a-loop",
         where,
@@ -108,9 +106,8 @@ def sum_in_a_loop(aval, axes: frozenset[str], size: int, trips: int | None, wher
 def update_mixes_a_shard(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction over one device's shard, if the result of the reduction
-    goes into the update of that shard. `operation` is the name of the reduction's primitive, such
-    as "reduce_sum"."""
+    """Returns the finding for a reduction over one device's shard whose result goes into the update
+    of that shard. `operation` is the name of the reduction's primitive, such as "reduce_sum"."""
     return Finding(
         "update-mixes-a-shard",
         where,
@@ -173,8 +170,8 @@ def layers_not_gathered(aval, axes: frozenset[str], size: int, where: str) -> Fi
 def reduced_over_a_split_dim(
     operation: str, aval, axes: frozenset[str], size: int, where: str
 ) -> Finding:
-    """Returns the finding for a reduction over one device's part of a dim, if its result is used
-    like a result over the whole dim. `operation` is the name of the reduction's primitive."""
+    """Returns the finding for a reduction that goes over one device's part of a dim, but is used
+    like a reduction over the whole dim. `operation` is the name of the reduction's primitive."""
     return Finding(
         "reduced-over-a-split-dim",
         where,
@@ -189,8 +186,8 @@ def reduced_over_a_split_dim(
 
 
 def parts_of_a_split_dim(aval, dim: int, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for slices of a device's part of a dim that are used as slices of the
-    whole dim."""
+    """Returns the finding for slices that a device cuts from its own part of a split dim, but that
+    are used like slices of the whole dim."""
     return Finding(
         "parts-of-a-split-dim",
         where,
@@ -274,8 +271,8 @@ def added_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> F
 
 
 def clipped_before_the_sum(aval, axes: frozenset[str], size: int, where: str) -> Finding:
-    """Returns the finding for gradients of one device's rows of the batch that are scaled by the
-    norm of these gradients before they are summed over devices."""
+    """Returns the finding for gradients that each device scales by the norm of its own gradients,
+    before the sum over devices. A device's own gradients are those of its rows of the batch."""
     return Finding(
         "clipped-before-the-sum",
         where,
@@ -305,28 +302,16 @@ def wide_product(
     why = "all products were declared to be in 16 bits"
     if short:
         why = f"an operand came from {' and '.join(sorted(short))}"
-    multiply_adds = types(eqn.outvars)[0].size * _summed_terms(eqn)
     return Finding(
         "wide-product",
         where,
         f"the product of {shown(avals[0])} and {shown(avals[1])} is taken in "
-        f"{wide[0].dtype.name}, and {why}: {multiply_adds:,} "
+        f"{wide[0].dtype.name}, and {why}: {arithmetic.operations(eqn) // 2:,} "
         "multiply-adds at the slower rate of that type, and operands of "
-        f"{_bytes(sum(nbytes(aval) for aval in wide))}, more than in 16 bits.",
+        f"{_bytes(sum(nbytes(aval) for aval in wide))} in all, which would be less in 16 bits.",
         "Cast both operands to the 16-bit type, and ask for wide sums with "
         "preferred_element_type=jnp.float32 if they matter.",
     )
-
-
-def _summed_terms(eqn: JaxprEqn) -> int:
-    """Returns how many multiply-adds make one element of a matmul's or convolution's result."""
-    operand, kernel = types(eqn.invars)
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return math.prod(operand.shape[dim] for dim in contracted)
-    # A convolution's kernel has one filter for each output feature; `rhs_spec` begins with the
-    # kernel's dim of output features.
-    return kernel.size // kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
 
 
 def named(axes: frozenset[str]) -> str:

@@ -1,9 +1,10 @@
 """Tells how each dim of an array is split before and after an operation that sends nothing.
 
 A `Flat` program is a list of operations, its nodes. The program's values (arrays) have ids, and
-functions take and return these ids. The `Dims` of a value have, for each dim, the axes that split
-the dim, the outermost first: `((), ("data",))` for a matrix whose second dim is split. `sent` is
-the collective that a node is, or None if the node is no collective.
+the functions of this file take and return these ids. The `Dims` of a value have, for each dim, the
+axes that split the dim, the outermost first: `((), ("data",))` for a matrix whose second dim is
+split. `sent` has the kind and the axes of a collective; `sent` is None if the node is no
+collective.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from parallax.lint.flat import CHOSEN, LOOPS, Flat, Node
 from parallax.lint.values import NO_AXES, Dims, sent_inside
 
 ELEMENTWISE = jaxprs.ELEMENTWISE | {CHOSEN, "replicated", "stop_gradient"}
-LAID_OUT = jaxprs.LAID_OUT  # operations that only move elements, such as a reshape
+LAID_OUT = jaxprs.LAID_OUT  # broadcasts and reshapes (no transposes): they keep elements in order
 
 
 def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
@@ -22,17 +23,18 @@ def axes_of_blocks(dims: Dims, shape: tuple[int, ...]) -> frozenset[str]:
     device's reduction over such a dim covers only this device's part of the dim. `shape` is the
     shape of the device's block.
     """
-    # If each device has only one index along a dim, each index may be a separate model, as in an
-    # ensemble.
+    # If each device's block has size 1 along a dim, each index of the dim may be a separate model,
+    # as in an ensemble.
     pairs = zip(dims, shape, strict=True)
     return frozenset(axis for axes, size in pairs if size > 1 for axis in axes)
 
 
 def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the dims of the result of an operation that sends nothing, given the dims of one
-    operand.
+    """Returns the `Dims` of the result of an operation that sends nothing: for each dim, the axes
+    that split the dim. `dims` are the `Dims` of one operand.
 
-    Returns None if the result does not have the operand's elements in the same places.
+    Returns None unless the operation is elementwise, is a transpose, or only adds or drops dims of
+    size 1.
     """
     if node.name == "transpose":
         return tuple(dims[i] for i in node.eqn.params["permutation"])
@@ -40,13 +42,12 @@ def forward(program: Flat, node: Node, operand: int, result: int, dims: Dims) ->
 
 
 def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -> Dims | None:
-    """Returns the dims of an operand, given the dims of the result. Returns None if the two arrays
-    do not have the same elements in the same places.
+    """Returns the `Dims` of an operand; `dims` are the `Dims` of the result. Returns None unless
+    the operation is elementwise, is a transpose, or only adds or drops dims of size 1.
     """
     if node.name == "transpose":
-        order = node.eqn.params[
-            "permutation"
-        ]  # dim `order[j]` of the operand is dim j of the result
+        order = node.eqn.params["permutation"]
+        # Dim `order[j]` of the operand is dim j of the result.
         return tuple(dims[order.index(i)] for i in range(len(order)))
     return _same_elements(node, dims, program.shape(result), program.shape(operand))
 
@@ -54,15 +55,15 @@ def backward(program: Flat, node: Node, operand: int, result: int, dims: Dims) -
 def _same_elements(
     node: Node, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]
 ) -> Dims | None:
-    """Returns how one array of an operation is split, given how another is split. One of the two is
-    the operand and the other the result, in either direction. Returns None unless the operation
-    keeps all elements in order.
+    """Returns the `Dims` of an operation's result from the `Dims` of an operand, or the `Dims` of
+    the operand from the `Dims` of the result. Returns None unless the operation keeps all elements
+    in order.
 
     Args:
         node: the operation.
         dims: for each dim of the given array, the axes that split the dim.
-        before: the shape of the given array.
-        after: the shape of the other array.
+        before: the shape of the given array, an operand or a result.
+        after: the shape of the array whose `Dims` are returned.
     """
     if node.name in ELEMENTWISE:
         return dims if before == after else None

@@ -4,7 +4,7 @@ A spec (`PartitionSpec`) has one entry for each dim of a leaf: the mesh axes tha
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +17,7 @@ from parallax.lint import stacked_gates
 from parallax.lint.finding import Finding
 from parallax.lint.values import nbytes
 from parallax.rules import audit, match, paths
-from parallax.trees import dotted, entry_axes, is_spec
+from parallax.trees import dotted, entry_axes
 
 BY_ROWS = P("data")
 
@@ -54,13 +54,13 @@ def rules(
         tree: the parameters.
         rule: the rule, a function from a leaf's path and the leaf to the leaf's spec.
         mesh: the mesh.
-        batch: the specs of the batch. A weight that is split like the batch is refused: each device
-            would multiply its rows of the batch by another part of the weight. Only `rules.fsdp`
-            and `rules.experts` may split a weight like the batch.
+        batch: the specs of the batch. Only `rules.fsdp` and `rules.experts` may split a weight over
+            an axis of the batch. Under any other rule, each device would multiply its rows of the
+            batch only by its own part of the weight.
         large: the number of bytes from which a whole leaf counts as large.
         limit: the most bytes that a device may hold; None for no limit.
     """
-    batch_specs = jax.tree.leaves(batch, is_leaf=is_spec)
+    batch_specs = jax.tree.leaves(batch)
     batch_axes = tuple(dict.fromkeys(axis for spec in batch_specs for axis in _axes(spec)))
     # The specs by path, and all errors. A leaf whose rule raised an error has no spec.
     specs, refusals = audit(tree, rule, mesh, batch_axes=batch_axes)
@@ -73,14 +73,14 @@ def rules(
         # A leaf whose spec names no axis of several devices is whole on each device.
         if nbytes(leaf) >= large and _devices(_axes(specs[path]), mesh) == 1:
             findings += _whole(path, leaf, mesh, batch_axes)
-    findings += _fixed_heads(tree, specs, batch_axes)
 
     def row_axes_beside_the_batch(path, weight):
-        """Returns the axes that split the rows of a recurrent cell's weight, except those that
-        split the batch."""
+        """Returns the axes of several devices that split the rows of a weight, [..., rows,
+        columns], except those that split the batch."""
         axes = stacked_gates.row_axes(specs.get(path, P()), weight.ndim)
-        return [axis for axis in axes if axis not in batch_axes]
+        return [axis for axis in axes if axis not in batch_axes and mesh.shape[axis] > 1]
 
+    findings += _fixed_heads(tree, row_axes_beside_the_batch)
     findings += stacked_gates.split_cells(tree, row_axes_beside_the_batch)
     used = {*batch_axes, *(axis for spec in specs.values() for axis in _axes(spec))}
     if not refusals:  # a refused spec may use an axis, so with refusals no axis is called idle
@@ -90,7 +90,8 @@ def rules(
 
 
 def device_bytes(tree: PyTree, specs: Specs, mesh: Mesh | AbstractMesh) -> int:
-    """Returns the bytes of `tree` on each device of `mesh`, with the specs of `rules.specs`."""
+    """Returns the number of bytes of `tree` on each device of `mesh`. `specs` are the specs that
+    `rules.specs` returns for `tree`."""
     spec_of = dict(paths(specs))
     return sum(_share(leaf, spec_of[path], mesh) for path, leaf in paths(tree) if path in spec_of)
 
@@ -99,7 +100,7 @@ def _whole(
     path: str, leaf: Any, mesh: Mesh | AbstractMesh, batch_axes: tuple[str, ...]
 ) -> list[Finding]:
     """Returns the finding for a leaf that every device has as a whole. The finding's cure is a rule
-    that would split the leaf. Returns no finding if no axis can split it.
+    that would split the leaf. Returns no finding if no axis can split the leaf.
     """
 
     def rank(pair):
@@ -133,11 +134,11 @@ def _whole(
 PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 
 
-def _fixed_heads(
-    tree: PyTree, specs: dict[str, PartitionSpec], batch_axes: tuple[str, ...]
-) -> list[Finding]:
-    """Returns a finding for each attention whose projections are split by heads, over axes that do
-    not split the batch."""
+def _fixed_heads(tree: PyTree, axes_of: Callable[[str, Any], Iterable[str]]) -> list[Finding]:
+    """Returns a finding for each `eqx.nn.MultiheadAttention` whose projections are split by heads.
+    The number of heads is static, so a shard would compute as many heads as the whole attention,
+    each narrower. `axes_of(path, weight)` returns the axes that split the rows of a weight. The
+    rows are the projection's outputs, with the heads one after another."""
 
     def is_attention(node):
         """Returns whether a node of the tree is an attention with a static number of heads."""
@@ -148,11 +149,12 @@ def _fixed_heads(
         if not is_attention(node):
             continue
         prefix = dotted(path)  # "" if the tree itself is the attention
-        weights = [f"{prefix}.{name}.weight".removeprefix(".") for name in PROJECTIONS]
-        # The axes that split the heads: the first dim of a projection's weight has the projection's
-        # outputs, which are the heads one after another.
-        heads = {axis for path in weights for axis in _first_dim_axes(specs.get(path, P()))}
-        if split := sorted(heads.difference(batch_axes)):
+        heads = set()  # the axes that split the heads
+        for name in PROJECTIONS:
+            weight = getattr(getattr(node, name), "weight", None)
+            if hasattr(weight, "ndim"):  # a frozen attention may have None in its place
+                heads.update(axes_of(f"{prefix}.{name}.weight".removeprefix("."), weight))
+        if split := sorted(heads):
             harm = (
                 f"the outputs of its projections are split over {split}, and it has "
                 f"{node.num_heads} "
@@ -165,12 +167,6 @@ def _fixed_heads(
             )
             findings.append(Finding("fixed-number-of-heads", prefix or "the model", harm, cure))
     return findings
-
-
-def _first_dim_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes that split the first dim of a projection's weight, the dim of the outputs.
-    An empty spec names no axes."""
-    return entry_axes(spec[0]) if len(spec) else ()
 
 
 def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
@@ -192,8 +188,8 @@ def _idle(axis: str, mesh: Mesh | AbstractMesh) -> Finding:
 def _too_many(
     leaves: dict[str, Any], specs: dict[str, PartitionSpec], mesh: Any, limit: int | None
 ) -> list[Finding]:
-    """Returns the finding for more than `limit` bytes on a device, with the three largest leaves.
-    Returns no finding if the leaves fit.
+    """Returns a finding if the leaves have more than `limit` bytes on a device; otherwise returns
+    no finding. The finding names the three leaves with the most bytes on a device.
     """
     bytes_of = {path: _share(leaf, specs[path], mesh) for path, leaf in leaves.items()}
     on_device, devices = sum(bytes_of.values()), math.prod(mesh.shape.values())
@@ -229,7 +225,7 @@ def _devices(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
 
 def _dims(leaf: Any, size: int) -> list[int]:
     """Returns the dims of a leaf that an axis of this size can split: the dims whose length is a
-    multiple of `size`, and not 0."""
+    multiple of `size`, and not 0. An axis of one device splits nothing."""
     return [
         dim for dim, length in enumerate(leaf.shape) if size > 1 and length and length % size == 0
     ]

@@ -4,16 +4,17 @@ in its body.
 A *value* is an array in the program; functions take and return its id, an int. A *fact* is one
 thing that the lint knows about a value, such as "it differs along 'data'". A `Value` has the facts
 about one value. `known[id(program)]` has the facts about all values of a program, by the ids of the
-values. Three facts say what a value was computed from. `shard` is the argument from which
-elementwise operations, reshapes, transposes and gathers made the value, with the `Dims` of the
-value: for each dim, the axes that split it, the outermost first. `fed` are the axes along which the
-value depends on a split batch; an axis is left out if a collective over this axis stands between
-the batch and the value. `chosen` are the axes along which the value depends on the device's index.
-`axes_of_blocks` gives the axes that split those dims in which a device's block has a size above 1.
+values. Three facts say what a value was computed from. `shard` names the argument from which the
+value was made by elementwise operations, reshapes, transposes and all-gathers. `shard.dims` has,
+for each dim of the value, the axes that split the dim, the outermost first. `fed` are the axes that
+split the rows of a batch on which the value depends; an axis is left out if a collective over this
+axis stands between the batch and the value. `chosen` are the axes along which the value depends on
+the device's index. `axes_of_blocks` gives the axes that split those dims in which a device's block
+has a size above 1.
 
 A reduction of one shard is no mistake in two cases. If each device has only one index along a dim,
 each index may be a separate model, as in an ensemble. If the elements are rounded to integers or to
-8 bits, a quantiser may have one scale for each shard. The rows of a batch are its examples.
+8 bits, a quantiser may have one scale for each shard.
 """
 
 import math
@@ -29,7 +30,16 @@ from parallax.lint import flat, mistakes, updates, values
 from parallax.lint.finding import Finding
 from parallax.lint.flat import LOOPS, Flat, Node
 from parallax.lint.places import axes_of_blocks, forward, joined_axes
-from parallax.lint.values import NO_AXES, Dim, Dims, Shard, Value, in_tuple, sent_inside
+from parallax.lint.values import (
+    NO_AXES,
+    Dim,
+    Dims,
+    Shard,
+    Value,
+    holds_keys,
+    in_tuple,
+    sent_inside,
+)
 from parallax.trees import entry_axes
 
 Note = Callable[..., None]  # (mistake, node, *details), as `ShardMap.note`
@@ -44,10 +54,11 @@ class ShardMap:
         mesh: the mesh.
         checked: the value of `check_vma`.
         known: the facts about all values of each program that was read, by `id(program)`.
-        body: the function that returns the body of a loop.
+        body: a function that takes the operation of a loop, and returns the loop's body as a list
+            of operations. (This is not the body of the `shard_map`.)
         sizes: the sizes of the mesh axes that have several devices.
         trained: the indices of the arguments that are trained. An argument counts as trained if a
-            result has the same shape and spec.
+            result has the same shape and spec, and both or neither are floating-point numbers.
         exchanged: the axes of permutes and all-to-alls in the body of the `shard_map`, such as the
             permutes of a pipeline.
         findings: the mistakes, one for each kind and each source line.
@@ -95,23 +106,26 @@ class ShardMap:
             jaxpr: the body of the `shard_map`.
             params: the parameters of the `shard_map`, with its specs.
             inputs: the facts about the operands of the `shard_map`.
-            ours: the function that returns the jaxpr of a collective of this library.
+            ours: a function from the equation of a collective of this library to its jaxpr.
         """
         argument_dims = self._dims(params["in_specs"], jaxpr.invars)
         results = self._dims(params["out_specs"], jaxpr.outvars)
-        returned = [(aval.shape, dims) for aval, dims in _typed(jaxpr.outvars, results)]
-        # An argument is trained if it or its gradient is returned, with the same shape and spec.
+        returned = [_look(aval, dims) for aval, dims in _typed(jaxpr.outvars, results)]
+        # An argument is trained if it or its gradient is returned, which look alike (`_look`).
         # The other arguments that are split are rows of a batch.
         is_trained = [
-            (aval.shape, dims) in returned for aval, dims in _typed(jaxpr.invars, argument_dims)
+            _look(aval, dims) in returned for aval, dims in _typed(jaxpr.invars, argument_dims)
         ]
         self.trained = frozenset(i for i, trained in enumerate(is_trained) if trained)
         sent = [sent for sent in sent_inside(jaxpr, ours) if sent.kind in ("permute", "exchange")]
         self.exchanged = NO_AXES.union(*(collective.axes for collective in sent))
-        # For each argument of a batch, the axes that split its first dim, the rows.
+        # For each argument of a batch, the axes that split its first dim, the rows. Random keys are
+        # no batch: every device may have a key of its own.
         fed = [
-            frozenset(() if trained or not dims else dims[0])
-            for dims, trained in zip(argument_dims, is_trained, strict=True)
+            frozenset(() if trained or not dims or holds_keys(aval) else dims[0])
+            for trained, (aval, dims) in zip(
+                is_trained, _typed(jaxpr.invars, argument_dims), strict=True
+            )
         ]
         of_batch = NO_AXES.union(*fed)
         arguments = []
@@ -131,7 +145,8 @@ class ShardMap:
         return arguments, results
 
     def _dims(self, specs: Sequence[PartitionSpec], atoms: Sequence[Any]) -> list[Dims]:
-        """Returns, for each dim of each array, those axes of several devices that split the dim."""
+        """Returns, for each dim of each array, the mesh axes that split the dim. Axes of one device
+        are left out."""
         split = []
         for spec, aval in zip(specs, jaxprs.types(atoms), strict=True):
             # A spec may have fewer entries than the array has dims: the other dims are not split.
@@ -150,12 +165,13 @@ class ShardMap:
         `shard`, the argument whose elements it has; `fed`, the axes along which it depends on a
         split batch; and `chosen`, the axes along which it depends on the device's index.
 
-        Elementwise operations, reshapes, transposes and gathers pass on the `shard` of their first
-        operand that has one. In an operation with several results and as many operands, result j
-        gets the `shard` of operand j. Each result has the `fed` and the `chosen` of all operands
-        together. A collective removes its axes from `fed`, and not from `chosen`: a pipeline's
-        activations were sent, and still count as chosen by the device's index.
-        `note(mistake, node, *details)` is called for a gather that puts blocks in a wrong order.
+        Elementwise operations, reshapes, transposes and all-gathers pass on the `shard` of their
+        first operand that has one. In an operation with several results and as many operands,
+        result j gets the `shard` of operand j. Each result has the `fed` and the `chosen` of all
+        operands together. A collective removes its axes from `fed`, but not from `chosen`: a
+        pipeline's activations still depend on the device's index after they are sent.
+        `note(mistake, node, *details)` is called for an all-gather that puts blocks in a wrong
+        order.
         """
         sent = frozenset(node.sent.axes if node.sent else ())
         fed = NO_AXES.union(*(value.fed for value in inputs)) - sent
@@ -183,13 +199,14 @@ class ShardMap:
         shard: Shard | None,
         note: Note,
     ) -> Shard | None:
-        """Returns the `shard` of a result, given the `shard` of an operand. A `Shard` names the
-        argument whose elements a value has, and the axes that split each dim of the value. The
-        result has elements of the same argument; the axes are those that split the result's dims.
-        Returns None for any operation but elementwise ones, reshapes, transposes and gathers, or if
-        the split of the result's dims is not known.
+        """Returns the `Shard` of a result, given the `Shard` of an operand (`shard`). A `Shard` has
+        the argument from which a value is made (`argument`), and the axes that split each dim of
+        the value (`dims`). The returned `Shard` has the operand's `argument`, and the result's
+        `dims`. Returns None for any operation but elementwise ones, reshapes, transposes and
+        all-gathers, or if the split of the result's dims is not known. `note` is called for an
+        all-gather that puts blocks in a wrong order.
         """
-        # Of the collectives, only a gather keeps elements of one argument in known places.
+        # Of the collectives, only an all-gather keeps elements of one argument in known places.
         if shard is None or (node.sent and node.sent.kind != "gather"):
             return None
         if node.sent:
@@ -201,20 +218,21 @@ class ShardMap:
     def _gathered(
         self, program: Flat, node: Node, operand: int, result: int, dims: Dims, note: Note
     ) -> Dims | None:
-        """Returns the `Dims` of a gathered array, given the `Dims` of the operand (`dims`). Returns
-        None if the gathered blocks are not in order.
+        """Returns the `Dims` of a gathered array, given the `Dims` of the operand (`dims`). `node`
+        is the gather, over the axes in `node.sent`. Returns None if the gathered blocks are not in
+        order, or if the split of the result's dims is not known.
 
         The blocks are in order if the gather goes over the innermost axes that split the dim, in
         the order in which the spec names them. Floating-point blocks that are out of order are
-        noted as a mistake. Integers are data, such as tokens of a batch, and the order of their
-        blocks does no harm.
+        noted as a mistake. Integers are taken for data, such as tokens of a batch: for these, the
+        order of the blocks does no harm.
         """
         before, after = program.shape(operand), program.shape(result)
         axes = self._of_several_devices(node.sent.axes if node.sent else ())
-        # Without such axes nothing is gathered. After a gather along a new dim, the split of the
-        # dims is not known.
-        if not axes or len(before) != len(after):
+        if not axes:  # nothing is gathered; only a new dim of size 1 may change the shape
             return dims if before == after else None
+        if len(before) != len(after):  # gathered along a new dim: the split is not known
+            return None
         grown = [d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
         if len(grown) != 1 or not set(axes) <= set(dims[grown[0]]):
             return None
@@ -289,7 +307,8 @@ class ShardMap:
                 # The arguments that the summed value is computed from by elementwise operations.
                 arguments = updates.origins(program, value) & set(program.arguments)
                 # If the devices train different models, as islands do, each should clip by its own
-                # norm. The sum is then made from weights too: arguments that differ along the axes.
+                # norm. Their weights differ along the axes, and are among the sum's `arguments`.
+                # Otherwise `_note_scaled` looks for a scaling by one device's norm.
                 if axes and not any(known[argument].differs & axes for argument in arguments):
                     self._note_scaled(program, value, axes)
 
@@ -339,9 +358,11 @@ class ShardMap:
             # Layers are slices of a weight: an argument that is trained.
             if shard is None or not shard.dims or shard.argument not in self.trained:
                 continue
+            # The values in the body that depend on the layers, and the axes of collectives of them.
             uses, axes_sent_over = _uses(body, body.arguments[i])
             # The carries that the layers change, and the axes along which they depend on the batch.
-            # An axis does not count if the carry depends on the device's index along this axis: a
+            # A carry is operand c of the loop, and its new value is result j of the body. An axis
+            # does not count if the carry depends on the device's index along this axis: a
             # pipeline's stages choose their inputs by this index.
             carries = [inputs[c] for c, j in flat.carried(loop.eqn) if body.results[j] in uses]
             fed = NO_AXES.union(*(carry.fed - carry.chosen for carry in carries))
@@ -356,6 +377,13 @@ class ShardMap:
 def _typed(atoms: Sequence[Any], dims: Sequence[Dims]) -> Iterable[tuple[Any, Dims]]:
     """Returns, for each variable, its type and the axes that split its dims."""
     return zip(jaxprs.types(atoms), dims, strict=True)
+
+
+def _look(aval: Any, dims: Dims) -> tuple[Any, ...]:
+    """Returns what an argument has in common with its gradient: the shape, the split of the dims,
+    and whether it has floating-point numbers. (A gradient may be in another floating-point type.)
+    """
+    return aval.shape, dims, jaxprs.is_float(aval)
 
 
 def _uses(program: Flat, argument: int) -> tuple[set[int], set[str]]:

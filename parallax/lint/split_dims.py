@@ -1,24 +1,25 @@
-"""Finds mistakes with split dims of the values between the parameters and the loss, and with sums
-over split dims that no collective has completed.
+"""Finds mistakes in a model's forward pass: operations that use a split dim as if it were whole,
+and operations that use a reduction over a split dim before a collective completes the reduction.
 
-A dim is split if the spec of a trained argument splits it. The result of a matrix product with a
-split weight has split dims too, such as hidden units and heads. A dim that the spec of a batch
-splits is split too, except the first dim, which holds the batch's rows. A reduction over a split
-dim gives each device its own term, and the next operation should be a collective over the axis that
-splits the dim. Two kinds of operations before this collective are mistakes. One kind combines the
-term with an array that has the split dim, as in a norm or a softmax. The other kind adds to the
-term a value that is the same on all devices, such as a bias. Only values of the forward pass that
-have a dim of the batch's rows are checked; gradients and updates, which have the dims of weights,
-are not.
+The rows of a batch are its first dim. A dim of an argument is split if the argument's spec splits
+the dim over an axis that does not split the rows. A matrix product passes on the split dims of its
+operands, such as hidden units and heads, except the dims that it sums over. A reduction over a
+split dim gives each device its own term, and the next operation should be a collective over the
+axis that splits the dim. Two kinds of operations before this collective are mistakes. One kind
+combines the term with an array that has the split dim, as in a norm or a softmax. The other kind
+adds to the term a value that is the same on all devices, such as a bias. An operation is checked
+only if an operand or a result has a dim of rows. Gradients and updates, which have the dims of
+weights, are not checked.
 
 A *fact* is one thing that the lint knows about a value (an array), such as "its first dim is split
 over 'tensor'". A rule for one kind of operation takes the facts about the operands (`inputs`) and
 returns the facts about the results. A `Dim` has the facts about one dim. `split` are the axes that
-split the dim. If a reshape cuts a split dim into an outer dim and inner dims, each inner dim gets
+split the dim. If a reshape turns a split dim into an outer dim and inner dims, each inner dim gets
 the axes of the split dim as its `within`. `rows` says whether the dim runs over the rows of the
-batch. `drawn` says whether the dim's elements were drawn at random, and `counted` whether they were
-computed from their indices on the device. `parts` are the slices of split dims from which the dim's
-elements were computed. A *term* is a device's part of a reduction over a split dim. The `Term` of a
+batch. `drawn` says whether each index of the dim has random numbers of its own. `counted` says
+whether the elements were computed from an `iota` along the dim; the `iota` begins at 0 on each
+device. `parts` are the slices of split dims, such as `x[:k]`, from which the dim's elements were
+computed. A *term* is the result of a reduction over a split dim on one device. The `Term` of a
 value says whether the value is still a linear function of the term (`is_linear`), and whether the
 reduction is a maximum or minimum (`is_peak`). If a value that is the same on all devices was added
 to the term, `added` is the operation that did so. If a value was divided by the number of devices
@@ -26,17 +27,23 @@ along an axis, this axis is in `shared`.
 """
 
 import functools
+import inspect
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from parallax import jaxprs
 from parallax.lint import mistakes
 from parallax.lint.flat import CHOSEN, Flat, Node
 from parallax.lint.values import NO_AXES, Dim, Part, Sent, Term, Value, either
+
+# The folder of JAX's activation functions
+_ACTIVATIONS = os.path.dirname(inspect.getfile(inspect.unwrap(jax.nn.gelu))) + os.sep
 
 # Operations whose result is a linear function of their operand, with a factor of 1 or -1
 _LINEAR = frozenset(
@@ -46,6 +53,8 @@ _LINEAR = frozenset(
     }
 )
 _ELEMENTWISE = jaxprs.ELEMENTWISE | _LINEAR
+# Operations whose result is divided by a number if all operands are
+_KEEP_A_SHARE = _LINEAR | {"add", "sub", "add_any", "select_n", "max", "min", "abs"}
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem"})
 
@@ -60,8 +69,10 @@ def dims_after(
     """Returns a `Value` for each result of an operation, with the facts `dims`, `terms` and
     `shared`.
 
-    `note(mistake, node, *details)` is called for each mistake, if an operand or a result has a dim
-    of the batch's rows. `sizes` are the sizes of the mesh axes that have several devices, by name.
+    `note(mistake, node, *details)` is called for each mistake, if a dim of an operand or of a
+    result runs over the rows of the batch. Operations without such a dim may belong to gradients or
+    updates, which are not checked. `sizes` are the sizes of the mesh axes that have several
+    devices, by name.
     """
     operation = _Operation(program, node, sizes)
     results = operation.results(inputs)
@@ -93,7 +104,7 @@ class _Operation:
         if name == "optimization_barrier":
             return list(inputs)
         if name == "axis_index":
-            return [Value(dims=())]
+            return [Value(dims=())]  # a scalar; `Reading` adds the fact that it differs
         # Numbers written into the program have no `dims` (None). The same holds for results that
         # are made only of such numbers, except random numbers and counts.
         if name not in ("random_bits", "iota") and all(value.dims is None for value in inputs):
@@ -105,18 +116,19 @@ class _Operation:
         return results if isinstance(results, list) else [results]
 
     def _unknown(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns results about whose dims nothing is known, for an operation without a rule."""
+        """Returns a `Value` without facts for each result of an operation that has no rule."""
         return [_new_dims(shape) for shape in self.shapes]
 
     def _chosen(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about a result of a conditional that hold whichever branch runs.
-        `inputs` has the facts about the predicate, and then those about the value that each branch
-        returns for this result.
+        """Returns the facts about one result of a conditional, whichever branch runs: `either`
+        joins the facts of all branches. `inputs` has the facts about the predicate, and then those
+        about the value that each branch returns for this result.
         """
         return functools.reduce(either, inputs[1:])
 
     def _drawn(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about random numbers: all dims are `drawn`."""
+        """Returns the facts about new random numbers. Each element has a random number of its own,
+        so all dims are `drawn`."""
         return Value(dims=(Dim(drawn=True),) * len(self.shapes[0]))
 
     def _counted(self, inputs: Sequence[Value]) -> Value:
@@ -143,7 +155,7 @@ class _Operation:
         return value._replace(dims=tuple(dims))
 
     def _reshaped(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of a reshape. If the reshape cuts a split dim into
+        """Returns the facts about the result of a reshape. If the reshape turns a split dim into
         several dims, the outermost of them is split."""
         dims = _regrouped(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0])
         return inputs[0]._replace(dims=dims)
@@ -171,12 +183,15 @@ class _Operation:
         """Returns the facts about a slice. For a dim that is sliced with a stride above 1, no
         `Part` is kept, since the slice's elements are not neighbours in the dim."""
         strides = self.params["strides"] or itertools.repeat(1)
+        # `starts` becomes a dict: for each dim with stride 1, the index of the slice's first
+        # element along it. `shapes[0]` is the shape of the result, the slice.
         starts = enumerate(zip(self.params["start_indices"], strides, strict=False))
         starts = {i: start for i, (start, stride) in starts if stride == 1}
         return self._part(inputs[0], starts, self.shapes[0])
 
     def _divided(self, inputs: Sequence[Value]) -> list[Value]:
-        """Returns the facts about the results of `split`: slices of a dim, one after another."""
+        """Returns the facts about the results of the operation `split`. The results are consecutive
+        slices of the operand along one dim."""
         # A part begins where the sizes of the parts before it end.
         starts = itertools.accumulate(map(int, (0, *self.params["sizes"][:-1])))
         dim = self.params["axis"]
@@ -187,10 +202,11 @@ class _Operation:
         """Returns the facts about a slice of the operand `value`. The slice has this `shape`, and
         `starts` maps a dim to the index of the slice's first element along it.
 
-        If a sliced dim is split, the dim of the result has the slice as its `parts`. Different
-        slices of one split dim must not be combined with each other. A device cuts each slice from
-        its own block. If the whole dim were sliced first, and each slice were split then, the
-        device would get other elements.
+        If a sliced dim is split, the slice is recorded: the set `parts` of the result's dim gets
+        this slice as its only element. Different slices of one split dim must not be combined with
+        each other, since a device cuts both from its own block of the dim. For example, a gate and
+        the units that the gate multiplies may be stacked along the split dim. The first device's
+        block has only elements of the gate: its two slices are two parts of the gate.
         """
         dims = list(self._dims(value))
         for i, start in starts.items():
@@ -204,24 +220,28 @@ class _Operation:
     def _resized(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of an operation that works along some dims and may
         change their sizes, such as `pad`. For a dim whose size changes, only the fact `rows` is
-        kept. The result does not count as a term of a sum.
+        kept. The operand's `terms` are dropped, since some of these operations, such as `cummax`,
+        are not linear.
         """
-        # The elements that `pad` adds are neither drawn nor counted, and belong to no block of a
-        # split dim. Some of these operations, such as `cummax`, are no linear functions of a term.
+        # Elements that `pad` adds are neither drawn nor counted, nor in any block of a split dim.
         sizes = zip(self._dims(inputs[0]), self.avals[0].shape, self.shapes[0], strict=True)
         dims = (dim if before == after else Dim(rows=dim.rows) for dim, before, after in sizes)
         return Value(dims=tuple(dims))
 
     def _side_by_side(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about an array made by placing arrays of the same rank side by side. If
-        all these arrays are terms of sums over an axis, so is the new array."""
+        all these arrays are terms of sums over an axis, so is the new array. The callers change the
+        facts about the dim along which the arrays are joined."""
+        # Without numbers written into the program, whose `dims` are None. If all arrays were such
+        # numbers, `results` would not call this rule, so `known` is not empty.
         known = [value.dims for value in inputs if value.dims is not None]
         dims = tuple(map(self._together, zip(*known, strict=True)))
         axes = set.intersection(*({axis for axis, _ in value.terms} for value in inputs))
         # The `Term` of the first array stands for all. If `is_linear` or `added` differ, a mistake
         # with another of the arrays may be missed.
         terms = tuple(pair for pair in inputs[0].terms if pair[0] in axes)
-        return Value(dims=dims, terms=terms)
+        shared = frozenset.intersection(*(value.shared for value in inputs))
+        return Value(dims=dims, terms=terms, shared=shared)
 
     def _stacked(self, inputs: Sequence[Value]) -> Value:
         """Returns the facts about the result of `stack`: arrays side by side along a new dim."""
@@ -234,20 +254,22 @@ class _Operation:
         that split it in every operand.
         """
         value, place = self._side_by_side(inputs), self.params["dimension"]
+        # Numbers written into the program (`dims` is None) do not count: they may pad each
+        # device's part of the dim. `known` is not empty, as in `_side_by_side`.
         known = [value.dims for value in inputs if value.dims is not None]
-        # `_side_by_side` gives the axes that split the dim in any of the operands. If one operand
-        # is whole along an axis, the joined dim is neither split along this axis nor whole. Of the
-        # other facts only `rows` holds for the joined dim; `_side_by_side` has compared the
-        # `parts`.
+        # `_side_by_side` gives the axes that split the dim in any of the operands, and notes a
+        # mistake if operands are different slices of a split dim. If one operand is whole along an
+        # axis, the joined dim is neither split along this axis nor whole. Of the other facts only
+        # `rows` holds for the joined dim.
         split = frozenset.intersection(*(dims[place].split for dims in known))
         dims = list(value.dims or ())
         dims[place] = Dim(split, rows=dims[place].rows)
         return value._replace(dims=tuple(dims))
 
     def _looked_up(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of a `gather`, a lookup of rows in a table. The result
-        has the dims of a row, and the dims of the array of indices without its last dim, which
-        holds the place of one lookup.
+        """Returns the facts about the result of a `gather`, a lookup of rows in a table. The last
+        dim of the array of indices holds the indices of one lookup. The result has the dims of a
+        row, and all dims of the array of indices except the last.
         """
         table, indices = inputs
         # `slice_sizes` has the number of elements that a lookup takes of each dim of the table.
@@ -258,10 +280,11 @@ class _Operation:
         row = zip(self._dims(table), self.avals[0].shape, taken, strict=True)
         of_row = [dim if size == part else Dim() for dim, size, part in row]
         in_row = iter([dim for i, dim in enumerate(of_row) if i not in removed])
-        # In its shard of a table, a device looks up rows by their indices in the shard: counting
-        # these indices on the device is no mistake. A table of numbers written into the program
-        # (`dims` is None) may be made for such indices too.
-        is_local = table.dims is None or any(dim.split for dim in table.dims)
+        # In its shard of the rows of a table, a device looks up rows by their indices in the shard:
+        # counting these indices on the device is no mistake. A table of numbers written into the
+        # program (`dims` is None) may be made for such indices too. `start_index_map` has the dims
+        # of the table that the indices are about.
+        is_local = table.dims is None or any(table.dims[i].split for i in numbers.start_index_map)
         dims_of_indices = (
             dim._replace(counted=dim.counted and not is_local)
             for dim in self._dims(indices, place=1)
@@ -269,7 +292,7 @@ class _Operation:
         # The result's dims `offset_dims` are those of a row, and the others those of the indices.
         rank = range(len(self.shapes[0]))
         dims = (next(in_row if i in numbers.offset_dims else dims_of_indices) for i in rank)
-        return Value(dims=tuple(dims))
+        return Value(dims=tuple(dims), shared=table.shared)
 
     # Operations that join values
 
@@ -294,14 +317,15 @@ class _Operation:
         return Dim(split, within, rows, drawn, any(dim.counted for dim in dims), parts)
 
     def _joined(self, inputs: Sequence[Value]) -> Value:
-        """Returns the facts about the result of an elementwise operation: each dim is computed from
-        the operands' dims at the same place. If an operand is a term of a sum that no collective
-        has completed, the result may be a term of this sum too.
+        """Returns the facts about the result of an elementwise operation. `_together` computes the
+        facts about dim i of the result from the facts about dim i of each operand. If an operand is
+        a term of a sum that no collective has completed, the result may be a term of this sum too.
         """
         rank = len(self.shapes[0])
         # Leaves out numbers written into the program, whose `dims` are None, and scalar predicates.
         given = [value for value in inputs if value.dims is not None and len(value.dims) == rank]
-        if not given:  # a scalar chose between numbers written into the program
+        # A `select_n` with a scalar predicate, which chooses between numbers without `dims`.
+        if not given:
             return _new_dims(self.shapes[0])
         dims = tuple(map(self._together, zip(*(value.dims or () for value in given), strict=True)))
         for value in given:
@@ -313,19 +337,34 @@ class _Operation:
         if self.node.name in _COMPARES or sum(dim.counted for dim in dims) > 1:
             dims = tuple(dim._replace(counted=False) for dim in dims)
         axes = sorted({axis for value in given for axis, _ in value.terms})
+        # `_term` gets all operands, since it looks at the first operand of a quotient.
         terms = [(axis, term) for axis in axes if (term := self._term(axis, inputs))]
-        # The result was divided by the size of an axis if all operands were, or if this operation
-        # divides by it.
-        shared = frozenset.intersection(*(value.shared for value in given))
-        return Value(dims=dims, terms=tuple(terms), shared=shared | self._divided_by())
+        return Value(dims=dims, terms=tuple(terms), shared=self._shared(inputs, given))
+
+    def _shared(self, inputs: Sequence[Value], given: Sequence[Value]) -> frozenset[str]:
+        """Returns the axes for which the result of an elementwise operation was divided by the
+        number of devices along the axis. The operation itself may divide (`_divided_by`). The
+        result also keeps axes of the operands: a product keeps the axes of each factor, a quotient
+        keeps the axes of its numerator, and a linear operation keeps the axes that all operands
+        have. `given` are the operands that are not numbers written into the program.
+        """
+        of_operands = [value.shared for value in given]
+        if self.node.name == "mul":
+            return NO_AXES.union(*of_operands) | self._divided_by()
+        if self.node.name == "div":
+            return inputs[0].shared | self._divided_by()
+        if self.node.name not in _KEEP_A_SHARE:
+            return NO_AXES  # exp(x / n) is no share of exp(x)
+        return frozenset.intersection(*of_operands)
 
     def _check_same_on_each_device(self, value: Value, dims: Sequence[Dim]) -> None:
-        """Notes a mistake if a dim of the result is split, but along this dim an operand has random
-        numbers, or numbers computed from the indices 0, 1, 2, ..., that are the same on all
-        devices. Each device's part of the dim would get the same numbers. `value` has the facts
-        about the operand, and `dims` the facts about the result's dims.
+        """Notes a mistake if a dim of the result is split, but all devices have the same numbers
+        along this dim of an operand. Only random numbers, and numbers computed from the indices 0,
+        1, 2, ... of an `iota`, are checked. `value` has the facts about the operand, and `dims` has
+        the facts about the result's dims.
         """
         drawn, counted = NO_AXES, NO_AXES  # the axes along which each mistake is made
+        # The caller leaves out operands whose `dims` are None; `or ()` is for the type checker.
         for dim, of_value in zip(dims, value.dims or (), strict=True):
             axes = dim.split - value.differs
             drawn |= axes if of_value.drawn else NO_AXES
@@ -337,9 +376,10 @@ class _Operation:
                 self._mistake(mistakes.repeated_on_each_device, self.node, kind, aval, axes)
 
     def _term(self, axis: str, inputs: Sequence[Value]) -> Term | None:
-        """Returns the `Term` of an elementwise operation's result, as a term of a sum over `axis`.
-        At least one operand is a term of such a sum. Returns None if the result is perhaps not such
-        a term.
+        """Returns the `Term` of an elementwise operation's result, for a reduction over a dim that
+        `axis` splits. The `Term` says how the result depends on this device's term of the
+        reduction. At least one operand has a `Term` for `axis`. Returns None if the lint stops
+        following the term, as after a sum with an operand that differs between devices.
 
         Notes a mistake if a term is combined with an array that has a dim split over `axis`.
         """
@@ -350,8 +390,11 @@ class _Operation:
         with_term = [value for value in known if axis in dict(value.terms)]
         without = [value for value in known if axis not in dict(value.terms)]
         terms = [dict(value.terms)[axis] for value in with_term]
-        # If one operand is no longer a linear function of its term, neither is the result.
-        term = next((term for term in terms if not term.is_linear), terms[0])
+        # If one operand is no longer a linear function of its term, neither is the result. If a
+        # value such as a bias was added to one of the terms, it is in the result too.
+        term = min(terms, key=_rank)
+        # Case 1: a norm or a softmax. An operand without a term still has the dim split over
+        # `axis`, and the dim is not split in the operands with a term.
         if any(_meets_split_dim(axis, value, with_term) for value in without):
             # It is no mistake to subtract a device's own maximum: a softmax may be shifted by any
             # number.
@@ -359,19 +402,23 @@ class _Operation:
                 details = term.node.name, term.aval, frozenset({axis})
                 self._mistake(mistakes.reduced_over_a_split_dim, term.node, *details)
             return None
-        if name in _LINEAR or (name == "select_n" and not without):  # a choice between terms
+        # Case 2: a cast, a change of sign, or a choice between terms.
+        if name in _LINEAR or (name == "select_n" and not without):
             return term
+        # Case 3: a sum of terms, or of terms and other operands (`without`).
         if name in ("add", "sub", "add_any") and not term.is_peak:
-            # The operands that are the same on all devices, and were not divided by the number of
-            # devices: a later sum would count them several times. JAX's transposes add by
-            # `add_any`, which is no mistake of the user's.
+            # `whole` are the other operands that are the same on all devices, and were not divided
+            # by the number of devices. A later sum over the devices would count them several times,
+            # so the first operation that adds such an operand is kept. (JAX's transposes make
+            # `add_any`, not the user.)
             whole = [value for value in without if axis not in value.differs | value.shared]
             if whole and term.is_linear and not term.added and name != "add_any":
                 return term._replace(added=self.node)
-            # A sum with an operand that differs, or that was divided, may be right: it no longer
-            # counts as a term.
+            # If another operand differs between devices, or was divided by their number, the sum
+            # may be right, and the lint stops following the term.
             return term if len(whole) == len(without) else None
-        # If each device multiplies its term by another number, the result is no term of one sum.
+        # Case 4: a product, a quotient or any other function. If each device multiplies its term
+        # by another number, the result is no term of one sum.
         if any(axis in value.differs for value in without):
             return None
         # A product with a number that is the same on all devices, or a quotient by it, is still a
@@ -384,22 +431,25 @@ class _Operation:
         """Returns the axes whose size, or 1 over the size, is a literal operand of this product or
         quotient; no axes for any other operation. A program with such an operation scales a value
         by the number of devices on purpose, mostly so that a later sum over the devices counts the
-        value once."""
-        if self.node.name not in ("mul", "div"):
+        value once. The literals of activation functions, such as the 0.5 of `jax.nn.gelu`, do not
+        count."""
+        if self.node.name not in ("mul", "div") or any(
+            frame.file_name.startswith(_ACTIVATIONS) for frame in jaxprs.frames(self.node.eqn)
+        ):
             return NO_AXES
         numbers = [self._literal(value) for value in self.node.inputs]
         factors = [number for number in numbers if number is not None]
 
         def is_factor(size):
-            """Returns whether one of the `factors` is `size`, the number of devices along an axis,
-            or 1 / `size`."""
+            """Returns whether `size` or 1 / `size` is one of the `factors`. `size` is the number of
+            devices along an axis."""
             return any(np.isclose(factor, (size, 1 / size)).any() for factor in factors)
 
         return frozenset(axis for axis, size in self.sizes.items() if is_factor(size))
 
     def _literal(self, value: int) -> Any:
-        """Returns the number, written in the program, from which casts, broadcasts and changes of
-        sign make a value. Returns None if the program computes the value."""
+        """Returns the literal number that becomes `value` by casts, broadcasts and changes of sign
+        only. Returns None if there is no such number."""
         # `literals` has the numbers that are written in the program, and `made` the operation that
         # makes each other value.
         while value not in self.program.literals:
@@ -418,11 +468,12 @@ class _Operation:
         removed, is_sum = self.params["axes"], self.node.name == "reduce_sum"
         result = self._without(value, removed)
         axes = NO_AXES.union(*(dims[i].split for i in removed))
-        # A reshape may cut a split dim into groups: 8 units on 4 devices, 2 on each, by
-        # `x.reshape(2, -1)`. Then a device has one element of each group, and the reduction of the
-        # group is not complete either. Several elements may be a whole group, such as a head.
+        # A reshape may cut a split dim into groups, whose inner dim has the split dim's axes as its
+        # `within`. If a device's groups have one element each, as after `x.reshape(2, -1)` of 2
+        # units, they are no whole groups, so their reduction is not complete either. Groups of
+        # several elements may be whole, such as heads.
         ones = (i for i in removed if self.avals[0].shape[i] == 1)
-        axes |= NO_AXES.union(*(dims[i].within for i in ones))  # `within` such a split dim
+        axes |= NO_AXES.union(*(dims[i].within for i in ones))
         # A sum of terms is a term of the same sum over devices; a maximum of terms is none.
         terms = dict(value.terms) if is_sum else {}
         if result.has_rows:  # else it is no value of the forward pass
@@ -435,7 +486,7 @@ class _Operation:
         the left operand's other dims that are not summed over, then those of the right operand. If
         a dim that is summed over is split, each device's result is only its own term of the whole
         product."""
-        first, second = inputs
+        first, second = inputs  # the left and the right operand
         (left_summed, right_summed), (left_batch, right_batch) = self.params["dimension_numbers"]
         left, right = self._dims(first), self._dims(second, place=1)
         batch = zip(left_batch, right_batch, strict=True)
@@ -449,8 +500,10 @@ class _Operation:
             summed = NO_AXES.union(
                 *(left[i].split for i in left_summed), *(right[j].split for j in right_summed)
             )
-            terms |= dict.fromkeys(summed, Term(self.node, self.avals[0]))
-        return Value(dims=tuple(dims), terms=tuple(terms.items()))
+            terms |= dict.fromkeys(summed, Term(self.node, self.avals[0]))  # the left one's type
+        # Each element is a sum of products, and a product is shared if one of its factors is.
+        shared = first.shared | second.shared
+        return Value(dims=tuple(dims), terms=tuple(terms.items()), shared=shared)
 
     # Collectives
 
@@ -458,7 +511,8 @@ class _Operation:
         """Returns the facts about a collective's results. If the collective is a sum, notes a
         value, such as a bias, that is the same on all devices and was added to each device's term
         of this sum."""
-        axes = frozenset(sent.axes)
+        # Axes of one device split nothing.
+        axes = frozenset(axis for axis in sent.axes if axis in self.sizes)
         if sent.kind in ("sum", "scatter"):
             for axis, term in (pair for value in inputs for pair in value.terms):
                 # `added` is the operation that added a value which is the same on all devices.
@@ -466,12 +520,15 @@ class _Operation:
                     aval = jaxprs.types(term.added.eqn.outvars)[0]
                     details = aval, frozenset({axis})
                     self._mistake(mistakes.added_before_the_sum, term.added, *details)
-        # A ragged all-to-all, for example, also takes sizes. Which operand has the data is not
-        # known here.
+        # A ragged all-to-all, for example, has more operands than results: it also takes sizes.
+        # Which operand has the data is not known here.
         if len(inputs) != len(self.shapes):
             return [_new_dims(shape) for shape in self.shapes]
+        # `self.avals` are the types of the operands, and `self.shapes` the shapes of the results.
         avals = zip(inputs, self.avals, self.shapes, strict=True)
-        return [_sent_value(sent, value, aval.shape, shape) for value, aval, shape in avals]
+        return [
+            _sent_value(sent.kind, axes, value, aval.shape, shape) for value, aval, shape in avals
+        ]
 
     def _mistake(self, mistake: Callable[..., Any], node: Node, *details: Any) -> None:
         """Adds a mistake at `node` to `self.mistakes`. The last item of `details` is the set of the
@@ -503,17 +560,23 @@ _RULES: dict[str, Callable[[_Operation, Sequence[Value]], Value | list[Value]]] 
 }
 
 
-def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """Returns the facts about a collective's result, given the facts about its operand, `value`.
-    The result has facts about each dim, and `terms`: for each axis along which a reduction over a
-    split dim is still not complete, the device's term of this reduction.
+def _sent_value(
+    kind: str,
+    axes: frozenset[str],
+    value: Value,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+) -> Value:
+    """Returns the `Value` of a collective's result, with its `dims` and `terms`, from the `Value`
+    of the operand, `value`. A term is a device's part of a reduction over devices. The collective
+    completes reductions along its own axes, so the result has no terms along them.
 
-    `before` is the shape of the operand, and `after` is the shape of the result.
+    `kind` is the kind of the collective, and `axes` are those of its axes that have several
+    devices. `before` is the shape of the operand, and `after` is the shape of the result.
     """
     # Nothing is known after a collective that adds or drops a dim.
     if value.dims is None or len(value.dims) != len(after):
         return _new_dims(after)
-    axes = frozenset(sent.axes)
     dims = []
     for dim, size, new_size in zip(value.dims, before, after, strict=True):
         # After a sum, a maximum or a gather, the result is the same along the axes, so they split
@@ -521,7 +584,7 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
         split = dim.split - axes
         # An all-to-all cuts one dim into blocks, so this dim is split after it. It joins the blocks
         # of another dim, which is then whole.
-        if sent.kind == "exchange" and size > new_size:
+        if kind == "exchange" and size > new_size:
             split |= axes
         # Rows stay rows, and random numbers stay random. `within`, `counted` and `parts` are about
         # elements of one device, and are dropped.
@@ -529,17 +592,23 @@ def _sent_value(sent: Sent, value: Value, before: tuple[int, ...], after: tuple[
     return Value(dims=tuple(dims), terms=tuple(pair for pair in value.terms if pair[0] not in axes))
 
 
-def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
-    """Returns whether `value` has a dim that is split over `axis`, at a place where none of the
-    values `with_term` has such a dim.
+def _rank(term: Term) -> int:
+    """Returns a sort key for the terms of one operation's operands. First come terms whose operand
+    is no longer a linear function of the term. Then come terms to which a value that is the same on
+    all devices was added."""
+    return 0 if not term.is_linear else 1 if term.added else 2
 
-    One elementwise operation combines all these values. The values `with_term` were reduced over a
-    dim that is split over `axis`, and are now combined with an array that has such a dim.
+
+def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> bool:
+    """Returns whether some dim i of `value` is split over `axis`, although dim i is not split over
+    `axis` in any of the values `with_term`.
+
+    One elementwise operation combines `value` with the values `with_term`, which were computed from
+    a reduction over a dim that is split over `axis`.
     """
 
     def split_dims(value):
-        """Returns the indices of a value's dims that are split over `axis`, or that a reshape has
-        cut from such a dim as its inner part (`within`)."""
+        """Returns the indices of the dims of `value` that have `axis` in `split` or `within`."""
         dims = enumerate(value.dims or ())
         return {i for i, dim in dims if axis in dim.split | dim.within}
 
@@ -547,7 +616,7 @@ def _meets_split_dim(axis: str, value: Value, with_term: Sequence[Value]) -> boo
 
 
 def _new_dims(shape: tuple[int, ...]) -> Value:
-    """Returns the `Value` of an array of this shape, if nothing is known about its dims."""
+    """Returns the `Value` of an array of this shape, without facts about its dims."""
     return Value(dims=(Dim(),) * len(shape))
 
 
@@ -557,8 +626,10 @@ def _regrouped(
     """Returns the facts about the dims after a reshape from the shape `before` to `after`. The
     facts about the dims before the reshape are `dims`.
 
-    If the reshape cuts a split dim into several dims, the outermost of them is split, and the
-    others are `within` it.
+    If the reshape turns a split dim into several dims, the outermost of them is split, and the
+    others get the axes of the split dim as their `within`. On a device, the outermost may have
+    size 1: then the device has only one index of this dim. The last dims of `before`, if they have
+    size 1 and `after` lacks them, are dropped with their facts, as by a squeeze.
     """
     if 0 in before:  # an array without elements: products of its sizes do not tell dims apart
         return (Dim(),) * len(after)
@@ -578,27 +649,30 @@ def _regrouped(
                 i += 1
             else:
                 j += 1
-        regrouped += _group(dims[first:i], j - len(regrouped))
+        regrouped += _group(dims[first:i], before[first:i], j - len(regrouped))
     return tuple(regrouped)
 
 
-def _group(dims: Sequence[Dim], count: int) -> list[Dim]:
+def _group(dims: Sequence[Dim], sizes: Sequence[int], count: int) -> list[Dim]:
     """Returns the facts about the `count` new dims that a reshape puts in place of old dims. `dims`
-    has the facts about the old dims. The sizes of the new and of the old dims have the same
-    product.
+    has the facts about the old dims, and `sizes` their sizes. The sizes of the new dims have the
+    same product.
     """
     if len(dims) == count == 1:  # a dim that stays as it is
         return [dims[0]]
-    first, rows, drawn = dims[0], any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
+    rows, drawn = any(dim.rows for dim in dims), any(dim.drawn for dim in dims)
+    # An old dim of size 1 that is not split does not change where the elements of the others are.
+    longer = [dim for dim, size in zip(dims, sizes, strict=True) if size > 1 or dim.split]
+    first, *others = longer or dims
     # Blocks and slices of the first old dim are blocks and slices of the outer new dim too.
     outer = Dim(first.split, first.within, parts=first.parts)
     # If another old dim is split, a device's elements are no block of the outer new dim, so this
     # dim does not count as split.
-    if any(dim.split for dim in dims[1:]):
+    if any(dim.split for dim in others):
         outer = Dim()
-    # If any old dim is `counted`, the outer new dim is `counted`, and the inner new dims are not:
-    # counts along an inner new dim begin at 0 for each index of the outer new dim, so these counts
-    # are the same on a device as in the whole array.
+    # If any old dim is `counted`, only the outer new dim is. For example, `arange(6).reshape(2, 3)`
+    # counts 0, 1, 2 along the inner dim in each row. A device's rows have the same counts along it
+    # as the whole array's rows, and only differ in where they begin.
     counted = any(dim.counted for dim in dims)
     inner = Dim(within=outer.split | outer.within, rows=rows, drawn=drawn)
     return [outer._replace(rows=rows, drawn=drawn, counted=counted), *[inner] * (count - 1)]

@@ -30,7 +30,13 @@ def split_cells(tree: Any, axes_of: Callable[[str, Any], Iterable[str]]) -> Iter
             continue
         prefix = dotted(path)  # "" if the tree itself is the cell
         paths = {name: f"{prefix}.{name}".removeprefix(".") for name in WEIGHTS}
-        axes = {axis for name in WEIGHTS for axis in axes_of(paths[name], getattr(cell, name))}
+        weights = {name: getattr(cell, name) for name in WEIGHTS}
+        axes = {
+            axis
+            for name, weight in weights.items()
+            if hasattr(weight, "ndim")  # a frozen cell may have None in its place
+            for axis in axes_of(paths[name], weight)
+        }
         if axes:
             yield Finding(
                 "parts-of-a-split-dim",

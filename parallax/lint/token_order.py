@@ -24,8 +24,8 @@ from parallax.trees import entry_axes, is_array
 
 
 def tokens_out_of_order(program: ClosedJaxpr, args: tuple[Any, ...]) -> Iterator[Finding]:
-    """Yields a finding for inputs and targets whose order differs from the order in the program's
-    table of the tokens' places in the text.
+    """Yields a finding for inputs and targets whose tokens are not in the order that the program's
+    table gives. The table has the place of each token in the text.
 
     `args` are the arguments of the program; without their values nothing is found.
     """
@@ -54,9 +54,9 @@ def _differently_ordered(
     sizes: Mapping[str, int],
     tables: Sequence[np.ndarray],
 ) -> Iterator[Finding]:
-    """Yields a finding for each table of the tokens' places in the text, [devices, tokens of a
-    device], that contradicts the order of the tokens in the batch. `sizes` gives the number of
-    devices on each axis."""
+    """Yields a finding for each of `tables` that contradicts the order of the tokens in the batch.
+    A table, [devices, tokens of a device], has the place of each token in the text. `sizes` gives
+    the number of devices on each axis."""
     for dim, entry in enumerate(spec):
         axes = entry_axes(entry)
         devices = math.prod(sizes[axis] for axis in axes)
@@ -77,7 +77,7 @@ def _differently_ordered(
 
 def _are_successive(tokens: np.ndarray, targets: np.ndarray, dim: int) -> bool:
     """Returns whether each target along `dim` is the token at the next place in `tokens`. The last
-    target is not compared, as its token is not in the batch."""
+    target is not compared, since `tokens` has no next place for this target."""
     later, targets = np.moveaxis(tokens, dim, 0)[1:], np.moveaxis(targets, dim, 0)[:-1]
     return bool((later == targets).all())
 
@@ -104,24 +104,29 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 def _shard_maps(
     program: Jaxpr | ClosedJaxpr, arguments: Sequence[np.ndarray | None]
 ) -> Iterator[tuple[JaxprEqn, list[np.ndarray | None]]]:
-    """Yields each `shard_map` of a program, with the value of each operand. An operand's value is
-    None unless the operand is an argument or a constant that reaches the `shard_map` unchanged.
+    """Yields each `shard_map` of a program, with the value of each operand. The value is None if it
+    is not known. It is known only of arrays that reach the `shard_map` unchanged: constants of
+    whole numbers, and arguments of the program that are not None in `arguments`.
 
-    A `shard_map` inside a call, such as a call of `jit`, is found too.
+    A `shard_map` inside a call, such as a call of `jit`, is found too. In the body of a `scan`, a
+    carry has its initial value. An array that the `scan` slices has its slice 0 there, even if the
+    `scan` begins with the last slice.
     """
-    jaxpr = jaxprs.opened(program)
-    # Not strict: a jaxpr that is not closed has the variables of its constants without the values.
+    jaxpr = jaxprs.opened(program)  # without the values of its constants
+    # Not strict: only a `ClosedJaxpr` has the values of its constants (`consts`).
     constants = map(_whole_numbers, getattr(program, "consts", ()))
     known: dict[Any, np.ndarray | None] = dict(zip(jaxpr.constvars, constants, strict=False))
     known |= dict(zip(jaxpr.invars, arguments, strict=True))
     for eqn in jaxpr.eqns:
         values = [None if jaxprs.is_literal(atom) else known.get(atom) for atom in eqn.invars]
-        bodies = jaxprs.closed(eqn.params)
+        bodies = jaxprs.closed(eqn.params)  # the jaxprs among the parameters
         if eqn.primitive.name == "shard_map":
             yield eqn, values
-        # A call passes its operands on to its only body. Of a `scan`, the first iteration is read.
+        # A call passes its operands on to its only body.
         elif len(bodies) == 1 and len(jaxprs.opened(bodies[0]).invars) == len(values):
             if eqn.primitive.name == "scan":
+                # A scan's operands are constants, carries, and then arrays of which each iteration
+                # gets a slice. One iteration is enough, so only the first slices are read.
                 constants_and_carries = sum(jaxprs.scan_parts(eqn))
                 firsts = map(_first, values[constants_and_carries:])
                 values = [*values[:constants_and_carries], *firsts]

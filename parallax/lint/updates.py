@@ -1,16 +1,16 @@
-"""Finds the updates of split arguments: the terms that are added to an argument, and the reductions
-in these terms.
+"""Finds the outputs that update split arguments, the terms that such an output adds to its
+argument, and the reductions in these terms.
 
-An output is the *update* of an argument if both have the same shape and spec, and the output is the
-argument, perhaps scaled or cast, plus a value of this shape: `w + u`, or
-`decay * m + (1 - decay) * g`. The *elements* of an update are the values (weights, gradients, an
-optimizer's state) from which elementwise operations, transposes and all-reduces compute the update.
+An output is an *update* of an argument if both have the same shape and spec, and the output is the
+argument, perhaps scaled or cast, plus a term with the same shape. Examples are `w + u` and
+`decay * m + (1 - decay) * g`. The function `elements` returns the values (weights, gradients, an
+optimizer's state) that become an update by elementwise operations, transposes and all-reduces.
 
-A *value* is an array in a `Flat` program. Functions take and return the id of a value, an int. A
-`Node` is an operation of the program. `program.made` has the operation that makes a value (none for
-an argument), and `program.used` has the operations that use the value. The `Dims` of a value have,
-for each dim, the axes that split the dim. A value is *full* if it has several elements, and none of
-them is repeated by a broadcast. A gradient is full; an epsilon or a norm is not.
+A *value* is an array in a `Flat` program. The functions of this file take and return a value as its
+id, an int. A `Node` is an operation of the program. `program.made` has the operation that makes a
+value (none for an argument), and `program.used` has the operations that use the value. The `Dims`
+of a value have, for each dim, the axes that split the dim. A value is *full* if the array has
+several elements, and no broadcast repeats them. A gradient is full; an epsilon or a norm is not.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
         result: the id of the value that may be an update.
         bases: the ids of the arguments of which `result` may be an update.
     """
-    bases, added, decisions = set(bases), [], []
+    bases, added, based, decisions = set(bases), [], [], []
     # A list of values still to read, not a recursion: a sum may have thousands of terms.
     seen, waiting = set(), [result]
     while waiting:
@@ -91,14 +91,17 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
         for node in (program.made.get(value) for value in unscaled - seen):
             if not node or node.name not in ADDS:
                 continue
-            is_base = [bool(_unscaled_values(program, x) & bases) for x in node.inputs]
-            if any(is_base):
-                # w + u adds u. In w + w both operands are bases, and the second counts as added.
-                added.append(node.inputs[1 - is_base.index(True)])
-            else:
-                waiting += node.inputs
+            for operand in node.inputs:
+                is_base = bool(_unscaled_values(program, operand) & bases)
+                (based if is_base else added).append(operand)
+            # In (w + a) + b and w + (a + b), an operand is a sum too.
+            waiting += node.inputs
         seen |= unscaled
-    # A term that is one number in every place, such as the epsilon of w + epsilon, is no update.
+    if not based:
+        return []
+    # In w + decay * w both operands are bases: one of them is added to the other.
+    added += based if len(based) > 1 else []
+    # A term that is one number in every place, such as the epsilon of w + epsilon, does not count.
     full_terms = [
         term
         for term in added
@@ -108,14 +111,14 @@ def terms(program: Flat, result: int, bases: Iterable[int]) -> list[int]:
 
 
 def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], list[Reduction]]:
-    """Returns the values that hold elements of `result`, each with its dims, and the sums over
-    devices that add different shards.
+    """Returns a dict and a list. The dict has `result`, and the values from which elementwise
+    operations, transposes and sums over devices compute `result`. The dict maps each of these
+    values to its `Dims`. The list has the sums over devices that add different shards: a sum is in
+    the list if its operand is split over an axis of the sum.
 
-    The values are those from which elementwise operations, transposes and sums over devices compute
-    `result`. A sum in this computation adds different shards if an axis of the sum splits the
-    operand of the sum. The operand of such a sum, and the values from which the operand is
-    computed, are not among the returned values. Each returned sum is a `Reduction`: the operation,
-    the operand, and those axes of the sum that split the operand. `dims` are the dims of `result`.
+    Each sum in the list is a `Reduction`: the operation, the operand, and those axes of the sum
+    that split the operand. This operand, and the values from which it is computed, are not in the
+    dict. `dims` are the `Dims` of `result`.
     """
     dims_of, sums, waiting = {}, [], [(result, dims)]
     while waiting:
@@ -127,6 +130,7 @@ def elements(program: Flat, result: int, dims: Dims) -> tuple[dict[int, Dims], l
         if node is None:
             continue
         for operand in operands(node, value):
+            # Of the collectives, only sums have a `before`, and it is `dims`, the result's `Dims`.
             before = _before(program, node, operand, value, dims)
             sent = frozenset(node.sent.axes if node.sent else ())
             axes = axes_of_blocks(dims, program.shape(value)) & sent
@@ -142,8 +146,8 @@ def _before(program: Flat, node: Node, operand: int, value: int, dims: Dims) -> 
     None if the operand does not hold the elements of the result.
     """
     # Sums over devices keep the shape and the split. So does a carry. It counts as an elementwise
-    # function of its first value: a loop that accumulates gradients adds to each element. Stacked
-    # results have another shape.
+    # function of its initial value: a loop that accumulates gradients adds to each element. For
+    # stacked results, `operands` gives no operand.
     if node.name in LOOPS or (node.sent and node.sent.kind == "sum"):
         return dims if program.shape(operand) == program.shape(value) else None
     return None if node.sent else backward(program, node, operand, value, dims)
@@ -168,14 +172,16 @@ def reductions(
     """Yields the reductions of the values in `dims_of` and of elementwise functions of these
     values. Each reduction comes with the axes over which a collective should complete it.
 
-    For a reduction of all elements to one number, these are the axes in `split`; a caller that
-    checks an update passes all axes that split the updated argument. For a reduction of only some
-    dims, they are the axes that split these dims. Such a reduction counts only if optax made it,
-    since a user may mean to reduce only the rows of one device. Nothing is yielded if the elements
-    are rounded somewhere, since a quantiser may have one scale for each shard.
+    The axes of a reduction of all elements to one number are `split`. A caller that checks an
+    update passes as `split` all axes that split the updated argument. The axes of a reduction of
+    only some dims are the axes that split these dims. Such a reduction counts only if optax made
+    it, since a user may mean to reduce only the rows of one device. Nothing is yielded if an
+    operation rounds one of the values (`_rounds`). The program may then be a quantiser, which
+    reduces each shard on purpose, to find one scale for the shard.
     """
-    # The dims of each elementwise function; None if an operation, such as a reshape, moved the
-    # elements so that the axes that split its dims are not known.
+    # The values in `dims_of` and their elementwise functions, each with the axes that split its
+    # dims. These are None if an operation, such as a reshape, moved the elements so that the axes
+    # are not known; the value is still an elementwise function.
     known: dict[int, Dims | None] = {}
     known |= {value: dims for value, dims in dims_of.items() if _is_full(program, value)}
     waiting, reduced = list(known), []
@@ -188,6 +194,8 @@ def reductions(
                 reduced.append((node, value))
             keeps_elements = node.name in ELEMENTWISE | LAID_OUT | {"transpose"}
             for output in node.outputs if keeps_elements else ():
+                # Two kinds of outputs are left out: a broadcast, which repeats elements of `value`;
+                # and, of a barrier, which returns each operand, the results other than `value`.
                 same_size = program.types[output].size == program.types[value].size
                 if same_size and output not in known and value in operands(node, output):
                     dims = known[value]
@@ -202,7 +210,8 @@ def reductions(
         if program.types[node.outputs[0]].size == 1:
             yield Reduction(node, value, split)
         elif dims is not None and _is_of_optax(node):
-            # If each device has only one index along a dim, each index may be a separate model.
+            # Dims of size 1 on a device are left out: such a dim may number separate models, one on
+            # each device, and their elements should not be reduced together.
             several = [d for d in _reduced_dims(node, value) if program.shape(value)[d] > 1]
             yield Reduction(node, value, frozenset(axis for d in several for axis in dims[d]))
 
@@ -211,9 +220,9 @@ def origins(program: Flat, result: int) -> set[int]:
     """Returns `result`, and the values that it is computed from by elementwise operations.
 
     Reshapes, transposes, loops, slices, concatenations and sums over devices count as elementwise
-    here. So the values that `origins` returns, unlike those of `elements`, may have the elements of
-    `result` in another order, or have fewer or more elements. Values of one element, and values
-    whose elements are repeated by a broadcast, are left out.
+    here. So a returned value may have more or fewer elements than `result`, or the elements may be
+    in another order. Values of one element, and values whose elements are repeated by a broadcast,
+    are left out.
     """
     seen, waiting = set(), [result]
     while waiting:
@@ -247,26 +256,28 @@ def scalings(
         # A reduction of integers or bools, such as a test for nan, is no norm.
         if not jaxprs.is_float(program.types[reduced.value]):
             continue
-        # The values that depend on the reduction, and that no collectives over all of `axes` have
-        # completed.
+        # The values that depend on the reduction, without those that come after collectives over
+        # all of `axes`.
         dependent = reached(program, reduced.node.outputs, axes)
         # Only a product that is itself one of `values` is a step of the update's computation.
         for node in (program.made.get(value) for value in values):
             if node and node.name in ("mul", "div"):
-                # One operand depends on the reduction; the other must be one of `values`.
+                # One operand is in `dependent`; the other must be one of `values`. If a collective
+                # has completed the reduction, neither is in `dependent`. A literal is an operand
+                # too, but is in neither.
                 scaled = [operand for operand in node.inputs if operand not in dependent]
                 if len(scaled) == 1 and scaled[0] in values:
                     yield reduced, node, scaled[0]
 
 
 def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Returns the values that depend on `start`, the results of a reduction on one device. With
-    each value come those of `axes` over which no collective has completed the reduction.
+    """Returns the values that depend on `start`, the results of a reduction on one device. Each
+    value is returned with its *missing* axes: those over which the reduction is not complete.
 
     An axis of `axes` is missing for a value if there is a path from `start` to the value without a
-    collective over that axis. A value without missing axes is left out. A path goes through
-    collectives, the carries of loops, and the operations in `PASSED_ON`: elementwise ones,
-    broadcasts, reshapes, transposes, reductions, slices and concatenations.
+    collective over that axis. A value without missing axes is left out. A path may lead through
+    collectives over other axes, the carries of loops, and the operations in `PASSED_ON`:
+    elementwise ones, broadcasts, reshapes, transposes, reductions, slices and concatenations.
     """
     missing: dict[int, frozenset[str]] = {}
     waiting = [(value, axes) for value in start]
@@ -289,8 +300,8 @@ def reached(program: Flat, start: Sequence[int], axes: frozenset[str]) -> dict[i
 
 
 def _unscaled(program: Flat, value: int) -> tuple[set[int], list[int]]:
-    """Returns a set and a list. The set has the value from which casts and scalar factors make
-    `value`, and the list is empty.
+    """Returns a set and a list. The set has the value that becomes `value` by casts and scalar
+    factors, and the list is empty.
 
     If a `select_n` or a conditional (`CHOSEN`) chooses among several values, the set has all of
     them, without their casts and scalar factors, and the list has the predicates that choose.
@@ -326,7 +337,7 @@ def _unscaled_values(program: Flat, value: int) -> set[int]:
 
 
 def _uncast(program: Flat, value: int) -> int:
-    """Returns the value that `value` was made of by casts, copies and changes of sign."""
+    """Returns the value that becomes `value` by casts, copies and changes of sign."""
     while (node := program.made.get(value)) and node.name in SCALED:
         (value,) = operands(node, value)
     return value
@@ -350,14 +361,15 @@ def _is_of_optax(node: Node) -> bool:
     in a file of optax.
 
     `scope.at` has the operation's equation and the equations of the calls around it. For each
-    equation, `maker` returns the file of the innermost function outside JAX and Python, or "" if
-    this file is not known.
+    equation, `maker` returns the file of the innermost function that belongs neither to JAX nor to
+    Python's standard library, or "" if this file is not known.
     """
     return source_lines.is_of_optax(next(filter(None, map(source_lines.maker, node.scope.at)), ""))
 
 
 def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
-    """Returns the dims of the operand `value` that a reduction or a product sums over."""
+    """Returns the dims of the operand `value` that a reduction or a product sums over. If `value`
+    is both operands of a product, the dims are those of the left one."""
     if node.name == "dot_general":
         (left, right), _ = node.eqn.params["dimension_numbers"]
         return tuple(left if value == node.inputs[0] else right)
@@ -366,10 +378,14 @@ def _reduced_dims(node: Node, value: int) -> tuple[int, ...]:
 
 
 def _rounds(program: Flat, node: Node) -> bool:
-    """Returns whether an operation rounds to whole numbers, or casts to integers or to
-    floating-point numbers of fewer than 16 bits."""
+    """Returns whether an operation rounds to whole numbers, or casts to numbers of fewer than 16
+    bits, or from floating-point numbers to integers."""
     if node.name != "convert_element_type":
-        return node.name == "round"
-    dtype = program.types[node.outputs[0]].dtype
-    small = jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.itemsize_bits(dtype) < 16
-    return bool(small or jnp.issubdtype(dtype, jnp.integer))
+        return node.name in ("round", "floor", "ceil")
+    aval = program.types[node.outputs[0]]
+    is_integer = jnp.issubdtype(aval.dtype, jnp.integer)
+    if is_integer or jnp.issubdtype(aval.dtype, jnp.floating):
+        # A count of bools casts them to 32 bits, which rounds nothing.
+        is_small = jax.dtypes.itemsize_bits(aval.dtype) < 16
+        return is_small or (is_integer and jaxprs.is_float(program.types[node.inputs[0]]))
+    return False

@@ -1,5 +1,5 @@
-"""Records what the lint knows about the values of a program, the *facts* about them, and how some
-operations change these facts.
+"""Records what the lint knows about the values of a program (the *facts*), and how some operations
+change the facts.
 
 A *value* is an array in the program. A *fact* is one thing that the lint knows about a value
 without running the program, such as "it differs along 'data'". A `Value` has the facts about one
@@ -8,7 +8,7 @@ an int.
 
 JAX's replication types say along which axes a value is *known* to be the same on all devices. The
 facts say along which axes it *is* the same, as far as the program shows. A value that was summed
-and then cast to varying has the same bits on all devices, although its type says otherwise. A
+and then cast to varying has the same bits on all devices, although its type does not say so. A
 program with `check_vma=False` has no such types.
 """
 
@@ -37,12 +37,12 @@ VIEWS = frozenset(
 _MOVES = VIEWS | {"dynamic_slice", "gather", "stop_gradient"}
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 _KINDS = {
-    **dict.fromkeys(("psum", "psum_invariant"), "sum"),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), "sum"),
     **dict.fromkeys(("pmax", "pmin"), "maximum"),
     **dict.fromkeys(GATHERS, "gather"),
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "exchange"),
     **dict.fromkeys(("ppermute", "pbroadcast"), "permute"),
-    "reduce_scatter": "scatter",
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "scatter"),
 }
 # The primitive of a collective of this library (see collectives/types.py). The function `ours`
 # returns its jaxpr, which is made of `ppermute`s.
@@ -54,12 +54,13 @@ class Dim(NamedTuple):
 
     Attributes:
         split: the axes along which devices have different elements of the dim.
-        within: if a reshape cut a split dim into an outer dim and this inner one, the axes of that
-            split dim.
+        within: if a reshape cut a split dim into several dims, and this dim is one of them but not
+            the outermost: the axes of the split dim. Else empty.
         rows: whether the dim runs over the rows (examples) of the batch.
-        drawn: whether random numbers were drawn for each element.
-        counted: whether the elements were computed from their indices on the device, 0, 1, 2, ...
-        parts: the slices of split dims that the elements were computed from.
+        drawn: whether each index of the dim has random numbers of its own.
+        counted: whether the elements were computed from an `iota` along the dim; the `iota`
+            begins at 0 on each device.
+        parts: the slices of split dims, such as `x[:k]`, from which the elements were computed.
     """
 
     split: frozenset[str] = NO_AXES
@@ -74,9 +75,10 @@ class Part(NamedTuple):
     """A slice of a split dim.
 
     Attributes:
-        source: the split dim, as `id(program)`, the id of its value, and its index among the dims.
-        aval: the type of the value.
-        start: the first element of the slice.
+        source: the split dim, as three numbers: `id(program)`, the id of the value that has the
+            dim, and the index of the dim in the value.
+        aval: the type of that value.
+        start: the index, along the split dim, of the first element of the slice.
     """
 
     source: tuple[int, int, int]
@@ -85,8 +87,8 @@ class Part(NamedTuple):
 
 
 class Term(NamedTuple):
-    """The fact that a value is computed from a *term*: the result, on one device, of a reduction of
-    a dim that is split over devices.
+    """The fact that a value is computed from a *term*. A term is the result that one device gets
+    when it reduces a dim that is split over devices.
 
     Attributes:
         node: the reduction whose result is the term.
@@ -106,7 +108,8 @@ class Term(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """An argument from which elementwise operations, reshapes, transposes and gathers made a value.
+    """The argument from which a value was made, only by elementwise operations, reshapes,
+    transposes and all-gathers.
 
     Attributes:
         argument: the index of the argument.
@@ -120,9 +123,6 @@ class Shard(NamedTuple):
 class Value(NamedTuple):
     """The facts about one value.
 
-    The fields `differs` to `parts` are about the whole value, `dims` to `shared` about its dims,
-    and `shard` to `chosen` about what it was computed from.
-
     Attributes:
         differs: the mesh axes along which devices may hold different elements.
         trip: the depth of the innermost loop whose iterations change the value; 0 if no loop does.
@@ -132,16 +132,18 @@ class Value(NamedTuple):
             wider; else "".
         summed: the axes along which the value is the same on all devices because it was summed,
             each with the source line of the sum.
-        parts: those sums and carries of the innermost loop of which the value is a linear function.
+        parts: the carries of the innermost loop, and the sums over devices in its body, on which
+            the value depends linearly.
         dims: the facts about each dim; None for numbers written into the program.
         terms: the axes over which a reduction is not yet complete, since the value is only this
             device's term of it; each axis comes with its `Term`.
-        shared: the axes by whose number of devices the value was divided.
-        shard: the argument from which elementwise operations, reshapes, transposes and gathers made
-            the value; None if there is none.
-        fed: the axes along which the value depends on a split batch, if no collective over the axis
-            stands between the batch and the value.
+        shared: the axes for which the value was divided by the number of devices along the axis.
+        shard: the argument from which the value was made, only by elementwise operations, reshapes,
+            transposes and all-gathers; None if there is no such argument.
+        fed: the axes that split the rows of a batch on which the value depends. An axis is left out
+            if a collective over this axis stands between the batch and the value.
         chosen: the axes along which the value depends on the device's index (`axis_index`).
+        ref: for a mutable array, the `id` of the operation that made it; else None.
     """
 
     differs: frozenset[str] = NO_AXES
@@ -156,6 +158,7 @@ class Value(NamedTuple):
     shard: Shard | None = None
     fed: frozenset[str] = NO_AXES
     chosen: frozenset[str] = NO_AXES
+    ref: int | None = None
 
     @property
     def has_rows(self) -> bool:
@@ -166,10 +169,9 @@ class Value(NamedTuple):
         """Returns facts about one array, joined from `self` and `value`, which are both about this
         array.
 
-        The facts about the array as a whole are those of `self`: `differs`, `trip`, `constant`,
-        `narrow`, `summed` and `parts`. The facts about its dims (`dims`, `terms`, `shared`) and
-        about its origin (`shard`, `fed`, `chosen`) are those of `value`. These two kinds of facts
-        are computed apart.
+        The facts about dims (`dims`, `terms`, `shared`) are those of `value`, and so are the facts
+        about the origin (`shard`, `fed`, `chosen`): what the array was computed from. Two functions
+        compute these facts: `dims_after` and `origin_facts`. All other facts are those of `self`.
         """
         return value._replace(
             differs=self.differs,
@@ -178,6 +180,7 @@ class Value(NamedTuple):
             narrow=self.narrow,
             summed=self.summed,
             parts=self.parts,
+            ref=self.ref,
         )
 
     def sliced(self) -> "Value":
@@ -186,8 +189,9 @@ class Value(NamedTuple):
         return self._replace(dims=self.dims[1:] if self.dims else self.dims, shard=shard)
 
     def stacked(self) -> "Value":
-        """Returns the facts about an array of several values with these facts, stacked along a new
-        first dim. The stack has no `shard`, even if the stacked values have one."""
+        """Returns the facts about an array that stacks several values along a new first dim. `self`
+        has the facts that are true of each of these values. The stack has no `shard`, which would
+        need the axes that split the new dim: they are not known."""
         dims = None if self.dims is None else (Dim(), *self.dims)
         return self._replace(dims=dims, shard=None)
 
@@ -196,7 +200,7 @@ class Sent(NamedTuple):
     """A collective.
 
     Attributes:
-        kind: "sum", "maximum", "gather", "scatter", "exchange" or "permute".
+        kind: "sum", "maximum" (also for a minimum), "gather", "scatter", "exchange" or "permute".
         axes: the mesh axes along which the collective sends.
         permutes: whether the collective is made of `ppermute`s, which wait for all devices of the
             program.
@@ -208,14 +212,14 @@ class Sent(NamedTuple):
 
 
 def joined(values: Sequence[Value], **fields: Any) -> Value:
-    """Returns the facts about a value that is computed from all `values`: `differs`, `trip`,
-    `constant` and `summed`. The other facts are given in `fields`, or are not known.
+    """Returns the facts `differs`, `trip`, `constant` and `summed` about a value that is computed
+    from all `values`. The other facts are given in `fields`, or are not known.
     """
     together = Value(
         differs=NO_AXES.union(*(value.differs for value in values)),
-        # `trip` is the depth of a loop: the innermost loop that changes one of `values` counts.
+        # The depth of the innermost of the loops that change `values`.
         trip=max((value.trip for value in values), default=0),
-        constant=all(value.constant for value in values),
+        constant=all(value.constant for value in values),  # only numbers written in the program
         # Pairs of an axis and the line of the sum over it. An axis is listed once, with one of its
         # lines: they are only for messages.
         summed=tuple(dict(pair for value in values for pair in value.summed).items()),
@@ -226,10 +230,9 @@ def joined(values: Sequence[Value], **fields: Any) -> Value:
 def either(first: Value, second: Value) -> Value:
     """Returns the facts about a value that is one of two, such as the result of a conditional.
 
-    Facts that lead to a finding, such as a `shard`, must hold for both. Facts that excuse a
-    finding, such as `differs`, need to hold for only one. If one of the two is made only of numbers
-    written into the program, nothing is known about its dims, and the result has the other's facts
-    about dims.
+    An axis is in `differs` or `chosen` of the result if it is there for one of the two. All other
+    facts must hold for both. There is one exception: if one of the two is made only of numbers
+    written into the program, such as zeros, the result has the other value's facts about dims.
     """
     together = joined(
         [first, second],
@@ -250,9 +253,9 @@ def either(first: Value, second: Value) -> Value:
 
 
 def _either_dim(first: Dim, second: Dim) -> Dim:
-    """Returns the facts about a dim that is either `first` or `second`: the facts that hold for
-    both dims. Only `rows`, whether the dim runs over the rows of the batch, needs to hold for just
-    one of the two."""
+    """Returns the facts about a dim that is either `first` or `second`. Each fact must hold for
+    both dims, except `rows` (the dim runs over the rows of the batch): one of the two is enough.
+    """
     return Dim(
         first.split & second.split,
         first.within & second.within,
@@ -287,11 +290,11 @@ def narrow(eqn: JaxprEqn, values: Sequence[Value]) -> str:
 
 
 def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
-    """Returns the collective that an equation is, or None if the equation itself is no collective.
+    """Returns a `Sent` if the equation itself is a collective; otherwise returns None.
 
-    `ours` is the jaxpr of the equation if it is a collective of this library. All kinds of such
-    collectives are made of `ppermute`s, and the jaxpr does not name the kind. The kind is found by
-    comparing the size of the result with the size of the operand.
+    An equation with the primitive `LINEAR` is a collective of this library, and `ours` is its
+    jaxpr. For any other equation, `ours` is None. All kinds of these collectives are made of
+    `ppermute`s, so the kind is found by comparing the sizes of the operand and the result.
     """
     kind = _KINDS.get(eqn.primitive.name)
     # A collective among groups of an axis's devices is left out, as it does not go over the whole
@@ -304,7 +307,8 @@ def sent(eqn: JaxprEqn, ours: Jaxpr | None) -> Sent | None:
         return None
     inside = list(jaxprs.every(ours))
     permutes = [eqn for eqn in inside if eqn.primitive.name == "ppermute"]
-    # If the jaxpr contains collectives of this library, the caller opens it and reads each of them.
+    # If `ours` has further collectives of this library inside, the equation as a whole counts as no
+    # collective: the caller reads each of those inside.
     if not permutes or any(eqn.primitive.name == LINEAR for eqn in inside):
         return None
     axes = {axis for permute in permutes for axis in permute.params["axis_name"]}
@@ -329,9 +333,9 @@ def sent_inside(jaxpr: Jaxpr, ours: Callable[[JaxprEqn], Jaxpr]) -> Iterator[Sen
 
 
 def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str) -> Value:
-    """Returns the facts about a collective's result as a whole (`differs`, `trip`, `constant`,
-    `summed`). The result of a sum, a maximum or a gather is the same on all devices along `axes`;
-    the result of any other collective differs between these devices.
+    """Returns the facts `differs`, `trip`, `constant` and `summed` about a collective's result. The
+    result of a sum, a maximum, a minimum or a gather is the same on all devices along `axes`. The
+    result of a scatter, an exchange or a permute counts as different on these devices.
 
     Args:
         sent: the collective.
@@ -342,7 +346,7 @@ def after_collective(sent: Sent, value: Value, axes: frozenset[str], where: str)
     # The first three fields of a `Value` are `differs`, `trip` and `constant`. `summed`, which only
     # serves messages, is left out: after a permute, a scatter or an exchange, the value is not the
     # array that an earlier sum made.
-    if sent.kind not in ("sum", "maximum", "gather"):
+    if sent.kind not in ("sum", "maximum", "gather"):  # a minimum is of the kind "maximum" too
         return Value(value.differs | axes, value.trip, value.constant)
     # The lines of sums, for messages: a new collective over an axis replaces the earlier sum.
     summed = {axis: line for axis, line in value.summed if axis not in axes}
@@ -361,8 +365,16 @@ def is_wide(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 32
 
 
+def holds_keys(aval: Any) -> bool:
+    """Returns whether an array of this type holds random keys, as `jax.random.key` makes them."""
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of an array of this type."""
+    """Returns the bytes of an array of this type; for random keys, of the numbers they hold."""
+    if holds_keys(aval):
+        keys = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        aval = jax.eval_shape(jax.random.key_data, keys)
     return math.prod(aval.shape) * jax.dtypes.itemsize_bits(aval.dtype) // 8
 
 

@@ -1,7 +1,7 @@
 """Causal attention in which several heads of queries may share one head of keys and values.
 
-Legend: B batch, T tokens, S keys in memory, H heads of queries, G heads of keys and values
-(groups), K head width.
+Legend: B batch, T tokens with a query, S tokens with a key (with a cache of keys, S may be more
+than T), H heads of queries, G heads of keys and values (groups), K head width.
 """
 
 import jax
@@ -21,8 +21,8 @@ def grouped(
     sharers: int | None = None,
     segments: Int[Array, "batch tokens"] | None = None,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns causal softmax(q k^T / sqrt(K)) v, in the type of `q`, with the softmax in float32 or
-    wider.
+    """Returns causal softmax(q k^T / sqrt(K)) v for heads of width K, in the type of `q`. The
+    softmax is computed in float32 or wider.
 
     Query head h attends to the keys and values of head h // (H / G), so H / G neighbouring heads of
     queries share one head of keys and values. With G = H this is the attention of Vaswani et al.,
@@ -41,9 +41,9 @@ def grouped(
             None: this is not checked.
 
     Raises:
-        ValueError: H is no multiple of G, or the shard does not have `sharers` heads of queries for
-            each head of keys. A device with fewer than `sharers` heads of queries needs one head of
-            keys.
+        ValueError: H is not a multiple of G; or there are segments, and they are not one integer
+            for each query, or there are more or fewer keys than queries. With `sharers`, also if G
+            is not max(H // sharers, 1), or if H is neither a multiple nor a divisor of `sharers`.
 
     Source: Ainslie et al., GQA (arXiv 2305.13245).
     """
@@ -52,15 +52,29 @@ def grouped(
     if H % G:
         raise ValueError(
             "attention needs a number of heads of q that is a multiple of the number of heads of "
-            f"k and v; got {H} of q and {G} of k and v. On a device that has some of the heads, "
-            "give it the heads of k and v to which its heads of q attend."
+            f"k and v; got {H} of q and {G} of k and v. On a device that has only some of the "
+            "heads, pass the heads of k and v to which the device's heads of q attend."
+        )
+    if sharers is not None and H % sharers and sharers % H:
+        raise ValueError(
+            f"attention: {sharers} heads of queries share one head of keys and values, so a device "
+            f"needs a multiple or a divisor of {sharers} heads of queries; got {H}. Split the "
+            "heads over another number of devices."
         )
     if sharers is not None and max(H // sharers, 1) != G:
         raise ValueError(
-            f"attention: {sharers} heads of queries share one head of keys and values, so {H} "
-            f"heads of queries need {max(H // sharers, 1)} of keys and values; got {G}. On a "
-            "device that has some of the heads, give it the heads of keys and values to which its "
-            "heads of queries attend."
+            f"attention: {sharers} heads of queries share one head of keys and values, so with {H} "
+            "heads of queries the number of heads of keys and values must be "
+            f"{max(H // sharers, 1)}; got {G}. On a device that has only some of the heads, pass "
+            "the heads of keys and values to which the device's heads of queries attend."
+        )
+    if segments is not None and (
+        segments.shape != (B, T) or S != T or not jnp.issubdtype(segments.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"attention needs segments that are whole numbers of the shape {[B, T]}, one for each "
+            f"token, and as many keys as queries; got {segments.dtype}{list(segments.shape)}, {T} "
+            f"queries and {S} keys. Pass the segments of all sequences, without a cache of keys."
         )
     # The r = H / G query heads of group g share its keys: heads are split as [G, r].
     scores = jnp.einsum("btgrk,bsgk->bgrts", (q * K**-0.5).reshape(B, T, G, H // G, K), k)

@@ -39,7 +39,8 @@ class Linear(eqx.Module):
 
 
 class Block(eqx.Module):
-    """The weights of a block; every leaf has a leading dim of layers.
+    """The weights of the blocks of all layers: every leaf has a leading dim of layers. The weights
+    of one block, which `apply` takes, are a `Block` without this dim.
 
     Attributes:
         attention_norm: normalises the input of the attention.

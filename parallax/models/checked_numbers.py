@@ -5,6 +5,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from parallax.models.files.json_file import short
 
 LARGEST = 2**31 - 1  # the largest int32
@@ -30,7 +32,7 @@ POSITIVE = Bound("of more than 0", lambda value: 0 < value < math.inf)
 
 
 class Checked(NamedTuple):
-    """Checks the fields of a frozen configuration, and stores them as `int` and `float`.
+    """Checks the fields of a configuration, and converts them to `int` and `float` in place.
 
     Each method raises `ValueError` if a field fails its check. The message names this field.
 
@@ -43,8 +45,8 @@ class Checked(NamedTuple):
     config: Any
 
     def whole(self, *fields: str, least: int = 1, most: int = LARGEST) -> None:
-        """Checks that these fields are whole numbers from `least` to `most`, and stores them as
-        `int`.
+        """Checks that these fields are whole numbers from `least` to `most`, and makes them `int`s
+        in place.
         """
         for field in fields:
             value = getattr(self.config, field)
@@ -63,12 +65,14 @@ class Checked(NamedTuple):
             object.__setattr__(self.config, field, number)
 
     def real(self, *fields: str, bound: Bound) -> None:
-        """Checks that these fields are real numbers within `bound`, and stores them as `float`."""
+        """Checks that these fields are real numbers in `bound`; makes them `float`s in place."""
         for field in fields:
             value = getattr(self.config, field)
             try:  # nan stands for a value that is no number, since no `Bound` holds for nan
-                # `float` would accept a text such as "1.5", and True as 1.
-                number = math.nan if isinstance(value, str | bytes | bool) else float(value)
+                # `float` would accept a text such as "1.5" and the bytes of one (which NumPy takes
+                # as an array), True as 1, and the real part of a complex number.
+                array = np.asarray(value)
+                number = math.nan if array.ndim or array.dtype.kind in "bcSU" else float(value)
             except (TypeError, ValueError, OverflowError):
                 number = math.nan
             if not bound.holds(number):

@@ -9,10 +9,10 @@ the step's state. That function makes each part of the state on the devices that
     state, info = made.train(state, windows)
 
 `models.recipe` composes the loss and the gradients. A `Family` has the functions of one kind of
-model. A `Layout` has the sizes of the axes, and a `Compute` has all other choices. The L blocks are
-one tree of arrays [L, ...]; in a pipeline with v chunks per stage, the arrays are [v, L / v, ...].
-Along dim 0 the index c has the c-th chunk of every stage, and dim 1 is split over the stages. A
-model's *static* leaves are those that are not arrays.
+model. A `Layout` has the sizes of the axes, and a `Compute` has the choices that a `Layout` leaves
+open. The L blocks are one tree of arrays [L, ...]. In a pipeline with v chunks of layers per stage,
+the arrays are [v, L / v, ...]: index c of dim 0 holds the c-th chunk of every stage, and dim 1 is
+split over the stages. A model's *static* leaves are those that are not arrays.
 """
 
 import dataclasses
@@ -86,13 +86,13 @@ class Train(Protocol):
 
 
 class TrainStep(NamedTuple):
-    """A train step that is checked and ready to compile, and the state that it needs. Nothing is
-    computed yet.
+    """A train step that is checked and ready to compile, and the function `init` that makes the
+    step's state. Nothing is computed yet.
 
     Attributes:
-        init: makes each part of the state on its devices, so no device ever holds the whole state.
-            `init(model)` starts from the weights of a whole model, such as one from `gpt2.load`,
-            in the host's memory or on one device. Each process must have that model.
+        init: makes the state; each device makes only the shards that it keeps. `init(model)` starts
+            from the weights of `model`, a whole model such as `gpt2.load` returns. Each process
+            must have this model, in the host's memory or on one device.
         shapes: the `jax.ShapeDtypeStruct`s of the state, with their shardings. With them the step
             can be compiled, and its memory planned, before any array exists.
         train: the step `(state, windows, weights=None, limit=None) -> (state, info)`, under `jit`;
@@ -103,8 +103,9 @@ class TrainStep(NamedTuple):
         local: the step for one device's shards, `(state, batch, limit) -> (state, info)`, where
             `batch` is a `Batch`. This function is not yet mapped over the mesh or compiled. It is
             for wrappers other than `mesh.spmd`, such as `on_islands.train_step`.
-        keys: a function from the step's number, and optionally the number of sequences, to a random
-            key for each sequence of the global batch; it returns None without dropout.
+        keys: a function `(number, sequences=batch)` that returns random keys for `sequences`
+            sequences at the step `number`; it returns None without dropout. `on_islands` passes the
+            number of sequences of all islands together.
         batch: the number of sequences in the global batch.
         setup: the decoder, its layout and its `Compute`.
     """
@@ -130,19 +131,20 @@ def train_step(
     key: Key[Array, ""],
     compute: Compute = PLAIN,
 ) -> TrainStep:
-    """Returns a `TrainStep`: the train step `(state, windows) -> (state, info)` of a decoder over
-    data x stage x context x tensor, the function that makes the step's state, and the parts
-    (`local`, `keys`, `batch`, `setup`) from which `on_islands` builds a step for several groups of
-    devices (islands).
+    """Returns the `TrainStep` of a decoder over data x stage x context x tensor. Its `train` is the
+    train step `(state, windows) -> (state, info)`, and its `init` makes the step's state.
+    `on_islands` builds a step for several groups of devices (islands) from the `TrainStep`.
 
     The step donates the state. `windows` is the global batch, [batch, T + 1] tokens; it need not be
-    on the devices yet. The weights and the dropout masks depend only on `key` and on positions in
-    the whole model and batch, so every layout computes the same run.
+    on the devices yet. The initial weights and the dropout masks depend on `key`, but not on the
+    layout.
 
     Args:
         family: the kind of decoder, such as `gpt2.FAMILY`.
         config: the model's sizes.
-        optimizer: an optimizer that acts element by element, or one of `parallax.optimizers`.
+        optimizer: an optimizer that acts element by element, or one of `parallax.optimizers`. A
+            mask of leaves, such as that of a weight decay, must choose them by their paths: their
+            numbers of dims depend on the layout.
         layout: the sizes of the axes, ZeRO, the precision and rematerialisation. With stages, the
             L blocks of the model in the state are [v, L / v, ...], for v chunks per stage, and
             `joined` makes them [L, ...] again.
@@ -196,8 +198,8 @@ def train_step(
     )
 
     def keys(number, sequences=batch):
-        """Returns a random key for each sequence of the global batch at step `number`, or None
-        without dropout. `on_islands` asks for the keys of the sequences of all islands."""
+        """Returns random keys for `sequences` sequences at step `number`, or None without dropout.
+        `on_islands` passes the number of sequences of all islands together."""
         if not family.uses_dropout(config):
             return None
         return sequence_keys(dropout_key, number, sequences)
@@ -246,7 +248,7 @@ def _planned_state(
         rule,
         mesh,
         optimizer_rule=state_rule,
-        scale=recipe.first_scale(layout),
+        scale=recipe.first_scale(layout),  # of the loss, for float16; else None
         trainable=compute.trainable,
         batch_axes=layout.batch_axes,
     )
@@ -278,8 +280,8 @@ def compiled(
             `batch` is a `Batch`.
         shapes: the shapes of the state; its leaves that are not arrays become part of the program.
         specs: the specs of the state's arrays.
-        spmd: the function that maps the step over the mesh: `mesh.spmd` with its `mesh`, or
-            `same_bits.spmd` with its `cells` too.
+        spmd: the function that maps the step over the mesh: `mesh.spmd` with the argument `mesh`
+            bound, or `same_bits.spmd` with `mesh` and `cells` bound.
         keys: a function from the step's number to the random keys of the global batch; it returns
             None without dropout.
         batch_spec: the spec of the batch.
@@ -294,9 +296,9 @@ def compiled(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(arrays, windows, weights=None, *given):
-        """Returns the new arrays of the state, and the step's info. `arrays` is a state without its
-        static leaves; `step` gets these leaves as well. `weights`, [batch, T], are the weights of
-        the targets. `given` are the options that the caller passes; the other options are None.
+        """Returns the new arrays of the state, and the step's info. `arrays` has the arrays of the
+        state, and `static` the state's other leaves. `weights`, [batch, T], are the weights of the
+        targets. `given` are the options that the caller passes; the other options are None.
         """
         all_options = (*given, *(None,) * (options - len(given)))
         new, info = step(
@@ -310,7 +312,8 @@ def compiled(
 
 
 class _TrainArrays(NamedTuple):
-    """A `Train` for a state with leaves that are not arrays, which `jax.jit` cannot take.
+    """A `Train` for a state that also has leaves other than arrays. `jax.jit` cannot take these
+    leaves.
 
     Attributes:
         train: the compiled step, which takes and returns only the state's arrays.
@@ -326,7 +329,8 @@ class _TrainArrays(NamedTuple):
         return eqx.combine(new, self.static), info
 
     def lower(self, state: PyTree, windows: Any, *options: Any) -> Any:
-        """Returns the lowered program. In place of `state`, it takes only the arrays in `state`."""
+        """Returns the lowered program. The program takes the arrays of `state`; the leaves that are
+        not arrays are constants in the program."""
         return self.train.lower(eqx.filter(state, meshes.is_array), windows, *options)
 
 
@@ -359,7 +363,7 @@ def loss_step(
     def make_model():
         return split_blocks(family.model(config, key=jax.random.key(0), dtype=jnp.float32))
 
-    # Only shapes are used, for the specs; so any key and any dtype would do.
+    # Only the shapes are used, for the specs, so the key and the dtype do not matter.
     model = eqx.filter_eval_shape(make_model)
     rule, _ = recipe.rules_of(family, layout)  # an evaluation has no optimizer's state
     specs = rules.specs(model, rule, mesh)
@@ -389,29 +393,33 @@ def loss_step(
 
 
 def joined(family: Family, layout: Layout, model: Any, *, schedule: Schedule | None = None) -> Any:
-    """Returns the model of a state under `layout` with its blocks as [L, ...], as a model on one
-    device has them. `model` may also be a tree that contains models of the family; other leaves of
-    the tree are returned unchanged.
+    """Returns `model` with blocks [L, ...], as a model on one device has them. `model` comes from a
+    train state of `layout`, or is a tree that contains such models. Other leaves of the tree are
+    returned unchanged.
 
     If `Compute` has a schedule, pass it as `schedule`: the schedule gives the order of the chunks.
     """
     return _on_blocks(family, _out_of_stages(layout, schedule))(model)
 
 
-def stored(family: Family, layout: Layout, *, schedule: Schedule | None = None) -> DiskForm | None:
-    """Returns the two functions by which `run.checkpoint.Checkpoints` converts a state before it is
-    stored and after it is read, so that any layout can read it. Without a pipeline, the result is
-    None, and the state is stored unchanged.
+def stored(
+    family: Family, layout: Layout, *, schedule: Schedule | None = None, layers: int | None = None
+) -> DiskForm | None:
+    """Returns the functions `to_disk` and `from_disk`, by which `run.checkpoint.Checkpoints`
+    converts a state before it is stored and after it is read, so that any layout can read it.
+    Without a pipeline, the result is None, and the state is stored unchanged.
 
     Wherever the state holds a model of the family (the parameters, the optimizer's moments), the
     model's blocks are stored as [L, ...], in the order of the model. If `Compute` has a schedule,
-    pass it as `schedule`: the schedule gives the order of the chunks.
+    pass it as `schedule`: the schedule gives the order of the chunks. If the state also holds
+    models with only some of the chunks, as a state of `on_islands` may, pass `layers`, the number
+    of layers of the whole model. `from_disk` needs `layers` to compute the layers per chunk.
     """
     if not layout.pipelined:
         return None
     return DiskForm(
         to_disk=_on_blocks(family, _out_of_stages(layout, schedule)),
-        from_disk=_on_blocks(family, _into_stages(layout, schedule)),
+        from_disk=_on_blocks(family, _into_stages(layout, schedule, layers)),
     )
 
 
@@ -426,24 +434,29 @@ def sequence_keys(key: Key[Array, ""], step: Int[Array, ""], batch: int) -> Key[
     return jax.vmap(fold)(jnp.arange(batch, dtype=jnp.uint32))
 
 
-def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """Returns a function from blocks [L, ...] to blocks as the state of `layout` holds them. For v
-    chunks per stage these are [v, L / v, ...]: along the first dim, the index c has the c-th chunk
-    of every stage, one stage after another.
+def _into_stages(
+    layout: Layout, schedule: Schedule | None, layers: int | None = None
+) -> Callable[[Any], Any]:
+    """Returns a function that turns blocks [L, ...] into the form that they have in the train state
+    of `layout`. For v chunks per stage, this form is [v, L / v, ...]: index c of dim 0 holds the
+    c-th chunk of every stage, in the order of the stages.
 
-    The `schedule` of `Compute` may place the chunks on the stages in another order. Without that
-    schedule, the chunks keep the order of the layers: the schedules that a `Layout` names need this
-    order.
+    `schedule` is the schedule of `Compute`, which may place the chunks in another order than that
+    of the layers. None: the layout's own schedule, which keeps the chunks in the order of the
+    layers. If the blocks have only some of the chunks, `layers` is the L of the whole model.
     """
 
     def split(blocks):
-        """Returns blocks of L layers, [L, ...], as [v, L / v, ...] for v chunks per stage, in the
-        order in which the schedule places them; without a pipeline, unchanged.
+        """Returns `blocks`, [L, ...], as [v, L / v, ...] for v chunks per stage. Without a
+        pipeline, returns `blocks` unchanged.
         """
         if not layout.pipelined:
             return blocks
-        chunks = layout.chunks
-        blocks = _on_arrays(blocks, lambda w: w.reshape(chunks, -1, *w.shape[1:]))
+
+        def chunked(w):
+            return w.reshape(-1, (layers or len(w)) // layout.chunks, *w.shape[1:])
+
+        blocks = _on_arrays(blocks, chunked)
         # `placed[c, s]` is the number, in the model's order, of chunk c of stage s.
         return blocks if schedule is None else pipeline.to_placement(blocks, schedule.placed)
 
@@ -451,14 +464,14 @@ def _into_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], A
 
 
 def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any], Any]:
-    """Returns a function from blocks as the state of `layout` holds them, [v, L / v, ...] in a
-    pipeline with v chunks per stage, to blocks [L, ...]. This function is the inverse of
-    `_into_stages`.
+    """Returns a function that turns the blocks in a train state of `layout` into blocks [L, ...].
+    The returned function is the inverse of the function that `_into_stages` returns. In a pipeline
+    with v chunks per stage, the blocks in the state are [v, L / v, ...].
     """
 
     def join(blocks):
-        """Returns blocks of v chunks per stage, [v, L / v, ...], as [L, ...], in the order of the L
-        layers; without a pipeline, unchanged.
+        """Returns `blocks`, [v, L / v, ...] for v chunks per stage, as [L, ...], in the order of
+        the L layers. Without a pipeline, returns `blocks` unchanged.
         """
         if not layout.pipelined:
             return blocks
@@ -472,7 +485,12 @@ def _out_of_stages(layout: Layout, schedule: Schedule | None) -> Callable[[Any],
 
 def _on_arrays(tree: PyTree, change: Callable[[Any], Any]) -> PyTree:
     """Returns `tree` with its arrays changed by `change`, and its other leaves as they are."""
-    return jax.tree.map(lambda leaf: change(leaf) if meshes.is_array(leaf) else leaf, tree)
+
+    def changed(leaf):
+        # Adafactor has arrays [1] in place of moments that it does not use.
+        return change(leaf) if meshes.is_array(leaf) and leaf.shape != (1,) else leaf
+
+    return jax.tree.map(changed, tree)
 
 
 def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -487,7 +505,7 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
         return isinstance(leaf, family.model)
 
     def changed(leaf):
-        """Returns a model with its blocks changed, and other leaves as they are."""
+        """Returns `leaf`. If `leaf` is a model, its blocks are changed by `change`."""
         if not is_model(leaf):
             return leaf
         return eqx.tree_at(family.where, leaf, change(family.where(leaf)))
@@ -496,8 +514,8 @@ def _on_blocks(family: Family, change: Callable[[Any], Any]) -> Callable[[Any], 
 
 
 def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Compute) -> None:
-    """Refuses with a `ValueError` a mesh that does not match the layout, and choices in `compute`
-    that this layout cannot use.
+    """Raises `ValueError` if the mesh does not match the layout, or if the layout cannot use a
+    choice in `compute`.
     """
     for name, size in layout.axes.items():
         if mesh.shape.get(name) != size:
@@ -521,12 +539,14 @@ def _check(family: Family, layout: Layout, mesh: meshes.AnyMesh, compute: Comput
         raise ValueError(
             "decoder: Compute(reduce_in_backward=True) sums gradients in the backward pass of "
             f"each block, so it needs stage=1, microbatches=1 and zero=0; got Layout({layout}). "
-            "Leave it out: gradients are then reduced once per step, or with zero=3 by each block."
+            "Leave reduce_in_backward out: gradients are then reduced once per step, or with "
+            "zero=3 block by block."
         )
     if compute.unroll is not None and compute.unroll < 1:
         raise ValueError(
-            f"decoder: Compute needs unroll of 1 layer or more; got {compute.unroll}. Leave it "
-            "out, or give the number of layers for a program without a loop over them."
+            f"decoder: Compute needs unroll of 1 layer or more; got {compute.unroll}. Leave unroll "
+            "out, or set it to the number of layers to get a program without a loop over the "
+            "layers."
         )
     if compute.comms is not None and not layout.sequence:
         raise ValueError(

@@ -1,18 +1,19 @@
-"""A decoder put together from its parts: the loss, the logits and the functions of a pipeline.
+"""Makes the loss, the logits and the pipeline functions of a decoder.
 
-The families here differ in their blocks and in their positions. The embedding, the head and the
-loss are the same for all families, and are in this module. The vocabulary is split over stages and
-tensor devices: each of P stages holds 1/P of the rows of the embedding and of the head, and
-computes 1/P of the head, so no stage is slower than the others.
+The families here differ in their blocks and in how they encode positions. A `DecoderParts` has one
+family's functions for its blocks and its positions. The embedding, the head and the loss are the
+same for all families, and are in this module. The vocabulary is split over stages and tensor
+devices: each of P stages holds 1/P of the rows of the embedding and of the head, and computes 1/P
+of the head, so no stage is slower than the others.
 
 `comms` is a `tensor.Comms`, the functions by which devices communicate. `comms.everywhere` has the
 axes that split the vocabulary. `comms.context_tokens(x, dim)` is the part of `x` for the tokens
-that this device's layers compute; in the residual stream, between layers, the tensor axis may split
-these tokens further. `all_tokens(x)` gathers the tokens of the stream again, so that a device has
-all tokens that its layers compute. `sum_partials(x)` takes the devices' terms for all tokens that
-the layers compute, and returns the sums of these terms for the tokens that this device has in the
-stream. `T shard` is the number of a device's tokens in that stream. The functions of `decoder_taps`
-return their argument unchanged; while `bisect` records, they also report that argument.
+that this device's layers compute. In the residual stream, between layers, the tensor axis may split
+these tokens further: a device has T_shard of them in the stream. `all_tokens(x)` gathers the tokens
+of the stream again, so that a device has all tokens that its layers compute. `sum_partials(x)`
+takes the devices' terms for all tokens that the layers compute, and returns the sums of these terms
+for the tokens that this device has in the stream. The functions of `decoder_taps` return their
+argument unchanged. In a run that `parallax.bisect` records, they also report the argument to it.
 
 Source: Yeung et al., Balancing pipeline parallelism with vocabulary parallelism (arXiv 2411.05288).
 """
@@ -82,14 +83,14 @@ def loss_and_aux(
     remat: Callable[..., Any] = none,
     unroll: int = 1,
 ) -> tuple[Float[Array, ""], Any]:
-    """Returns `(loss, aux)`: the result of `loss`, and the auxiliary values of the blocks as arrays
-    [L, ...], or None if the blocks have none.
+    """Returns `(loss, aux)`: the number that the function `loss` below returns, and the auxiliary
+    values of the blocks as arrays [L, ...]. `aux` is None if the blocks have no auxiliary values.
 
     `model` is a whole model, or one device's shard of a model along `axis`. `batch` may be a tuple:
     the windows of T + 1 tokens, and the keys of dropout. `attend` is the attention function, and
     `comms` makes the functions by which the devices of `axis` communicate. `remat` wraps each
-    block, and the body of the loop over blocks runs `unroll` blocks. The errors are those of
-    `loss`.
+    block, and the body of the loop over blocks runs `unroll` blocks. `loss_and_aux` raises the same
+    errors as `loss`.
     """
     batch = batch if isinstance(batch, Batch) else Batch(*batch)
     name, vocabulary = f"{parts.name}.loss", model.config.vocabulary
@@ -140,7 +141,7 @@ def loss(
             split over another axis; `experts.comms` with experts split.
         remat: a function that takes a block, `(weights, x, layer) -> x`, and returns a wrapped
             block. Examples are the functions of `parallax.remat`, and `zero.gathered` with an axis
-            and specs: the block that it returns first gathers the weights.
+            and specs. A block that `zero.gathered` wraps gathers its weights before it runs.
         unroll: the number of blocks that the loop's body runs one after another, so that the gather
             of one block may overlap another block.
 
@@ -171,13 +172,13 @@ def logits(
 ) -> Float[Array, "batch tokens vocabulary"]:
     """Returns the logits after each token, of a whole model on one device, without dropout.
 
-    `attend` is causal attention, a function of queries, keys and values, and the errors are as in
-    `loss`. Inside `jax.jit`, if a token is outside the vocabulary, the logits after it and after
-    all later tokens are nan.
+    `attend` is causal attention, a function of queries, keys and values. `logits` raises the same
+    errors as `loss`. Inside `jax.jit`, if a token is outside the vocabulary, the logits after that
+    token and after all later tokens are nan.
     """
     argument_checks.check_not_deleted(f"{parts.name}.logits", model)
     argument_checks.check_tokens(f"{parts.name}.logits", tokens, model.config.vocabulary)
-    x = embed(parts, model, tokens, None)
+    x = embed(parts, model, tokens, None)  # None, here and below: no keys of dropout
     apply = parts.layer(
         model.config, positions=positions(x, tokens.shape[1]), comms=ONE_DEVICE, attend=attend
     )
@@ -199,11 +200,12 @@ def stages(
     """Returns the three functions `(embed, stage, head)` of a decoder, for
     `pipeline.value_and_grad`.
 
-    A microbatch `part` is a `Batch`, or a tuple of the first fields of one. The fields are the
-    windows [B, T + 1], the keys of dropout, the weights of the targets, and the segments, which say
-    to which document each token belongs. `embed(model, part)` returns the input x of the first
-    block. `stage(model, x, part, position)` runs the blocks of one chunk, and `head(model, x,
-    part)` returns the loss.
+    A microbatch `part` is a `Batch`, or a tuple of the first fields of a `Batch`. The fields are
+    the windows [B, T + 1], the keys of dropout, the weights of the targets, and the segments: the
+    number of each token's document. `embed(model, part)` returns the input x of the first block.
+    `stage(model, x, part, position)` runs the blocks in `model`, a chunk of consecutive layers;
+    `position` is the number of this chunk in the whole model. `head(model, x, part)` returns the
+    loss.
 
     Args:
         parts: the functions of the family.
@@ -217,21 +219,23 @@ def stages(
     """
 
     def comms_of_ends():
-        """Returns the `tensor.Comms` by which the embedding and the head communicate inside a
-        stage. Over the stages, which split the vocabulary too, they communicate by the function
-        that `embed` and `head` get as `across`.
+        """Returns the `tensor.Comms` of the embedding and the head. Its field `everywhere` has all
+        axes that split the vocabulary: `axis` and the axis of the stages. Its functions come from
+        `comms(axis)`, so they send only inside a stage. `across`, an argument of `embed` and
+        `head`, sends activations from stage to stage.
         """
         return comms(axis)._replace(everywhere=combined_axis(stage_axis, axis))
 
     def embed_part(model, part):
-        """Returns the first block's input, [B, T shard, D], for the microbatch `part`.
+        """Returns the first block's input, [B, T_shard, D], for the microbatch `part`.
 
         The vocabulary is split over `axis` and over the stages. Only the first stage uses this
         input, so `sum_to_first` adds up the embeddings that the stages looked up, and only the
         first stage gets the sum.
         """
         windows, keys, weights, _ = Batch(*part)
-        # Only for a record is it asked which stage this is: other programs do not compute it.
+        # A record ignores the input on all stages but the first. Programs that make no record need
+        # no condition, and do not compute the stage's index.
         is_used = not recording.is_on() or Axis.of(stage_axis).index() == 0
         with recording.only_if(is_used):
             return embed(
@@ -249,7 +253,7 @@ def stages(
         """Returns the output of the blocks of one chunk. `position` is the number of the chunk, in
         the order of the model.
 
-        `x` is the input, [B, T shard, D], and `part` the microbatch.
+        `x` is the input, [B, T_shard, D], and `part` the microbatch.
         """
         windows, keys, _, segments = Batch(*part)
         on_axis = comms(axis)
@@ -274,16 +278,16 @@ def stages(
 
     def head_of_part(model, x, part):
         """Returns the mean cross-entropy of the microbatch `part`, from the last block's output
-        `x`, [B, T shard, D]. `copy_from_last` gives the last stage's `x` to all stages, since each
-        stage computes a part of the head.
+        `x`, [B, T_shard, D]. `copy_from_last` gives the last stage's values to all stages, since
+        each stage computes a part of the head.
         """
-        windows, _, weights, _ = Batch(*part)
+        windows, _, weights, _ = Batch(*part)  # without the keys and the segments
         return head(
             model,
             x,
-            windows[:, 1:],
+            windows[:, 1:],  # the targets: the next token of each input
             weights=weights,
-            comms=comms_of_ends(),
+            comms=comms_of_ends(),  # between the devices of one stage
             across=functools.partial(ends.copy_from_last, axis=stage_axis),
         )
 
@@ -306,10 +310,10 @@ def embed(
 
     `keys` are the dropout keys of the sequences, or None for no dropout; `parts.add_positions` also
     applies the dropout. Each device looks up the tokens whose rows of the embedding it has, with
-    zeros for all other tokens, and `comms` sums the results over the devices that share the
-    vocabulary. In a pipeline the stages share the vocabulary too. There `across`, which is applied
-    to the sum that `comms` computes, is `pipeline.sum_to_first` with the axis of the stages: it
-    sums over the stages for the first stage, which alone uses the sum.
+    zeros for all other tokens, and `comms` sums the results over the devices that split the
+    vocabulary. In a pipeline the stages split the vocabulary too. There `across` is
+    `pipeline.ends.sum_to_first` with the axis of the stages. It adds up, over the stages, the sums
+    that `comms` returned; only the first stage gets and uses the result.
 
     A token outside the vocabulary gives nan, unless its target and all later targets have a weight
     of 0 in `weights`, for example in padding: the loss does not depend on such a token.
@@ -353,11 +357,12 @@ def head(
     in `weights`, and the sum of these products is divided by the number of targets, not by the sum
     of the weights.
 
-    In a pipeline, all stages share the vocabulary, and `across` sends the normalised activations
-    from the last stage to all stages.
+    In a pipeline, the vocabulary is split over all stages, and `across` sends the normalised
+    activations from the last stage to all stages.
     """
-    # Normalised before it is sent and gathered: then the devices' cotangents are summed before they
-    # reach the norm, and of the stages only the last one has a gradient of the norm's weight.
+    # The norm is applied before `across` sends its result to the stages and `all_tokens` gathers
+    # the tokens. So, backward, the devices' cotangents are summed before they reach the norm, and
+    # only the last stage has a gradient of the norm's weight.
     x = comms.all_tokens(across(model.norm(x, model.config.epsilon)))
     value = cross_entropy.mean(
         decoder_taps.whole(x, "head.in", comms),
@@ -365,7 +370,7 @@ def head(
         comms.context_tokens(targets, dim=1),
         comms.everywhere,
         weights=None if weights is None else comms.context_tokens(weights, dim=1),
-        vocabulary=model.config.vocabulary,
+        vocabulary=model.config.vocabulary,  # rows after these are padding
     )
     return decoder_taps.loss(value)
 
@@ -389,8 +394,8 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
     keys = iter(jax.random.split(key, count))
 
     def normal(*shape, scale=0.02):
-        """Returns an array of normal numbers of the shape `shape`, drawn with the next of the
-        `count` random keys."""
+        """Returns an array of normal numbers with the shape `shape` and the standard deviation
+        `scale`. Each call draws with the next random key in `keys`."""
         return scale * jax.random.normal(next(keys), shape, dtype)
 
     return normal
@@ -399,8 +404,8 @@ def initial(key: Any, dtype: Any, count: int) -> Callable[..., Array]:
 def vocabulary_rows(
     table: Float[Array, "rows width"], vocabulary: int
 ) -> Float[Array, "rows width"]:
-    """Returns `table` with zeros in place of the rows after the first `vocabulary` ones, which are
-    padding.
+    """Returns `table`, a new embedding's whole table, with zeros in place of its padding: the rows
+    after the first `vocabulary` rows, which belong to no token.
     """
     return jnp.where(
         jnp.arange(table.shape[0])[:, None] < vocabulary, table, jnp.zeros((), table.dtype)
@@ -410,30 +415,30 @@ def vocabulary_rows(
 def _with_segments(
     comms: tensor.Comms, segments: Int[Array, "batch tokens"] | None
 ) -> tensor.Comms:
-    """Returns `comms` with a `wrap_attention` that also passes `segments`, the number of each
-    token's document, to the attention; or `comms` unchanged without segments.
+    """Returns `comms` with a `wrap_attention` that also passes `segments` to the attention. If
+    `segments` is None, returns `comms` unchanged. `segments` has the number of each token's
+    document.
     """
     if segments is None:
         return comms
     local_segments = comms.context_tokens(segments, dim=1)
 
     def wrap_attention(attend):
-        """Returns `attend`, wrapped by `comms`. Each call passes the segments of this device's
-        tokens to it, as the argument `segments`."""
+        """Returns the attention function `comms.wrap_attention(attend)` with its argument
+        `segments` bound to the segments of this device's tokens."""
         return functools.partial(comms.wrap_attention(attend), segments=local_segments)
 
     return comms._replace(wrap_attention=wrap_attention)
 
 
 def _check_tokens(name: str, tokens: Int[Array, "batch tokens"], context: int) -> None:
-    """Refuses with a `ValueError` empty inputs, and inputs longer than the model's context.
-    `tokens` are the inputs: windows without their last token, which is only a target.
+    """Raises `ValueError` if the inputs are empty, or longer than the model's context. `tokens` are
+    the inputs: windows without their last token, which is only a target.
     """
     if not tokens.size:
         raise ValueError(
-            f"{name} needs one sequence or more, each of one input token or more (a window to "
-            "train on also has a last target, so it is one token longer than its inputs); got "
-            f"inputs of shape {tokens.shape}."
+            f"{name} needs one or more sequences of one or more input tokens; got inputs of shape "
+            f"{tokens.shape}. The last token of a training window is only a target, not an input."
         )
     if tokens.shape[1] > context:
         raise ValueError(

@@ -5,11 +5,12 @@ compared.
 
 In the spec of a tap, `taps.BATCH` stands for all that splits the batch: mesh axes and microbatches.
 If a device has only some elements of a dim, the tap's `places` are the positions of these elements
-in the dim of the undivided array. `comms`, a `tensor.Comms`, knows how tokens are split: from an
-array with all tokens, `local_tokens` cuts out those that this device has between two layers, and
-`context_tokens` those that it has inside a layer. `GATHERED` are the axes over which ZeRO-3 gathers
-weights: the specs of the weights' taps are without these axes. The specs of the gradients' taps
-have them, since ZeRO-3 splits a gradient like its weight.
+in the dim of the undivided array. `comms`, a `tensor.Comms`, knows how tokens are split. From an
+array with all tokens, `comms.local_tokens` returns the tokens that this device has between two
+layers, and `comms.context_tokens` returns the tokens that this device has inside a layer.
+`GATHERED` are the axes over which ZeRO-3 gathers weights: the specs of the weights' taps are
+without these axes. The specs of the gradients' taps have these axes, since ZeRO-3 splits a gradient
+like its weight.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ GATHERED = ("data", "context")
 
 
 def residual(x: Any, path: str, comms: Comms) -> Any:
-    """Returns `x` of the residual stream, [B, T, D], with a tap.
+    """Returns `x`, the residual stream [B, T, D] of this device, with a tap.
 
     A device may have only some of the tokens, in any order, so the tap gets the positions of these
     tokens.
@@ -102,7 +103,8 @@ def ends(
     f: Callable[..., Any], name: str, specs: Specs, where: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """Returns `f`, which is `embed` or `head`, with taps of the weights that are in no block. The
-    taps' paths begin with `name`; `specs` and `where` are as in `block`.
+    taps' paths begin with `name`. `specs` are the specs of the model, and `where` picks the blocks
+    in a model.
     """
 
     def tapped(model, *others):
@@ -110,9 +112,9 @@ def ends(
         if not recording.is_on():
             return f(model, *others)
         # The blocks, which `block` taps layer by layer, are left out, and put back without taps.
-        ends_alone = eqx.tree_at(where, model, None)
-        ends_alone = taps.tap_tree(ends_alone, name, specs, without=GATHERED)
-        tapped_model = eqx.tree_at(where, ends_alone, where(model), is_leaf=lambda x: x is None)
+        without_blocks = eqx.tree_at(where, model, None)
+        without_blocks = taps.tap_tree(without_blocks, name, specs, without=GATHERED)
+        tapped_model = eqx.tree_at(where, without_blocks, where(model), is_leaf=lambda x: x is None)
         return f(tapped_model, *others)
 
     return tapped
@@ -124,7 +126,7 @@ def gradients(grad: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
     """
 
     def tapped(*arguments):
-        """Returns the loss (or `(loss, aux)`) unchanged, and the gradients with taps."""
+        """Returns the loss (or `(loss, aux)`), and the gradients with a tap at each gradient."""
         value, gradient = grad(*arguments)
         # `AFTER`: the backward pass is over, so these values have no cotangents to report.
         return value, taps.tap_tree(gradient, "gradients", specs, way=taps.AFTER)

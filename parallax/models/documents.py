@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Int, Shaped
 
-from parallax.models.family import Batch
+from parallax.models.family import Batch, check_weights
 from parallax.pipeline.traced import trace
 from parallax.trees import is_array
 
@@ -51,13 +51,15 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
     `cross_entropy.normalized`.
 
     Raises:
-        ValueError: the numbers are not whole, or there is not exactly one number for each token of
-            the windows.
+        ValueError: the numbers are not whole, or their shape is not that of the windows; or the
+            weights have another shape than `Batch` says.
     """
+    check_weights(batch)
     if numbers.shape != batch.windows.shape or not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise ValueError(
-            f"documents needs whole numbers of the windows' shape {list(batch.windows.shape)}, one "
-            f"for each token; got {numbers.dtype}{list(numbers.shape)}."
+            "documents: each token needs the number of its document, so the numbers must be whole "
+            f"and of the windows' shape {list(batch.windows.shape)}; got {numbers.dtype}"
+            f"{list(numbers.shape)}."
         )
     same = numbers[:, 1:] == numbers[:, :-1]  # whether a target is of its input's document
     weights = batch.weights
@@ -70,8 +72,9 @@ def with_segments(batch: Batch, numbers: Shaped[Array, "..."]) -> Batch:
 
 
 def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `stage`, which runs the layers of a decoder (the second function of `Family.stages`),
-    with a check of its trace: a stage that does not read `Batch.segments` raises a `ValueError`.
+    """Returns `stage` with a check. The check raises `ValueError` if the traced `stage` does not
+    read `Batch.segments`. `stage` is the second of the functions that `Family.stages` returns: it
+    runs the layers of a decoder.
     """
 
     def wrapped(*arguments):
@@ -79,13 +82,14 @@ def requires_segments(stage: Callable[..., Any]) -> Callable[..., Any]:
         arrays, static = eqx.partition(arguments, is_array)
 
         def array_results(*arrays):
-            """Returns the arrays of the stage's result."""
+            """Returns the arrays in the result of `stage`, called with `arrays` and `static`."""
             return eqx.filter(stage(*eqx.combine(arrays, static)), is_array)
 
         # A tree like the arguments, with True for each array that the traced program reads.
         is_read = trace(array_results, *arrays).used
-        # The third argument of a stage, `(model, x, batch, position)`, is the batch. A batch
-        # without segments has no leaf there, and is refused too.
+        # The third argument of a stage, `(model, x, batch, position)`, is the batch. It may be a
+        # plain tuple, which has no field `segments`, so it is made a `Batch` here. A batch without
+        # segments has no leaf there, so the list is empty, and the batch is refused too.
         if not jax.tree.leaves(Batch(*is_read[2]).segments) == [True]:
             raise ValueError(
                 "documents: the layers do not read Batch.segments, so tokens would see "

@@ -1,7 +1,7 @@
-"""`Family`, the record of the functions of a kind of model that the training code of `decoder`
-(`models.recipe`) needs; and `Batch`.
+"""Defines `Family`, the record of the functions that the training code (`models.recipe`) needs from
+a kind of decoder, and `Batch`, the arrays that a loss is computed from.
 
-The record of GPT-2 is `gpt2.FAMILY`. Another decoder that has such a record can be split over
+The `Family` of GPT-2 is `gpt2.FAMILY`. Another decoder that has a `Family` can be split over
 devices by a `Layout` in the same way; there is no class to inherit from.
 """
 
@@ -33,14 +33,32 @@ class Batch(NamedTuple):
         weights: the weight of each token after the first; None: all are 1. With
             `cross_entropy.normalized` the loss is a weighted mean.
         segments: the number of each input's document. A token sees only its own document. None: all
-            tokens are of one document. `documents.with_segments` makes the segments, and weights
-            that leave out each target of another document than its input.
+            tokens are of one document. `documents.with_segments` sets the segments, and gives a
+            target the weight 0 if its input is in another document.
     """
 
     windows: Int[Array, "batch window"]
     keys: Key[Array, " batch"] | None = None
     weights: Float[Array, "batch tokens"] | None = None
     segments: Int[Array, "batch tokens"] | None = None
+
+
+def check_weights(batch: Batch) -> None:
+    """Raises `ValueError` unless the windows have two dims, and the weights, if there are any, one
+    number for each token after the first of each window."""
+    windows = batch.windows.shape
+    if len(windows) != 2:
+        raise ValueError(
+            f"The windows must be [batch, T + 1] tokens; got an array of shape {windows}. Pass one "
+            "window as windows[None]."
+        )
+    targets = (windows[0], windows[1] - 1)
+    if batch.weights is not None and batch.weights.shape != targets:
+        raise ValueError(
+            f"The weights must be [batch, T], one for each target: {targets} on a device with "
+            f"windows of shape {windows}, whose first tokens are no targets; got "
+            f"{batch.weights.shape}."
+        )
 
 
 @runtime_checkable
@@ -62,9 +80,9 @@ class Family:
     """A kind of decoder: the functions that `models.recipe` calls.
 
     Args:
-        model: the class of the whole model, made by `model(config, key=key, dtype=dtype)`; its
-            leaves may also be values other than arrays, which are static. The arrays of its blocks
-            have a first dim of layers.
+        model: the class of the whole model; `model(config, key=key, dtype=dtype)` makes a model.
+            Leaves of the model that are not arrays are static. The arrays of its blocks have a
+            first dim of layers.
         stages: a function `(config, stage_axis, axis, *, comms, attend, remat, unroll)` that
             returns the functions `(embed, stage, head)` of `pipeline.value_and_grad`. Without a
             pipeline, `stage_axis` is `()`, and `stage` runs all layers. The blocks communicate by
@@ -74,23 +92,24 @@ class Family:
             layers.
         rules: a function `(axis, *, stage, size)` that returns the rule which splits the model over
             `axis`, an axis of `size` devices. `stage` is the axis of the stages; None without a
-            pipeline. With an axis `stage`, the rule is for a model whose L layers are cut into v
-            chunks per stage, with blocks of [v, L / v, ...]; the rule splits dim 1 over the stages.
-            For a configuration with experts the function also takes `expert=`, the axis that splits
-            the experts.
-        logits: a function `(model, tokens)` that returns the logits after each token, of the whole
-            model on one device. This function is used to draw text.
+            pipeline. With an axis `stage`, the blocks are [v, L / v, ...], for v chunks of layers
+            on each stage. Index c of dim 0 has the c-th chunks of all stages, and the rule splits
+            dim 1 over the stages. For a configuration with experts the function also takes
+            `expert=`, the axis that splits the experts.
+        logits: a function `(model, tokens)` that runs the whole model on one device and returns the
+            logits after each token. This function is used to sample text.
         cached: a function from a whole model to its `sampling.Cached`, which keeps keys and values
-            while text is drawn; None: text is drawn without a cache.
+            while text is sampled; None: text is sampled without a cache.
         attention: the attention function, given to `stages` unless `Compute` has another.
         tpu_attention: the same attention by a kernel for TPUs, used on a mesh of TPUs; None: there
             is no kernel.
         gpu_attention: the same attention by a kernel for GPUs, used on a mesh of GPUs; None: there
             is no kernel.
         blocks: the path of the blocks in the model, such as "blocks" or "decoder.blocks".
-        context_attention: a function `(attend, axis)` that returns the attention over tokens that a
-            context axis splits. Give `context.causal_attention` if `attention` is causal softmax(q
-            k^T / sqrt(K)) v. None: the model cannot have a context axis.
+        context_attention: a function `(attend, axis)` that returns an attention function for tokens
+            that are split over `axis`, the context axis. Give `context.causal_attention` if
+            `attention` is causal softmax(q k^T / sqrt(K)) v. None: the model cannot have a context
+            axis.
         uses_dropout: a function that returns whether a configuration has dropout. With dropout,
             each sequence gets a random key.
     """
@@ -148,16 +167,17 @@ def run_blocks(
         x: the input of the first block.
         keys: a random key for each sequence; None: no dropout.
         apply: one block, a function `(weights, x, keys, layer)` that returns x or an `Output`.
-        first_layer: the place of the first block in the model.
-        remat: wraps the function `(weights, x, layer) -> x`.
+        first_layer: the number, in the whole model, of the first of these blocks.
+        remat: a function that takes `apply` as a function of `(weights, x, layer)`, with `keys`
+            already bound, and returns a wrapped function, as those of `parallax.remat` do.
         unroll: the number of blocks in the loop's body.
     """
     # `lax.scan` can take only arrays apart by layers; the other leaves are the same in all layers.
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def block(weights, x, layer):
-        """Returns the output of one block; a recording by `bisect` gets the number of the block's
-        layer.
+        """Returns the output of one block. A recording by `bisect` gets `layer`, the block's number
+        in the model.
         """
         with recording.at(layer=layer):
             return apply(eqx.combine(weights, static), x, keys, layer)
@@ -166,7 +186,7 @@ def run_blocks(
     layers = first_layer + jnp.arange(jax.tree.leaves(arrays)[0].shape[0], dtype=jnp.int32)
 
     def next_block(x, weights_and_layer):
-        """Returns x after one block, and its loss and auxiliary values, as a step of `lax.scan`."""
+        """Returns x after one block, and the `(loss, aux)` of the block's `Output`, if any."""
         weights, layer = weights_and_layer
         result = body(weights, x, layer)
         if isinstance(result, Output):

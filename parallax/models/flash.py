@@ -4,9 +4,9 @@ types that `shard_map(check_vma=True)` needs, and cuDNN's kernel for NVIDIA's GP
     compute = Compute(attention=flash.attention)  # the default on a mesh of TPUs
     compute = Compute(attention=flash.cudnn_attention)  # the default on a mesh of GPUs
 
-Under `check_vma`, the type of an array includes the axes along which it varies, and JAX refuses the
-kernel for TPUs, which does not state these axes. So `_untyped` traces the kernel to a jaxpr without
-these types, and `_run` evaluates the jaxpr and types its results.
+Under `check_vma`, the type of an array includes the axes along which the array varies. JAX refuses
+the kernel for TPUs, since the kernel does not state these axes. So `_untyped` traces the kernel to
+a jaxpr whose types lack the axes. `_run` evaluates the jaxpr, and adds the axes to its results.
 
 Legend: B batch, T tokens, H heads of queries, G heads of keys and values, K head width.
 """
@@ -145,22 +145,24 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
         structures = []
 
         def out_and_leaves(*arguments):
-            """Returns `f(*arguments)` and the leaves of its pullback."""
+            """Returns `f(*arguments)` and the leaves (arrays) of the pullback of `f`."""
             out, pullback = jax.vjp(f, *arguments)
             leaves, structure = jax.tree.flatten(pullback)
-            # A jaxpr returns arrays only, so the tree leaves the trace through this list.
+            # A jaxpr returns arrays only, so the pullback's tree structure is handed out of the
+            # trace in this list.
             structures.append(structure)
             return out, *leaves
 
-        # A call of `jax.vjp` here would trace `f` under the checks that refuse it.
+        # `_untyped` traces without the checks, which would refuse `f` in a call of `jax.vjp` here.
+        # The trace also fills `structures`.
         program = _untyped(out_and_leaves, *arguments)
         out, *leaves = _run(program, arguments)
         # Residuals are arrays and static values, so the tree is wrapped as a static value.
         return out, (leaves, _PullbackTree(structures[0]))
 
     def backward(residuals, cotangent):
-        """Returns the cotangents of the arguments. The pullback, like `f`, is traced without the
-        types of `check_vma`, which would refuse the kernels of both.
+        """Returns the cotangents of the arguments. The pullback is traced without the types of
+        `check_vma`: with these types, JAX would refuse the kernels in the pullback.
         """
         leaves, pullback = residuals
 
@@ -173,11 +175,12 @@ def typed(f: Callable[..., Any]) -> Callable[..., Any]:
     g.defvjp(forward, backward)
 
     def along_all(*arguments):
-        """Returns `g` of the arguments, after each is typed as varying along all axes along which
-        any argument varies.
+        """Returns `g(*arguments)`, with each argument first typed as varying along all axes along
+        which any argument varies.
         """
-        # This is outside `g`, so that JAX differentiates the typing too. Its derivative sums an
-        # argument's cotangent over the axes along which the argument did not vary.
+        # `_varying_alike` types the first tuple by the axes of the second. The call is outside `g`,
+        # so that JAX differentiates the typing too: the derivative sums an argument's cotangent
+        # over the axes along which the argument did not vary.
         return g(*_varying_alike(arguments, arguments))
 
     return along_all
@@ -206,11 +209,14 @@ def _untyped(f: Callable[..., Any], *arguments: Any) -> Any:
     new thread is outside of the `shard_map`, and is not checked.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arguments]
+    config: Any = jax.config  # its type does not list this setting
+    precision = config.jax_default_matmul_precision
 
     def trace():
         """Returns the jaxpr of `f`, traced with the JAX settings that the kernels need."""
         # The kernels of JAX 0.10 to 0.12 mix types, and count in 32 bits only.
         with (
+            jax.default_matmul_precision(precision),  # the calling thread's own setting
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),

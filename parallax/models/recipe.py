@@ -6,15 +6,15 @@ into one gradient function. To change the recipe, pass a changed copy of `grad_o
 `Compute(grad_of=...)`. `models.decoder` makes the state and compiles the step. The *blocks* of a
 model are its layers, and its *ends* are the weights outside the blocks. A gradient function takes
 `(params, batch)` and returns `(value, gradients)`; the value is the loss, or `(loss, aux)`. A stage
-returns x, or an `Output` of x, the stage's own term of the loss and auxiliary values; the term and
-these values may be None. `family.where(model)` gives the blocks. `axes` maps the name of each axis
-to an `Axis`, which is the name with a collective algorithm, and `setup.along(names)` joins several
-axes into one. The arrays of the blocks have one leading dim, of layers. In a pipeline they have
-two: chunks, and the layers of a chunk. *Loops* run over these leading dims, and `loops` is the
-number of these dims.
+returns its activations x, or an `Output` with three parts: x; the stage's own term of the loss, or
+None; and auxiliary values, or None. `family.where(model)` gives the blocks. `axes` maps the name of
+each axis to an `Axis`, which is the name with a collective algorithm, and `setup.along(names)`
+joins several axes into one. The arrays of the blocks have one leading dim, of layers. In a pipeline
+they have two: chunks, and the layers of a chunk. *Loops* run over these leading dims, and `loops`
+is the number of these dims.
 
 Sources: Rajbhandari et al. (arXiv 1910.02054) for ZeRO; Korthikanti et al. (arXiv 2205.05198) for
-sequence parallelism and attention computed again; Narayanan et al. (arXiv 2104.04473) for
+sequence parallelism and for the recomputation of attention; Narayanan et al. (arXiv 2104.04473) for
 pipelines.
 """
 
@@ -48,7 +48,7 @@ from parallax.grads.results import loss_part, map_loss_and_aux
 from parallax.layout import Layout
 from parallax.mesh import platform_of
 from parallax.models import decoder_taps
-from parallax.models.family import Batch, Configuration, Family
+from parallax.models.family import Batch, Configuration, Family, check_weights
 from parallax.pipeline import Aux, Output
 from parallax.pipeline.checks import output
 from parallax.schedule import Schedule
@@ -74,12 +74,14 @@ class Compute:
     """The choices for a train step that its layout leaves open.
 
     Args:
-        axes: the algorithm along each axis, such as `{"data": bucketed(ring("data")), "tensor":
-            ring("tensor")}`; along the other axes `jax.lax` moves the data.
+        axes: a dict of axes with their collective algorithms, such as `{"data":
+            bucketed(ring("data"))}`. Along an axis that is not in the dict, `jax.lax` moves the
+            data.
         attention: the attention function; None: the family's attention, which on a mesh of TPUs or
             GPUs is a kernel (`models.flash`).
-        context_attention: a function `(attend, axis)` that returns the attention over tokens that a
-            context axis splits. An example is `context.ulysses`. None: the family's function.
+        context_attention: a function `(attend, axis)` that returns an attention function for tokens
+            that are split over `axis`, the context axis. An example is `context.ulysses`. None: the
+            family's function.
         documents: a function from windows to the number of each token's document, such as
             `documents.ends_with(token)`. A token then sees only its own document, and the loss
             leaves out each target that is the first token of a document. None: a window is one
@@ -89,9 +91,9 @@ class Compute:
         remat: a function that wraps each block, such as one of `parallax.remat`; None: the function
             that the layout's `remat` names.
         unroll: the number of layers in the body of the loop over layers. None: the number is 2 with
-            ZeRO-3 on CPUs and GPUs. On GPUs without ZeRO-3 it is the number of all layers, if there
-            is no pipeline and the layers are at most 48 (the step then takes longer to compile, and
-            is faster). In all other cases it is 1.
+            ZeRO-3 on CPUs and GPUs. On GPUs without ZeRO-3 and without a pipeline, a model of at
+            most 48 layers has all layers in the body: the step takes longer to compile, and is
+            faster. In all other cases the number is 1.
         dtype: the type of the weights.
         schedule: the schedule of the pipeline; None: the schedule that the layout names.
         max_norm: the global norm to which gradients are clipped; None: they are not clipped.
@@ -101,8 +103,8 @@ class Compute:
             are summed at the end of the step.
         comms: how blocks communicate if the tokens are split over the tensor axis. An example is
             `sequence.overlapping`, which computes the matrix product of some tokens while it sends
-            others. None: `sequence.comms`, which gathers the tokens first. On a mesh of TPUs, None
-            also means `on_tpu=True`, but not in a pipeline.
+            others. None: `sequence.comms`, which gathers the tokens first. On a mesh of TPUs
+            without a pipeline, None means `sequence.comms` with its argument `on_tpu=True`.
         grad_of: the function that composes the gradient function; None: `recipe.grad_of`.
     """
 
@@ -175,7 +177,8 @@ class Setup:
 
 def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None = None) -> Grad:
     """Returns the gradient function `(model, batch) -> (loss, gradients)` on each device's part of
-    the model and the batch. The gradients are reduced over all axes.
+    the model and the batch. The loss and the gradients are those of the global batch; the gradients
+    are split as `setup.specs` says.
 
     Args:
         functions: the functions `(embed, stage, head)` of `functions_of`.
@@ -216,10 +219,11 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
         grad = grads.summed(grad, axes["tensor"])
     if layout.zero == 3:  # `functions_of` gathers each block; this gathers the ends once per step
         grad = zero.gathered_once(grad, sharded_over, setup.part_specs.ends)
-    # Outside the accumulation and the gathers, so that weights are cast once per step, and gathered
-    # in 16 bits; inside the averages, so that these reduce float32. The sums over devices above
-    # (ZeRO-2's `scatter`, `summed`, and the transposes of ZeRO-3's gathers) are taken in float32 or
-    # wider too, whatever the type of the gradients.
+    # `mixed` casts the weights before all of the above runs: so they are cast once per step, and
+    # ZeRO-3 gathers 16 bits. `mixed` returns the gradients in the weights' own type, such as
+    # float32, so the averages below get that type. The sums over devices above (ZeRO-2's
+    # `scatter`, `summed`, and the transposes of ZeRO-3's gathers) are taken in float32 or wider
+    # too, whatever the type of the gradients.
     if layout.precision != "full":
         grad = precision.mixed(grad, DTYPES[layout.precision])
     # Gradients that ZeRO-2 scattered above are not scattered again: here they are only divided, and
@@ -243,10 +247,10 @@ def grad_of(functions: Functions, setup: Setup, scale: Float[Array, ""] | None =
 
 
 def functions_of(setup: Setup) -> Functions:
-    """Returns the family's functions `(embed, stage, head)` for a layout. The functions
-    communicate, and recompute in the backward pass, as the layout says. Under ZeRO-3, the stage
-    gathers the weights of its blocks, and `grad_of` gathers the weights outside the blocks.
-    `bisect` can record the weights that the three functions use.
+    """Returns the functions `(embed, stage, head)` of `setup.family`, a family of models. The
+    functions communicate, and recompute in the backward pass, as `setup.layout` says. Under ZeRO-3,
+    the stage gathers the weights of its blocks, and `grad_of` gathers the weights outside the
+    blocks. `bisect` can record the weights that the three functions use.
     """
     family, layout, specs, axes = setup.family, setup.layout, setup.specs, setup.axes
     compute, layer_specs, loops = setup.compute, setup.part_specs.layer, loops_of(layout)
@@ -273,7 +277,7 @@ def functions_of(setup: Setup) -> Functions:
         axes["stage"] if layout.pipelined else (),
         axes["tensor"],
         comms=comms_of(setup),
-        attend=jax.checkpoint(attend) if layout.remat == "attention" else attend,
+        attend=remat.attention(attend) if layout.remat == "attention" else attend,
         remat=wrapped,
         unroll=unroll_of(setup),
     )
@@ -296,8 +300,9 @@ def functions_of(setup: Setup) -> Functions:
 
 
 def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
-    """Returns the loss `(model, batch) -> loss` for evaluation, on each device's part of the model
-    and the batch. The auxiliary losses of the blocks, such as those of a router, and auxiliary
+    """Returns the loss for evaluation, a function `(model, batch) -> loss`. Each device calls the
+    function with its own parts of the model and the batch, and all devices get the mean loss over
+    the whole batch. The auxiliary losses of the blocks, such as those of a router, and auxiliary
     values are left out. The loss computes in the type of the parameters, whatever
     `layout.precision` is.
     """
@@ -321,8 +326,8 @@ def loss_of(functions: Functions, setup: Setup) -> Callable[..., Any]:
         loss = zero.gathered(loss, setup.along(SHARDED_OVER), setup.part_specs.ends)
 
     def mean_loss(model, batch):
-        """Returns the mean of the loss over the devices of `MEAN_OVER`, which have different
-        tokens. Along all other axes the loss is the same.
+        """Returns the mean of the loss over the axes in `MEAN_OVER`. Devices along these axes have
+        different tokens. Along any other axis, all devices have the same loss.
         """
         return setup.along(MEAN_OVER).all_mean(loss(model, batch))
 
@@ -397,9 +402,9 @@ def exchange_of(layout: Layout, axes: Mapping[str, Axis]) -> pipeline.Exchange:
 
 
 def remat_of(layout: Layout, compute: Compute, platform: str) -> Callable[..., Any]:
-    """Returns the function that wraps a block, so that its backward pass recomputes the values that
-    are not kept. This function is the `remat` of `compute`; if that is None, it is the policy that
-    the layout's `remat` asks for.
+    """Returns `compute.remat`, or the function of `parallax.remat` for the layout if
+    `compute.remat` is None. The returned function wraps a block, so that the block's backward pass
+    recomputes the values that are not kept.
     """
     if compute.remat is not None:
         return compute.remat
@@ -443,8 +448,10 @@ def attention_of(family: Family, compute: Compute, platform: str) -> Callable[..
 def comms_of(setup: Setup) -> Callable[..., tensor.Comms]:
     """Returns the function from an axis to the `tensor.Comms` with which the blocks communicate.
 
-    The function for the tensor axis is the innermost; the functions for context and for experts
-    wrap it. A module such as `context` is imported only for a layout that needs it.
+    The function for the tensor axis, such as `tensor.comms`, is the innermost. If the layout has a
+    context axis, `context.comms` wraps that function. If the layout has an axis of experts, or
+    `Compute` has an `expert_dispatch`, `experts.comms` wraps the result. A module such as `context`
+    is imported only for a layout that needs it.
     """
     layout, axes, compute = setup.layout, setup.axes, setup.compute
     comms = compute.comms
@@ -497,10 +504,15 @@ def weighted(batch: Batch, setup: Setup) -> Batch:
 
     Weights, if there are any, are scaled so that their mean over the tokens of all devices is 1.
     The mean of the devices' losses is then the weighted mean over all tokens.
+
+    Raises:
+        ValueError: the windows or the weights have another shape than `Batch` says.
     """
+    check_weights(batch)
     if setup.compute.documents is not None:
         from parallax.models import documents
 
+        # `compute.documents` returns the number of each token's document, as in segments.
         batch = documents.with_segments(batch, setup.compute.documents(batch.windows))
     if batch.weights is None:
         return batch
@@ -523,7 +535,7 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
         others = eqx.combine(static, frozen)
 
         def loss_and_aux(trained):
-            """Returns `(loss, aux)`, with None as aux if `loss` returns a scalar."""
+            """Returns the result of `loss` as a pair. A scalar becomes `(scalar, None)`."""
             value = loss(eqx.combine(trained, others), batch)
             return value if isinstance(value, tuple) else (value, None)
 
@@ -535,7 +547,9 @@ def differentiated(loss: Callable[..., Any], trainable: PyTree = rules.is_inexac
 
 
 def _unchanged(gradients: PyTree) -> PyTree:
-    """Returns the gradients unchanged: only ZeRO-2 scatters each microbatch's gradients."""
+    """Returns the gradients unchanged. `grad_of` uses this function as `scatter` in every case but
+    ZeRO-2. With ZeRO-3, `zero.gathered` and `zero.gathered_once` scatter the gradients.
+    """
     return gradients
 
 
@@ -562,9 +576,9 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
 
     def wrapped(*arguments):
         """Returns the stage's `Output`. Its loss, if there is one, is typed as varying along
-        `axis`.
+        `axis`, so that the sum of gradients over `axis` counts each device's loss.
         """
-        result = output(stage(*arguments))
+        result = output(stage(*arguments))  # `output` makes an `Output` also of a bare x
         loss = None if result.loss is None else varying(result.loss, axis.names)
         return Output(result.x, loss, result.aux)
 
@@ -572,13 +586,13 @@ def _with_local_loss(stage: Callable[..., Any], axis: Axis) -> Callable[..., Any
 
 
 def _scaled(stage: Callable[..., Any], scale: Float[Array, ""]) -> Callable[..., Any]:
-    """Returns `stage` with its own term of the loss, if it has one, times `scale`. With float16,
-    the loss is scaled so that small gradients do not become 0; `precision.scaled` scales the head's
-    loss.
+    """Returns a function like `stage`, with the stage's own term of the loss multiplied by `scale`.
+    A stage without such a term is not changed. With float16, the loss is scaled so that small
+    gradients do not become 0; `precision.scaled` scales the head's loss.
     """
 
     def wrapped(*arguments):
-        """Returns the stage's `Output` with its loss, if it has one, times `scale`."""
+        """Returns the stage's `Output`. Its loss, if there is one, is multiplied by `scale`."""
         result = output(stage(*arguments))
         if result.loss is None:
             return result

@@ -70,8 +70,8 @@ class Writer(NamedTuple):
     Attributes:
         logits: the function from tokens `[1, window]` to the logits after each token.
         window: the largest number of tokens from which the next token is computed; static.
-        cached: the functions of the same model that keep its keys and values. None: each token is
-            computed from all tokens in the window.
+        cached: the functions that run the same model with a cache of keys and values. None: each
+            token is computed from all tokens in the window.
         name: the name that errors begin with.
     """
 
@@ -82,8 +82,9 @@ class Writer(NamedTuple):
 
 
 def cached(parts: DecoderParts, model: Any) -> Cached:
-    """Returns the functions of a whole `model` that keep keys and values. For each sequence the
-    keys and values are 2 L S G K numbers: L layers, S tokens, and G heads of keys of width K.
+    """Returns the functions that run a whole `model` with a cache of keys and values. For each
+    sequence, the cache has 2 L S G K numbers: keys and values of L layers, S places, and G heads of
+    width K.
 
     Under `jax.jit`, the cache of a model that is placed over a mesh is split as the model is: by
     heads of keys and values. If sequences are split over devices, so is their cache.
@@ -101,7 +102,7 @@ def cached(parts: DecoderParts, model: Any) -> Cached:
             """
             return jnp.pad(new, ((0, 0), (0, places - new.shape[1]), (0, 0), (0, 0)))
 
-        return _run(parts, model, tokens, None, 0, pad)
+        return _run(parts, model, tokens, cache=None, first=0, join=pad)
 
     def go_on(tokens, cache, first):
         """Returns `(logits [B, V], cache)` after one more token of each sequence, `tokens` [B], at
@@ -239,18 +240,19 @@ def sampled(
     axis of the mesh, each device continues its own prompts.
 
     Let N be the number of parameters. While the text fits the writer's window, keys and values are
-    kept, and a token costs a pass of one token: 2 N flops and the flops of attention. Once the text
-    is longer than the window, or if there is no `cached`, a token costs a pass over the whole
-    window: 2 N flops for each token of the window. A full window moves by one place for each new
-    token. Each move changes the position of every token in the window, and with it every key and
-    value, so that no key or value can be kept.
+    kept in a cache, and a token costs a pass of one token: 2 N flops and the flops of attention.
+    Once the text is longer than the window, or if `writer.cached` is None, a token costs a pass
+    over the whole window: 2 N flops for each token of the window. For each new token, a full window
+    drops its oldest token, so the positions of all its other tokens change. Keys and values depend
+    on positions and on earlier tokens, so the cached ones cannot be used again.
 
     If a logit is nan, for example after an id outside the vocabulary, the token is -1, and so are
-    all tokens after it. No tokenizer decodes -1.
+    all tokens after it. Under `jax.jit`, the value of a traced argument is unknown: a wrong prompt,
+    `temperature` or `top_p` gives tokens of -1 in place of an error. No tokenizer decodes -1.
 
     Args:
-        writer: the model, such as `Writer(functools.partial(family.logits, model), window,
-            family.cached(model))`.
+        writer: the functions and the window of the model, such as
+            `Writer(functools.partial(family.logits, model), window, family.cached(model))`.
         prompt: the tokens to continue; they may be longer than the window.
         tokens: the number of tokens to draw; static.
         temperature: the number by which logits are divided. With 0, each token is the one with the
@@ -262,17 +264,18 @@ def sampled(
         key: the random key. Each token uses its own key, a row of `jax.random.split(key, tokens)`.
 
     Raises:
-        ValueError: the prompt is empty, or is not whole numbers in one dim; `tokens` is below 0, a
-            window or `top_k` below 1; or, outside `jax.jit`, where values are known, a token of the
-            prompt is outside the vocabulary, a temperature is negative or not finite, or a `top_p`
-            is outside [0, 1]. Inside `jax.jit`, such values give -1.
+        ValueError: the prompt is empty, or is not a one-dimensional array of integers. A token of
+            the prompt is outside the vocabulary. `tokens`, `writer.window` or `top_k` is not an
+            integer, or is too small (below 0 for `tokens`, below 1 for the others). `temperature`
+            is not one real number, is negative or is not finite in float32. `top_p` is not one real
+            number in [0, 1].
     """
     logits, cached_model, name = writer.logits, writer.cached, writer.name
     tokens, window = argument_checks.whole_numbers(name, tokens=tokens, window=writer.window)
     if tokens < 0 or window < 1:
         raise ValueError(
-            f"{name} needs tokens of 0 or more and a window of 1 or more; got tokens {tokens}, "
-            f"window {window}."
+            f"{name} needs 0 or more tokens to draw, and a window of 1 or more; got "
+            f"tokens={tokens}, window={window}."
         )
     token_of = _token_of(name, temperature, top_k, top_p)
     vocabulary = jax.eval_shape(logits, jax.ShapeDtypeStruct((1, window), jnp.int32)).shape[-1]
@@ -293,27 +296,27 @@ def sampled(
 
 def _token_of(name: str, temperature: Any, top_k: Any, top_p: Any) -> Callable[..., Int[Array, ""]]:
     """Returns a function `(logits [V], key, unknown)` that draws a token from the `filtered`
-    logits. The token is -1 if one of these logits is nan, or if `unknown` is true, which means that
-    an earlier token was -1.
+    logits. The token is -1 if one of these logits is nan, or if `unknown` is true. A true `unknown`
+    means that an earlier token, of the prompt or drawn, is -1.
 
-    Errors about `temperature`, `top_k` or `top_p` begin with `name`, and are raised when this
-    function is called, not when a token is drawn.
+    Errors about `temperature`, `top_k` or `top_p` begin with `name`. `_token_of` itself raises
+    them, before any token is drawn.
     """
     if top_k is not None:
         (top_k,) = argument_checks.whole_numbers(name, top_k=top_k)
         if top_k < 1:
             raise ValueError(f"{name} needs a top_k of 1 or more, or None for all; got {top_k}.")
     temperature = _scalar(
-        f"{name} needs a finite temperature of 0 (the likeliest token) or more",
+        f"{name} needs a finite temperature of 0 (the likeliest token) or more, in float32",
         temperature,
-        math.inf,
+        float(jnp.finfo(jnp.float32).max),
     )
     if top_p is not None:
         top_p = _scalar(f"{name} needs a top_p from 0 to 1", top_p, 1.0)
 
     def token_of(row, key, unknown):
-        """Returns the token drawn from `row`, the logits [V]. Returns -1 if one of the filtered
-        logits is nan, or if `unknown` is true."""
+        """Returns a token drawn from `filtered(row)`, for the logits `row`, [V]. Returns -1 if
+        `filtered(row)` has a nan, or if `unknown` is true."""
         scores = filtered(row, temperature, top_k=top_k, top_p=top_p)
         token = jax.random.categorical(key, scores).astype(jnp.int32)
         return jnp.where(jnp.isnan(scores).any() | unknown, NOTHING, token)
@@ -329,8 +332,7 @@ def _with_cache(
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each random key in `keys`, computed with a cache
     of the attention's keys and values. `model` has two functions: `begin` runs the model on the
-    prompt, and `go_on` on one more token. `token_of(logits, key, unknown)` draws a token; the token
-    is -1 if `unknown`, which says that an earlier token was -1.
+    prompt, and `go_on` on one more token. `token_of` is the function that `_token_of` returns.
     """
     # The last token needs no place in the cache, since no token attends to it: this is the - 1.
     # `begin` returns the logits after the prompt, [1, V], and the cache.
@@ -338,8 +340,9 @@ def _with_cache(
     token = token_of(logits[0], keys[0], (prompt == NOTHING).any())
 
     def draw(carry, inputs):
-        """Returns the next token, as a step of `lax.scan`. The carry is the previous token, whose
-        place is `place`, and the cache, which does not yet hold this previous token.
+        """Returns the new carry and the next token, as the body of a `lax.scan`. The carry is the
+        previous token and the cache, which does not yet hold this token. `inputs` are a random key
+        and the previous token's place.
         """
         (token, cache), (key, place) = carry, inputs
         logits, cache = model.go_on(token[None], cache, place)  # a batch of one sequence
@@ -358,19 +361,18 @@ def _without_cache(
     keys: Key[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Returns the tokens after `prompt`, one for each random key, each computed from the whole
-    window. `token_of(logits, key, unknown)` draws a token; the token is -1 if `unknown`, which says
-    that an earlier token was -1.
+    window. `token_of` is the function that `_token_of` returns.
 
     This function is for a model without a cache of keys and values, and for the tokens that are
-    drawn after the window is full: from then on it moves by one place for each token, which changes
-    all keys and values.
+    drawn after the window is full: from then on the window moves by one place for each token, so
+    cached keys and values cannot be used again.
 
     The tokens fill the first places of the window, and zeros fill the other places.
     """
     start = jnp.zeros(window, jnp.int32).at[: prompt.size].set(prompt)
 
     def draw(carry, key):
-        """Returns the next token, as a step of `lax.scan`.
+        """Returns the new carry and the next token, as the body of a `lax.scan`.
 
         The carry is the array of the window's tokens, of shape [window], and the number of its
         places that are filled.
@@ -402,7 +404,15 @@ def filtered(
 
     Source: Holtzman et al., The curious case of neural text degeneration (arXiv 1904.09751), for
     `top_p`.
+
+    Raises:
+        ValueError: `logits` is not one-dimensional.
     """
+    if logits.ndim != 1:
+        raise ValueError(
+            "sampling.filtered needs the logits of one token, of one dim; got shape "
+            f"{list(logits.shape)}. For many, use jax.vmap."
+        )
     wide = logits.astype(precision.accumulation_dtype(logits.dtype))
     scale = jnp.asarray(temperature, wide.dtype)
     # No shifted logit is above 0, so a small temperature gives -inf and never inf. If the maximum
@@ -419,8 +429,10 @@ def filtered(
     # A negated condition, here and for `top_p`, since it is also true for nan.
     wrong = jnp.isnan(shifted).any() | ~((scale >= 0) & (scale < jnp.inf))
     if top_p is not None:
-        # A Python number is subtracted in float64, which is exact enough for a top_p near 1.
-        dropped_share = 1 - top_p if isinstance(top_p, jax.Array) else 1 - float(top_p)
+        # A Python number is subtracted in float64, which is exact enough for a top_p near 1. An
+        # array is widened first, since 1 - top_p would be rounded to its type, such as bfloat16.
+        is_array = isinstance(top_p, jax.Array)
+        dropped_share = 1 - (top_p.astype(jnp.result_type(float)) if is_array else float(top_p))
         dropped_share = jnp.asarray(dropped_share, wide.dtype)
         order = jnp.argsort(scores)
         # From the least likely token on, drop tokens while their sum is at most 1 - top_p; the
@@ -436,8 +448,10 @@ def _scalar(needed: str, value: Any, most: float) -> Any:
     be finite and from 0 to `most`; the value of a tracer is unknown and is not checked. Errors
     begin with `needed`, a text such as "gpt2.sample needs a top_p from 0 to 1".
     """
-    # The kinds of NumPy's types: signed integers, unsigned integers, floats.
-    if np.shape(value) != () or np.result_type(value).kind not in "iuf":
+    dtype = value.dtype if isinstance(value, jax.Array) else np.asarray(value).dtype
+    # JAX knows more types than NumPy, such as bfloat16.
+    is_real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    if np.shape(value) != () or not is_real:
         raise ValueError(f"{needed}; got {value!r}.")
     if not isinstance(value, Tracer):
         number = float(value)
@@ -453,8 +467,8 @@ def _prompt(name: str, prompt: Any, vocabulary: int) -> Int[Array, " prompt"]:
     prompt = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
     if not prompt.size:
         raise ValueError(
-            f"{name} needs a prompt of one token or more; got none. Start with a space, or a "
-            "line's end."
+            f"{name} needs a prompt of one token or more; got none. Pass at least one "
+            "token, such as the token of a newline."
         )
     if prompt.ndim != 1:
         raise ValueError(

@@ -3,18 +3,20 @@ updated alone, or the whole leaf is updated and then cut into shards.
 
 `checked` makes this check once for each set of shapes. It traces the update on leaves whose split
 dims have an unknown size, and follows the traced program (`parallax.optimizers.programs`). It
-refuses the optimizer if the update or the new state of a leaf is not computed element by element
-from this leaf. It also refuses a program that depends on the size, such as a learning rate scaled
-by the size of a dim. The allowed operations are listed, since a list of forbidden operations could
-miss some.
+refuses the optimizer if an update or an array of the new state is not computed element by element.
+It also refuses a program that depends on the size, such as a learning rate scaled by the size of a
+dim. The allowed operations are listed, since a list of forbidden operations could miss some.
 
 A leaf is a parameter, numbered by its place in the tree. The owner of a result, or of an array of
 the optimizer's state, is the number of the leaf that it belongs to. The number of the step, for
 example, belongs to no leaf, so its owner is None. A moment is an array of the state that has the
-shape of its leaf's gradient. A share is a device's part of a gradient or a parameter. A `Value`
-says how an array of the program is computed: `leaves` has the numbers of the leaves that the array
-is computed from. `mixes` is the reason why the array is not computed element by element, or "" if
-it is. In `leaves`, the number `WHOLE` stands for any array that is the same on all devices.
+shape of its leaf's gradient. A share is a device's part of a gradient or a parameter. In ZeRO-1 and
+ZeRO-2, `zero.reduce_scattered` returns shares of gradients, and the parameters are whole. In this
+module, the name ZeRO-1 also stands for ZeRO-2. A `Value` says how an array of the program is
+computed: `leaves` has the numbers of the leaves that the array is computed from. `mixes` is the
+reason why the array is not computed element by element, or "" if it is. In `leaves`, the number
+`WHOLE` stands for any array that is the same on all devices, and `RIGHT` for a result that a
+wrapper of an optimizer, such as `optimizers.whole`, has marked as correct on shards.
 """
 
 import functools
@@ -64,15 +66,16 @@ def checked(
 
     Args:
         update: the update of an optimizer.
-        specs: the specs of the parameters, by path. If a leaf is split over an axis that its spec
-            does not name, the check assumes that this axis may split any dim of the leaf.
+        specs: the specs of the parameters, by path. A parameter's type has the axes that split the
+            parameter, and its spec has the dim that each axis splits. If the spec does not name an
+            axis of the type, the check assumes that this axis may split any dim.
         at: the name of the caller, for messages.
-        gathered: axes along which the caller has gathered the leaves. The leaves count as whole
-            along these axes, although their types still vary along them.
+        gathered: axes along which the caller has gathered the leaves. The check takes the leaves as
+            whole along these axes, although they are typed as varying along them.
 
     Returns:
         `(gradients, state, params, **extra) -> (updates, state)`; a parameter may have no gradient.
-        This function raises `UnfitOptimizer` if the check fails.
+        The returned function raises `UnfitOptimizer` if the check fails.
     """
     # The keys of the arguments that have passed: a step is traced several times for the same
     # shapes, such as by `lower` and by `eval_shape`, and its optimizer is checked once.
@@ -84,7 +87,7 @@ def checked(
 
     def wrapped(gradients, state, params, **extra):
         """Returns the optimizer's update. The update is checked first, unless arguments of the same
-        types have passed the check before: then `decided` has the key of these types."""
+        types have passed the check before."""
         arguments = gradients, state, matching_parameters(gradients, params)
         leaves, structure = jax.tree.flatten((arguments, extra))
         # The result of the check depends only on the mesh, on the structure and on these types. A
@@ -116,11 +119,11 @@ class _Leaf(NamedTuple):
     Attributes:
         path: the path in the tree of parameters.
         gradient: the gradient.
-        weight: the parameter; it is whole in ZeRO-1, which splits only the gradient.
+        weight: the parameter. In ZeRO-1 the parameter is whole, and the gradient is a share.
         split: the axes that split the gradient or the parameter. Axes of one device are left out.
-        whole: the shape of the whole parameter.
-        is_open: whether the specs leave open which dim is split. If they do, `whole` is an upper
-            bound, in which every dim is multiplied by the number of devices.
+        whole: the shape of the whole parameter; if `is_open`, an upper bound of this shape.
+        is_open: whether the parameter has several dims, and its type varies along an axis that its
+            spec does not name. If so, the dim that this axis splits is unknown.
     """
 
     path: tuple[Any, ...]
@@ -137,8 +140,9 @@ class _Leaf(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        """Whether the parameter has the gradient's shape: both are shares, or both are whole. It is
-        False in ZeRO-1, where the parameter is whole and the gradient a share."""
+        """Whether the parameter has the gradient's shape: both are shares, or both are whole. The
+        result is False in ZeRO-1: the parameter is whole, and the gradient is a share from
+        `zero.reduce_scattered`."""
         return np.shape(self.gradient) == np.shape(self.weight)
 
 
@@ -158,10 +162,10 @@ class _Update:
         axes: Callable[[Any], frozenset[str]],
         at: str,
     ):
-        """Reads from `arguments` the leaves, and the leaf that each array of the state belongs to
-        (its owner). `arguments` are (gradients, state, parameters that have a gradient), `specs`
-        has the parameters' specs by path, `axes(x)` returns the axes that split an array `x`, and
-        `at` is the caller's name."""
+        """Makes a `_Leaf` for each parameter that has a gradient, and finds the parameter to which
+        each array of the optimizer's state belongs. `arguments` are (gradients, state, parameters
+        that have a gradient), `specs` has the parameters' specs by path, `axes(x)` returns the axes
+        that split an array `x`, and `at` is the caller's name."""
         self.update, self.arguments, self.axes, self.at = update, arguments, axes, at
         gradients, state, weights = arguments
         with_path = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(gradients), strict=True)
@@ -172,8 +176,8 @@ class _Update:
         self, path: Any, gradient: Any, weight: Any, specs: Mapping[str, PartitionSpec]
     ) -> _Leaf:
         """Returns the leaf at `path`. The types of the gradient and the parameter give the axes
-        that split the leaf. The shape and the spec of the parameter give the shape of the whole
-        parameter."""
+        that split the leaf. The parameter's shape on this device and its spec give the shape of the
+        whole parameter."""
         axes, ndim = self.axes(weight), np.ndim(weight)
         # For each dim: the axes that the spec has for this dim, and along which the parameter
         # varies. A spec may have fewer entries than the array has dims.
@@ -182,7 +186,7 @@ class _Update:
         unnamed = axes.difference(*by_dim)
         # An axis that the spec does not name may split any dim, so each dim counts as split by it.
         # Then `whole` is only an upper bound. That is enough: `of_any_size` uses `whole` as the
-        # bound of a symbolic size, and `split_alike` does not rely on the shapes of an open leaf.
+        # bound of a symbolic size, and `_split_alike` does not rely on it if `is_open` is True.
         # Axes that split only the gradient (ZeRO-1) do not count: the parameter is whole already.
         whole = tuple(
             size * math.prod(map(lax.axis_size, names | unnamed))
@@ -194,16 +198,17 @@ class _Update:
         return _Leaf(tuple(path), gradient, weight, split=split, whole=whole, is_open=is_open)
 
     def check(self) -> None:
-        """Raises `UnfitOptimizer` unless the update of each leaf is computed element by element
-        from this leaf. The update is traced on symbolic sizes. If no leaf is split, nothing is
-        traced."""
+        """Raises `UnfitOptimizer` unless each update, and each array of the new state, is computed
+        element by element. The update is traced on symbolic sizes. If no leaf is split, nothing is
+        traced. Raises `TypeError` if, in ZeRO-1, the updates do not have the parameters' shapes."""
         if not any(leaf.split for leaf in self.leaves):
             return
-        # The sources of values in the program. A whole leaf is `WHOLE`: the same on all devices, so
-        # the optimizer may also sum it.
+        # The number of each leaf in `Value.leaves`. A whole leaf has the number `WHOLE`: it is the
+        # same on all devices, so the optimizer may also sum it.
         numbers = [i if leaf.split else WHOLE for i, leaf in enumerate(self.leaves)]
-        # In ZeRO-1 the parameter is whole, though its gradient is a share. Only there `is_shard` is
-        # False; it is True of a leaf that nothing splits.
+        # In ZeRO-1 the gradient of a split leaf is a share, but the parameter is whole and counts
+        # as `WHOLE`: then the two have different shapes, and `is_shard` is False. For whole leaves
+        # `is_shard` is True too, and their number is `WHOLE` already.
         of_weights = [
             number if leaf.is_shard else WHOLE
             for number, leaf in zip(numbers, self.leaves, strict=True)
@@ -217,7 +222,7 @@ class _Update:
             # If the update fails on the shard's own shapes too, that error is raised instead: it is
             # not about sizes.
             jax.eval_shape(self.update, *self.arguments)
-            self.refuse(f"its program depends on the leaf's size: {_first_line(error)}")
+            self.refuse(f"the update depends on the size of a leaf: {_first_line(error)}")
         # The program's results are the updates, one for each leaf, and then the state.
         updates = jaxprs.types(program.jaxpr.outvars)[: len(self.leaves)]
         equal_shapes = all(leaf.is_shard for leaf in self.leaves)
@@ -231,8 +236,8 @@ class _Update:
         self.judge(follow(program, values))
 
     def of_any_size(self) -> Any:
-        """Returns the arguments with a symbolic size for each split dim. The bounds of a symbolic
-        size are the dim's size on a shard and the dim's size in the whole leaf."""
+        """Returns `self.arguments` with a symbolic size for each split dim. The bounds of a
+        symbolic size are the dim's size on a shard and the dim's size in the whole leaf."""
         # (size on the shard, size of the whole leaf) of all dims.
         pairs = {
             pair
@@ -259,8 +264,10 @@ class _Update:
         return self.resized(shape)
 
     def resized(self, shape: Callable[[Any, tuple[int, ...]], tuple[Any, ...]]) -> Any:
-        """Returns the arguments, in which each gradient, moment and parameter `x` has the shape
-        `shape(x, shape of the whole leaf)`. An array whose shape changes becomes a type."""
+        """Returns `self.arguments` with new shapes: each gradient, moment and parameter `x` gets
+        the shape `shape(x, whole)`, where `whole` is the shape of its whole leaf. An array whose
+        shape changes is replaced by its type (`jax.typeof`) with the new shape: tracing needs no
+        numbers."""
 
         def leaf(x, whole):
             new_shape = shape(x, whole)
@@ -280,11 +287,13 @@ class _Update:
         )
 
     def fails_on_whole_leaves(self) -> bool:
-        """Returns whether the update fails on leaves that are not split, too. If the specs leave
-        open which dim of a leaf is split, the shapes of whole leaves are not known: False."""
+        """Returns whether the update also fails on whole leaves: shards are then not the reason why
+        it fails. Returns False if `is_open` is True for a leaf, whose whole shape is then unknown.
+        """
         if any(leaf.is_open for leaf in self.leaves):
             return False
         try:
+            # `resized` gives each gradient, moment and parameter the shape of its whole leaf.
             jax.eval_shape(self.update, *self.resized(lambda x, whole: whole))
         except (TypeError, ValueError):
             return True
@@ -296,11 +305,12 @@ class _Update:
         return owner is not None and np.shape(x) == np.shape(self.leaves[owner].gradient)
 
     def value_of_state(self, x: Any, owner: int | None) -> Value:
-        """Returns the `Value` of an array of the optimizer's state with this owner. If elementwise
-        use of the array would be wrong on shards, `mixes` of this `Value` gives the reason, and
-        `judge` refuses each result that uses the array."""
+        """Returns the `Value` of `x`, an array of the optimizer's state. `owner` is the number of
+        the leaf that `x` belongs to, or None. If elementwise use of the array would be wrong on
+        shards, `mixes` of this `Value` gives the reason, and `judge` refuses each result that uses
+        the array. `self.axes(x)` has the axes that split `x`."""
         # A single number that no axis splits, such as a step count, may be combined with all
-        # elements, so it has no sources.
+        # elements, so `leaves` of its `Value` is empty.
         if np.size(x) <= 1 and not self.axes(x):
             return Value()
         # The state of a split leaf must have the shape of the gradient, so that it is split alike.
@@ -309,15 +319,15 @@ class _Update:
                 return of_leaf(owner)
             return Value(mixes=f"its state has an array of shape {np.shape(x)} for it")
         # The other arrays belong to a whole leaf or to no leaf. A moment of a whole leaf counts as
-        # whole, whatever its type: if the type varies, so does that of the new parameter, and the
-        # specs of `mesh.spmd` refuse it. Any other array must be the same on all devices.
+        # whole even if its type says that it varies along an axis: the new parameter then varies
+        # too, and the specs of `mesh.spmd` refuse that. Any other array must vary along no axis.
         if self.axes(x) and not self.is_moment(x, owner):
-            return Value(mixes="its state differs between devices, and belongs to no leaf")
+            return Value(mixes="the state differs between devices, and belongs to no leaf")
         return of_leaf(WHOLE)
 
     def judge(self, results: Sequence[Value]) -> None:
-        """Refuses the optimizer unless each result is computed element by element, from the
-        result's own leaf and from no leaf that is split in another way.
+        """Raises `UnfitOptimizer` unless each result is computed element by element. A result may
+        use other leaves too, if they are split as its own leaf is (`_split_alike`).
 
         `results` has the `Value`s of the updates, and then those of the arrays of the new state.
         """
@@ -325,59 +335,50 @@ class _Update:
         # A new state may have more arrays than the old one; they belong to no leaf.
         owners = [*range(count), *self.owners, *[None] * len(results)]
         for i, (value, owner) in enumerate(zip(results, owners, strict=False)):
+            # The result's own leaf, if it has one, and then the other split leaves that the result
+            # is computed from. `WHOLE` and `RIGHT` are no numbers of leaves.
+            own = [] if owner is None else [owner]
+            numbers = own + sorted({*value.leaves} - {WHOLE, RIGHT, owner})
+            compared = [self.leaves[number] for number in numbers]
             if value.mixes:
-                self.refuse(value.mixes, owner)
+                self.refuse(value.mixes, compared)
             # A wrapper such as `optimizers.whole` marked this result, after a check of its own.
             if RIGHT in value.leaves:
                 continue
-            sources = value.leaves - {WHOLE}
-            # All sources must be split as the result's own leaf, or, if it has none, as its first
-            # source.
-            first = min(sources, default=WHOLE) if owner is None else owner
-            for source in sorted(sources - {first}):
-                if not self.split_alike(source, first):
-                    result = "its update" if i < count else "its state"
-                    name = self.leaves[source].name
+            # Each of these leaves must be split as the first one is.
+            for leaf in compared[1:]:
+                if not _split_alike(leaf, compared[0]):
+                    result = "an update" if i < count else "an array of the state"
                     self.refuse(
-                        f"{result} is made of {name}, which may be split along another dim", owner
+                        f"{result} combines {compared[0].name} with {leaf.name}, and the two "
+                        "leaves may be split in different ways",
+                        compared,
                     )
-            # An update made only of whole arrays is the same on all devices, so it is not the shard
-            # of an update. An update without sources (`leaves` is empty) passes: its elements are
-            # all equal, as zeros are.
+            # An update computed only from whole arrays is the same on all devices, so it is not the
+            # shard of an update. An update whose `leaves` is empty passes: its elements are all
+            # equal, as zeros are.
             if i < count and value.leaves == {WHOLE} and self.leaves[i].split:
-                self.refuse("its update does not depend on the leaf's own elements", owner)
+                self.refuse("the leaf's update does not depend on the leaf's elements", compared)
 
-    def split_alike(self, i: int, j: int) -> bool:
-        """Returns whether the leaves of numbers i and j are surely split along the same dim. This
-        is sure if the spec of each leaf tells which dim is split, one axis alone splits both
-        leaves, and their shapes are equal, on a device and as a whole."""
-        a, b = self.leaves[i], self.leaves[j]
-        same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
-        # A leaf is open if it is split over an axis that its spec does not name. That axis may
-        # split any dim of the leaf, and the shapes of the leaf do not tell which dim.
-        is_open = a.is_open or b.is_open
-        # Two axes might split the dims of one leaf in another order than those of the other.
-        return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
-
-    def refuse(self, why: str, owner: int | None = None, *, fault: str = MIXES) -> NoReturn:
-        """Raises `UnfitOptimizer` with the reason `why`. The message names the leaf `owner` if that
-        leaf is split, and else the first leaf that is split. `fault` is the clause of the message
+    def refuse(self, why: str, about: Sequence[_Leaf] = (), *, fault: str = MIXES) -> NoReturn:
+        """Raises `UnfitOptimizer` with the reason `why`. The message names the first split leaf of
+        `about`, or of all leaves if none of `about` is split. `fault` is the clause of the message
         before the reason; the default says that the update mixes elements."""
-        split = [leaf for leaf in self.leaves if leaf.split]
-        leaf = split[0] if owner is None or not self.leaves[owner].split else self.leaves[owner]
+        leaf = next(leaf for leaf in [*about, *self.leaves] if leaf.split)
         axis = _spelt(leaf.split)
         raise UnfitOptimizer(
             f"{self.at}: each device updates its shards alone, and {fault}. {leaf.name} is "
-            f"split along {axis}: {why}. Wrap it: optimizers.whole(optimizer, {axis}, specs) "
-            f"updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) whole "
-            "matrices, each on one device. If the optimizer itself communicates, so that its "
-            "result on shards is right, wrap it in optimizers.on_shards."
+            f"split along {axis}: {why}. Wrap the optimizer: optimizers.whole(optimizer, {axis}, "
+            f"specs) updates whole leaves, and optimizers.by_matrix(optimizer, {axis}, specs) "
+            "updates whole matrices, each on one device. If the optimizer itself communicates, and "
+            "its result on shards is therefore right, wrap it in optimizers.on_shards."
         )
 
     def explain(self, params: PyTree, error: Exception) -> None:
-        """Raises `UnfitOptimizer` if missing leaves or the shapes of shards made an update fail
-        with `error`. For any other cause it only returns, and the caller raises `error` itself.
-        `params` are all parameters, with and without a gradient."""
+        """Raises `UnfitOptimizer` if `error`, which an update raised, has one of two causes: a leaf
+        has only a gradient or only optimizer state, or the update does not fit the shapes of
+        shards. For any other cause it only returns, and the caller raises `error` itself. `params`
+        are all parameters, with and without a gradient."""
         state, paths = self.arguments[1], [path for path, _ in jax.tree.leaves_with_path(params)]
         of_leaves = zip(owners_of_state(state, paths), jax.tree.leaves(state), strict=True)
         # Each array of the state that belongs to a leaf, with the leaf's path.
@@ -398,9 +399,10 @@ class _Update:
                 raise UnfitOptimizer(
                     f"{self.at}: the gradient of {leaf.name} has shape {np.shape(leaf.gradient)}, "
                     f"a share of the whole shape {np.shape(leaf.weight)}, as zero.reduce_scattered "
-                    "returns; the optimizer takes whole gradients. Wrap the optimizer: "
-                    "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and pass step.init an "
-                    "optimizer_rule that splits the state alike, such as ZeRO.optimizer_rule."
+                    "returns; the optimizer takes whole gradients. Wrap the optimizer in "
+                    "zero.sharded(optimizer, axis, specs) or ZeRO.optimizer, and pass to step.init "
+                    "an optimizer_rule that splits the state as the gradients are split, such as "
+                    "ZeRO.optimizer_rule."
                 ) from error
         # The state was made for whole leaves, or has shapes of its own.
         for path, x in arrays_of_leaves:
@@ -409,11 +411,11 @@ class _Update:
                 raise UnfitOptimizer(
                     f"{self.at}: the optimizer's state has an array of shape {np.shape(x)} for "
                     f"{leaf.name}, but each device updates only a shard of this leaf, of shape "
-                    f"{np.shape(leaf.gradient)}. If this is the state of whole parameters, pass "
-                    "step.init a rule that splits it too, optimizer_rule=rules.fsdp(axis, size=n) "
-                    "or ZeRO.optimizer_rule, or call this optimizer's init inside mesh.spmd. If "
-                    "its state by design has other shapes than the leaves, use "
-                    f"optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."
+                    f"{np.shape(leaf.gradient)}. If the state was made for whole parameters, split "
+                    "it: pass to step.init an optimizer_rule, either rules.fsdp(axis, size=n) or "
+                    "ZeRO.optimizer_rule. Or make the state for shards: call the optimizer's init "
+                    "inside mesh.spmd. If by design the state has other shapes than the leaves, "
+                    f"use optimizers.whole(optimizer, {_spelt(leaf.split)}, specs)."
                 ) from error
         # An update that fails on whole leaves too has another mistake.
         if any(leaf.split for leaf in self.leaves) and not self.fails_on_whole_leaves():
@@ -430,6 +432,9 @@ class _Update:
         has, lacks = "optimizer state", "no gradient"
         if path in with_gradient:
             has, lacks = "a gradient", "no state in the optimizer"
+        # The two numbers in the message count the leaves with a gradient and those with state. The
+        # argument `trainable` of step.init chooses the leaves for which the optimizer has state, so
+        # the gradient function must differentiate exactly these leaves.
         message = (
             f"{self.at}: {trees.dotted(path) or 'the parameter'} has {has}, and {lacks}. The "
             f"leaves that the gradient function differentiates ({len(with_gradient)}; it gives "
@@ -447,6 +452,20 @@ class _Update:
         )
 
 
+def _split_alike(a: _Leaf, b: _Leaf) -> bool:
+    """Returns whether the leaves `a` and `b` are surely split along the same dim. A leaf is split
+    along the dim whose size on a device differs from its size in the whole leaf. So the result is
+    True if `a` and `b` have equal shapes on a device and as whole leaves, and the same single axis
+    splits both. If `is_open` is True for a leaf, its split dim is unknown, and the result is False.
+    """
+    same_shapes = np.shape(a.gradient) == np.shape(b.gradient) and a.whole == b.whole
+    # If `is_open` is True, the leaf's spec does not name an axis that splits the leaf. That axis
+    # may split any dim, and `whole` is only an upper bound: the shapes do not tell which dim.
+    is_open = a.is_open or b.is_open
+    # Two axes might split the dims of one leaf in another order than those of the other.
+    return not is_open and len(a.split) == 1 and a.split == b.split and same_shapes
+
+
 def _shapes(tree: PyTree) -> list[Any]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
 
@@ -454,7 +473,9 @@ def _shapes(tree: PyTree) -> list[Any]:
 def owners_of_state(state: PyTree, paths: Sequence[Any]) -> list[int | None]:
     """Returns, for each array of an optimizer's state, the index in `paths` of the parameter to
     which it belongs, or None if it belongs to no parameter."""
-    return [trees.parameter_index(path, paths) for path, _ in jax.tree.leaves_with_path(state)]
+    of_state = [path for path, _ in jax.tree.leaves_with_path(state)]
+    everything = {*of_state}
+    return [trees.parameter_index(path, paths, everything) for path in of_state]
 
 
 def _spelt(names: Collection[str]) -> str:

@@ -2,18 +2,18 @@
 leaves that are split over devices.
 
 If each device updates only its shard of a leaf, the result is right only for an optimizer that acts
-element by element. `step.make` refuses other optimizers (`parallax.optimizers.elementwise`). Two
-wrappers bring each leaf to its *owners*, the devices that update it, and return to each device its
-own *share* of the update:
+element by element. `step.make` refuses any other optimizer, by the check in
+`parallax.optimizers.elementwise`. Two wrappers bring each leaf to its *owners*, the devices that
+update it, and return to each device its own *share* of the update:
 
     whole      every device owns all leaves, and updates all of them
     by_matrix  every device owns the whole matrices of some layers, and updates those
 
-The first dims of a leaf may be layers, which are stacked: [L, I, J] has one such dim. `lead` is the
-number of these dims, and the last of them, dim lead - 1, is divided among the devices that update
-the leaf (its owners). The table has the bytes that each link carries for a leaf of S bytes, with n
-devices of `axis`. Both wrappers send shares of gradients and parameters; only `by_matrix` also
-sends the update:
+The first `lead` dims of a leaf run over stacked layers, and are its *dims of layers*: for [L, I,
+J], `lead` is 1. In `by_matrix`, the last dim of layers, dim `lead - 1`, is divided among the
+owners. `whole` divides no dim, and takes 0 as `lead` of every leaf. Both wrappers send the shares
+of a gradient, and the shares of a parameter that is split, to the owners. `by_matrix` also sends
+the update back. For a leaf of S bytes, with n devices of `axis`, each device sends these bytes:
 
                                       whole            by_matrix
     gradient and parameter are shares 2 (n - 1)/n S    3 (n - 1)/n² S
@@ -40,7 +40,7 @@ from parallax import jaxprs, rules, shards, trees
 from parallax._typing import PyTree, Specs
 from parallax.collectives import Axis, AxisLike
 from parallax.collectives.types import varying_axes
-from parallax.grads.axes import axes_of
+from parallax.grads.axes import axes_of, axes_of_several_devices
 from parallax.optimizers.elementwise import checked, owners_of_state, with_extra
 from parallax.optimizers.programs import (
     RIGHT,
@@ -53,7 +53,8 @@ from parallax.optimizers.programs import (
 from parallax.rules import GatheredOptState
 from parallax.shards import Split
 
-# From a leaf's path and number of dims to the number of its first dims that are layers.
+# A function `(path, ndim)` that returns `lead`, the number of a leaf's first dims that run over
+# layers.
 Leads = Callable[[str, int], int]
 
 # The primitives that draw random numbers. Most functions of `jax.random` draw by `random_bits`.
@@ -65,8 +66,8 @@ DRAWS = frozenset(
 def whole(
     optimizer: optax.GradientTransformation | optax.MultiSteps, axis: AxisLike, specs: Specs
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on whole leaves: every device gathers the leaves over `axis`, updates
-    them, and keeps its own share of the updates.
+    """Returns an optimizer that applies `optimizer` to whole leaves: every device gathers the
+    leaves over `axis`, updates them, and keeps its own share of the updates.
 
     Any optimizer gives the right updates in this way. Its state is whole on each device. Gradients
     and parameters may both be shares (tensor parallelism, ZeRO-3), or only the gradients are shares
@@ -75,12 +76,15 @@ def whole(
 
     Args:
         optimizer: any optimizer.
-        axis: all axes over which the optimizer's leaves are split.
-        specs: the specs of the shares, a tree like the parameters.
+        axis: all axes over which parameters or their gradients are split.
+        specs: the specs by which parameters, or only their gradients, are split over devices; a
+            tree like the parameters.
 
     Raises:
         ValueError: the leaves are split over other axes too, and the optimizer does not act element
-            by element; or, in `init`, the mesh has no such axis.
+            by element; or, in `init`, `axis` names an axis that the mesh does not have. A parameter
+            is split over one of the axes, and `specs` names no dim that this axis splits. In
+            `specs`, one dim has several axes, and some of them split only the gradient.
     """
 
     def no_layers(path, ndim):
@@ -96,37 +100,42 @@ def by_matrix(
     *,
     layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` on the leaves of one layer at a time. Each layer and its state are on one
-    device of `axis`.
+    """Returns an optimizer that applies `optimizer` to the leaves of one layer at a time. Each
+    layer of a leaf is updated by one device of `axis`, which also holds the layer's state.
 
     The leaves of layers that run in a loop are stacked: [L, I, J]. Each of the n devices of `axis`
-    receives L / n whole layers by one all-to-all, device i those from i L / n on, and returns their
-    updates by another. The optimizer sees leaves of [I, J], one layer of all stacked leaves
-    together. So an optimizer for matrices, such as `optax.contrib.muon`, sees matrices. Every
-    device updates the leaves that are not stacked, as in `whole`.
+    receives L / n whole layers of such a leaf by an all-to-all, updates them, and returns their
+    updates by a second all-to-all. `optimizer` sees leaves [I, J], so an optimizer for matrices,
+    such as `optax.contrib.muon`, sees matrices. Leaves with equal numbers of layers are updated
+    together: in one call, `optimizer` gets one layer of each of these leaves. Every device updates
+    the leaves that are not stacked, as in `whole`.
 
     Args:
-        optimizer: an optimizer that updates each leaf by itself. To use another optimizer for some
-            leaves, wrap both optimizers in `optax.partition`.
-        axis: all axes over which the optimizer's leaves are split.
-        specs: the specs of the shares, a tree like the parameters.
-        layers: a map from a glob of paths to the number of first dims that are layers, for the
-            leaves at these paths. The first glob that matches counts. By default a leaf of three
-            dims is [L, I, J], and a leaf of fewer dims has no dim of layers. Stacked vectors,
-            [L, I], and any leaf of more than three dims need a number, as in
-            `layers={"blocks.**": 1}`.
+        optimizer: an optimizer whose update of a leaf does not depend on other leaves. To use a
+            second optimizer for some leaves, combine it with the result of `by_matrix`, by
+            `optax.partition`.
+        axis: all axes over which parameters or their gradients are split.
+        specs: the specs by which parameters, or only their gradients, are split over devices; a
+            tree like the parameters.
+        layers: a map from a glob of paths to a number n. The first n dims of the leaves at these
+            paths run over layers. The first glob that matches counts. By default n is 1 for a leaf
+            of three dims, [L, I, J], and 0 for a leaf of fewer dims. Stacked vectors, [L, I], and
+            any leaf of more than three dims need a number, as in `layers={"blocks.**": 1}`.
 
     Raises:
-        ValueError: a leaf has more than three dims, and `layers` has no number for it (a dim of a
-            convolution, or of heads, might be taken for layers); the layers that a device has
-            cannot be divided evenly among the devices that update them; a dim of layers other than
-            the last is split over `axis`; the optimizer combines several leaves, as clipping by the
-            global norm does; or another error of `whole`.
+        ValueError: a leaf has more than three dims, and `layers` has no number for it. A glob of
+            `layers` matches no path of `specs`. The layers on a device cannot be divided evenly
+            among the devices that update them. A leaf has several dims of layers, and `axis` splits
+            one that is not the last of them. The optimizer draws random numbers, or combines
+            several leaves, as clipping by the global norm does. The errors of `whole` are raised
+            too.
     """
+    _check_globs(layers or {}, list(trees.by_path(specs)))
 
     def leading(path, ndim):
-        """Returns how many first dims of a leaf are layers; 0 if the leaf is not stacked. This is
-        the number in `layers`, or, if `layers` has none, the number of dims before the last two."""
+        """Returns `lead` for the leaf at `path`: the first `lead` of its `ndim` dims run over
+        layers. `lead` is the number for `path` in `layers`, the argument of `by_matrix`. If no glob
+        in `layers` matches `path`, `lead` is 1 for three dims, and 0 for fewer dims."""
         counts = [
             count for pattern, count in (layers or {}).items() if rules.matches_glob(pattern, path)
         ]
@@ -134,8 +143,9 @@ def by_matrix(
         if not counts and ndim > 3:
             raise ValueError(
                 f"optimizers.by_matrix: {path} has {ndim} dims, and its shape does not tell how "
-                "many of the first are layers: a convolution has none, attention weights [L, D, "
-                f"H, K] have one. Pass layers={{{path!r}: 1}}, or another number in place of 1."
+                "many of its first dims are layers: a convolution has none, and attention weights "
+                f"[L, D, H, K] have one. Pass layers={{{path!r}: 1}}, or another number in place "
+                "of 1."
             )
         return counts[0] if counts else max(ndim - 2, 0)
 
@@ -158,14 +168,17 @@ def on_shards(
 class _Way(NamedTuple):
     """How a leaf is divided when it moves to its owners, the devices that update it.
 
+    At the owners, only dim `lead - 1` is divided: first over the axes in `splits`, and then over
+    the axes in `inner`. If a later dim is split into shares, an all-to-all joins that dim, and
+    divides dim `lead - 1` in its place. If `lead` is 0, the leaf is whole at its owners.
+
     Attributes:
         name: the dotted path of the leaf.
-        lead: the number of the leaf's first dims that are layers.
-        splits: the dims that `axis` splits, each with the axes that split it.
-        inner: a list with one `Split`, which divides dim lead - 1 over those axes of `axis` that
-            split no dim of the leaf. The list is empty if there are no such axes. Dim lead - 1 is
-            divided among the owners first over all axes of `splits`, and then over those of
-            `inner`.
+        lead: the number of dims of layers: the first `lead` dims of the leaf run over layers.
+        splits: the dims of the leaf that are split over the wrapper's `axis`, each with the axes
+            that split the dim.
+        inner: a list with one `Split` of dim `lead - 1`, over those axes of the wrapper's `axis`
+            that split no dim of the leaf. The list is empty if there are no such axes.
     """
 
     name: str
@@ -181,13 +194,14 @@ def _on_owners(
     updates are moved back.
 
     `specs` is a tree with the spec of each leaf, which says how the leaf is split into the devices'
-    shares. `leads(path, ndim)` returns how many first dims are layers in the leaf at the dotted
-    path `path`, which has `ndim` dims. With `by_layer`, each layer is updated by one device, and an
-    optimizer that combines leaves is refused.
+    shares. `leads(path, ndim)` returns `lead`: the first `lead` dims of a leaf run over layers.
+    `path` is the leaf's dotted path, and `ndim` the number of all its dims. With `by_layer`, each
+    layer is updated by one device, and an optimizer that combines leaves is refused.
     """
     owners = _Owners(with_extra(optimizer), axis, trees.by_path(specs), leads, by_layer)
-    # Marked as right: `owners.update` itself checks the optimizer on the leaves that it sees.
-    checked_update = right_on_shards(owners.update, at="optimizers")
+    # The mark says that the updates are correct on shards: `owners.update` itself checks the
+    # optimizer on the leaves that it sees. `at` begins the error if no parameters are passed.
+    checked_update = right_on_shards(owners.update, at=owners.name)
     return optax.GradientTransformationExtraArgs(owners.init, checked_update)
 
 
@@ -195,12 +209,12 @@ class _Owners(NamedTuple):
     """An optimizer on leaves that are brought to the devices which own them.
 
     Attributes:
-        optimizer: the optimizer. It sees some layers of each leaf, and each of these layers whole;
-            it sees a leaf without layers whole.
+        optimizer: the optimizer. Of a leaf with layers, the optimizer sees only the layers that the
+            device owns, and no layer is split. It sees the whole of any other leaf.
         axis: the axes over which the leaves are gathered.
-        specs: the specs of the shares, by path.
-        leads: the function from a leaf's path and number of dims to the number of its first dims
-            that are layers.
+        specs: a dict from a leaf's path to the spec that splits the leaf into devices' shares.
+        leads: the function `(path, ndim)` that returns the number of a leaf's first dims that run
+            over layers.
         by_layer: whether each layer is updated by one device, as in `by_matrix`.
     """
 
@@ -210,10 +224,17 @@ class _Owners(NamedTuple):
     leads: Leads
     by_layer: bool
 
+    @property
+    def name(self) -> str:
+        """The name of the wrapper, for error messages."""
+        return "optimizers.by_matrix" if self.by_layer else "optimizers.whole"
+
     def way(self, path: Any, leaf: Array) -> _Way:
-        """Returns how the leaf at `path` is divided when it moves to its owners."""
+        """Returns how the leaf at `path` is divided when it moves to the devices that update it,
+        its owners."""
         name, splits = trees.dotted(path), shards.splits_of(path, self.specs, self.axis)
         lead, axes_of_splits = self.leads(name, leaf.ndim), shards.names_of(splits)
+        _check_specs(name, leaf, self.axis, splits)
         _check_layers(name, lead, splits)
         # The layers are also divided over the axes that split no dim: otherwise all devices along
         # these axes would compute the same updates. Without layers (lead 0) this split is not used.
@@ -222,10 +243,10 @@ class _Owners(NamedTuple):
         return _Way(name, lead, splits, inner_split)
 
     def groups(self, tree: PyTree) -> list[tuple[tuple[int, ...], list[Any]]]:
-        """Returns the groups of leaves that the optimizer sees together. All leaves of a group have
-        the same sizes of their dims of layers in `tree`, so that one `vmap` can run over the layers
-        of all these leaves. A group is returned as a pair: these sizes, and the paths of its
-        leaves."""
+        """Returns the groups of leaves that the optimizer sees together. Leaves of `tree` are in
+        one group if their dims of layers have equal sizes, so that one `vmap` can run over the
+        layers of all these leaves. A group is returned as a pair: the sizes of the dims of layers,
+        and the paths of the leaves."""
         paths: dict[tuple[int, ...], list[Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(tree):
             sizes = leaf.shape[: self.leads(trees.dotted(path), leaf.ndim)]
@@ -233,18 +254,21 @@ class _Owners(NamedTuple):
         return list(paths.items())
 
     def init(self, params: PyTree) -> Any:
-        """Returns the state of all groups of leaves. Inside a map over `axis` it is the state for
-        the layers of this device; outside such a map, for all layers."""
+        """Returns the optimizer's states, one for each group of leaves that `groups` returns.
+        Inside a `shard_map` over `axis`, each state is for the layers that this device owns.
+        Outside a `shard_map`, each state is for all layers."""
         params = eqx.filter(params, trees.is_inexact)
-        # The axes of the maps around this code must include the optimizer's axes. Outside a map,
-        # `rules.optimizer_specs` checks them.
+        # The axes of the `shard_map`s around this code must include the optimizer's axes. Outside a
+        # `shard_map`, `rules.optimizer_specs` checks the axes.
         if manual_axes := jax.sharding.get_abstract_mesh().manual_axes:
             rules.check_axes(axes_of(self.axis), manual_axes)
-        # Only inside a map over the axis are the parameters shares, which go to their owners.
+        # Inside a `shard_map` over the axis, the parameters are shares, and move to their owners.
         if shards.runs_over(self.axis):
             ways = jax.tree.map_with_path(self.way, params)
             # `_to_owner(x, weight, way)`: here the array `x` to move is the parameter itself.
             params = jax.tree.map(_to_owner, params, params, ways)
+        # Leaves with equal dims of layers are one group: the sizes of these dims, and the leaves'
+        # paths.
         groups = self.groups(params)
         # A state for each group: of its leaves only, with a `vmap` for each dim of layers.
         states = [
@@ -253,7 +277,7 @@ class _Owners(NamedTuple):
         ]
         # `rules.optimizer_specs` finds the specs of a group's leaves by their paths.
         members = tuple(tuple(map(trees.dotted, paths)) for _, paths in groups)
-        # For each group, the number of dims that are layers.
+        # For each group, the number of dims of layers.
         leads = tuple(len(sizes) for sizes, _ in groups)
         return GatheredOptState(states, axes_of(self.axis), members, leads)
 
@@ -262,13 +286,15 @@ class _Owners(NamedTuple):
 
         `updates` are gradients, whole or shares, and `weights` the parameters that have a gradient.
         """
+        # For each leaf a `_Way`: how it is divided when it moves to the devices that update it.
         ways = jax.tree.map_with_path(self.way, weights)
         owned_gradients = jax.tree.map(_to_owner, updates, weights, ways)
         owned_weights = jax.tree.map(_to_owner, weights, weights, ways)
         update_layer = functools.partial(self.optimizer.update, **extra)
         results, states = [], []
-        # One group at a time, with its state `old`: leaves with different numbers of layers cannot
-        # go through one `jax.vmap`.
+        # One group at a time, since leaves with different numbers of layers cannot go through one
+        # `jax.vmap`. A group is the sizes of its dims of layers, and the paths of its leaves; `old`
+        # is its state.
         for (sizes, paths), old in zip(self.groups(owned_weights), state.groups, strict=True):
             members, lead = _only(owned_weights, paths), len(sizes)
             # Each layer is updated by one device, so the optimizer must not combine leaves.
@@ -279,7 +305,7 @@ class _Owners(NamedTuple):
             run = checked(
                 _mapped(update_layer, lead),
                 self.specs,
-                at="optimizers",
+                at=self.name,
                 gathered=axes_of(self.axis),
             )
             result, new = run(_only(owned_gradients, paths), old, members)
@@ -291,9 +317,9 @@ class _Owners(NamedTuple):
 
 
 def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
-    """Returns those of a leaf's `splits` that cut `x`, the gradient or the parameter of the leaf.
-    With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. In all other
-    cases the gradient is cut as the parameter is.
+    """Returns those of a leaf's `splits` that cut `x`. The array `x` is the leaf's gradient or its
+    parameter. With ZeRO-1 the parameter, `weight`, is whole, and all `splits` cut the gradient. In
+    all other cases the gradient is cut as the parameter is.
     """
     # A gradient that does not have the weight's shape was scattered.
     if x.shape != weight.shape:
@@ -303,11 +329,9 @@ def _splits_of(x: Array, weight: Array, splits: list[Split]) -> list[Split]:
 
 
 def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
-    """Returns the layers of `x` that this device owns, and each of these layers whole. If `x` has
+    """Returns the layers of `x` that this device owns; no layer in the result is split. If `x` has
     no layers, returns all of `x`. `x` is a gradient or a parameter. The shape and type of the
-    parameter `weight` show whether `x` is a share or whole. `way.splits` are the splits of the
-    leaf, `way.lead` is the number of the leaf's first dims that are layers, and `way.inner` is the
-    split of the layers over the axes that split no dim of the leaf."""
+    parameter `weight` show whether `x` is a share or whole. `way` says how the leaf is divided."""
     splits_of_x = _splits_of(x, weight, way.splits)
     if not way.lead:
         return shards.gather(x, splits_of_x)
@@ -321,6 +345,7 @@ def _to_owner(x: Array, weight: Array, way: _Way) -> Array:
             x = shards.take(x, [Split(layers_dim, split.axis)])
         elif split.dim > layers_dim:
             x = split.axis.all_to_all(x, layers_dim, split.dim, tiled=True)
+    # `way.inner` divides the layers once more, over the axes that split no dim of the leaf.
     return shards.take(x, way.inner)
 
 
@@ -358,13 +383,52 @@ def _only(tree: PyTree, paths: list[Any]) -> PyTree:
 
 
 def _shapes_of_one_layer(tree: PyTree, lead: int) -> PyTree:
-    """Returns the shapes of one layer of each array, whose first `lead` dims are layers."""
+    """Returns the shapes of the arrays of `tree` without their first `lead` dims. These dims run
+    over layers, so each result is the shape of one layer."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
 
 
+def _check_globs(layers: Mapping[str, int], paths: list[str]) -> None:
+    """Raises `ValueError` if a glob of `layers` matches none of `paths`, the paths of all leaves.
+    The stacked vectors that it was meant for would be taken for matrices."""
+    for pattern in layers:
+        if not any(rules.matches_glob(pattern, path) for path in paths):
+            raise ValueError(
+                f"optimizers.by_matrix: the glob {pattern!r} in `layers` matches none of the "
+                f"{len(paths)} leaves of `specs`; the first paths are {paths[:3]}. Correct the "
+                "glob, or remove it."
+            )
+
+
+def _check_specs(name: str, weight: Array, axis: Axis, splits: list[Split]) -> None:
+    """Raises `ValueError` if the parameter `weight` varies along a part of `axis` that is in no
+    split, or along some axes of a split but not along all. `splits` are the dims that the
+    parameter's spec splits over `axis`, each with its axes. `name` is the parameter's path."""
+    varying = set(axes_of_several_devices({*varying_axes(weight)} & {*axes_of(axis)}))
+    if untold := varying - shards.names_of(splits):
+        raise ValueError(
+            f"optimizers: {name or 'the parameter'} varies along {min(untold)!r}, and `specs` "
+            "names no dim of it that this axis splits. Each device would update its shard as if it "
+            "were the whole leaf. Pass the specs by which the parameters are split, in a tree like "
+            "the parameters."
+        )
+    for split in splits:
+        names = shards.names_of([split])
+        whole = names.difference(varying_axes(weight))
+        if whole and names & varying:
+            raise ValueError(
+                f"optimizers: in `specs`, dim {split.dim} of {name or 'the parameter'} is split "
+                f"over {axes_of(split.axis)!r}, and the parameter does not vary along "
+                f"{min(whole)!r}. The parameter must be split over all axes of this entry, or over "
+                "none of them (then only the gradient is split). Split the gradient over "
+                f"{min(whole)!r} along another dim."
+            )
+
+
 def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
-    """Raises `ValueError` for a split of any dim of layers but the last: only the last one is
-    divided among the devices that update the layers. The leaf `name` has `lead` dims of layers."""
+    """Raises `ValueError` if a dim before dim `lead - 1` of the leaf `name` is split. The leaf has
+    `lead` dims of layers, and only the last, dim `lead - 1`, can be divided among the devices that
+    update the layers."""
     for dim, axis in splits:
         if dim < lead - 1:
             names = axes_of(axis)
@@ -377,27 +441,28 @@ def _check_layers(name: str, lead: int, splits: Sequence[Split]) -> None:
 
 def _check_divides(shape: tuple[int, ...], splits: list[Split], way: _Way) -> None:
     """Raises `ValueError` unless the layers on a device can be divided evenly among the devices
-    that will update them. `shape` is the shape on a device of a gradient or parameter that has
-    layers, and `splits` are the splits that cut this array.
+    that will update them. `shape` is the shape of an array on one device, and `splits` are the
+    splits that cut the array. The array is a gradient or a parameter, and has dims of layers.
     """
     layers_dim = way.lead - 1  # the last dim of layers
-    # These layers are still to be divided among the owners: over the axes of all splits of the leaf
-    # (`way.splits`), and over the axes that split no dim of it (`way.inner`). A split of the layers
-    # themselves has divided a share already, but not an array that is whole.
+    # `_to_owner` divides the layers over all axes of the wrapper: over those that split a dim of
+    # the leaf (`way.splits`), whichever dim it is, and then over the others (`way.inner`). Left out
+    # are only the axes over which the layers of this array are split already (`divided`).
     divided = [split for split in splits if split.dim == layers_dim]
     left = [split for split in way.splits if split not in divided]
     owners = math.prod(split.axis.size() for split in [*left, *way.inner])
     if shape[layers_dim] % owners:
         raise ValueError(
             f"optimizers.by_matrix: {way.name} has {shape[layers_dim]} layers on a device (dim "
-            f"{layers_dim} of {shape}), which must be a multiple of {owners}, the number of "
+            f"{layers_dim} of {shape}). This number must be a multiple of {owners}, the number of "
             "devices among which these layers are divided. Use optimizers.whole, or other axes."
         )
 
 
 def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> None:
     """Raises `ValueError` if an optimizer draws random numbers, or if its update or state of one
-    leaf depends on another leaf. `weights` and `state` are shapes of one layer."""
+    leaf depends on another leaf. `weights` has the shapes of one layer's weights, and `state` the
+    shapes of the optimizer's state for this layer."""
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     # For each array of the state, the number of the leaf that it belongs to, or None.
     owners = owners_of_state(state, paths)
@@ -409,8 +474,8 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             "in every layer. Use optimizers.whole, which draws them for whole leaves, as one "
             "device does."
         )
-    # The gradient, the parameter and the state of a leaf count as one source. `follow` returns the
-    # sources of each result. Elements of one leaf may be combined, so only the numbers of leaves
+    # The gradient, the parameter and the state of a leaf have the same number. `follow` returns the
+    # `Value` of each result. Elements of one leaf may be combined, so only the numbers of leaves
     # count (`leaves`), not `mixes`.
     values = list(map(of_leaf, range(len(paths))))
     of_state = [Value() if owner is None else values[owner] for owner in owners]
@@ -418,7 +483,7 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
     for value, owner in zip(results, [*range(len(paths)), *owners], strict=True):
         # The other leaves that the result depends on. `leaves` may also have two marks that are no
         # numbers of leaves: WHOLE (of an array that is the same on all devices) and RIGHT (of a
-        # result that a wrapper has marked as right).
+        # result that a wrapper has marked as correct).
         others = sorted(value.leaves - {owner, WHOLE, RIGHT})
         if others:  # the message names at most two
             names = " and ".join(
@@ -426,7 +491,8 @@ def _check_apart(update: Callable[..., Any], weights: PyTree, state: PyTree) -> 
             )
             what = "its state" if owner is None else repr(trees.dotted(paths[owner]))
             raise ValueError(
-                "optimizers.by_matrix: leaves are updated apart, each on its own device, and this "
-                f"optimizer makes {what} from {names}. Use optimizers.whole, or combine leaves "
-                "outside of the optimizer, as step.make and grads.clipped do to clip by the norm."
+                "optimizers.by_matrix: the update of a leaf must not depend on other leaves, but "
+                f"this optimizer computes {what} from {names}. Use optimizers.whole, or combine "
+                "leaves outside of the optimizer, as step.make and grads.clipped do to clip by the "
+                "norm."
             )

@@ -5,8 +5,8 @@ A microbatch passes through four files, from `value_and_grad` to the user's trac
 
     gradient -> lockstep | per_stage -> jobs -> traced
 
-A schedule runs in steps, which are called ticks. Before the first tick, `programs` traces each of
-the user's functions once. `buffers` stores arrays between ticks.
+A schedule runs in steps, which are called ticks. Before the first tick, `programs` traces the
+user's functions. `buffers` stores arrays between ticks.
 """
 
 from parallax.pipeline.checks import Output

@@ -1,11 +1,11 @@
-"""Arrays that wait in slots for a later tick, and sums to which idle ticks add nothing.
+"""Writes and reads a pipeline stage's buffers, and adds losses and gradients to the stage's sums.
 
 A tick is one step of a pipeline's loop, in which a stage runs a job or is idle. A buffer is an
 array [slots, ...]. A slot holds one microbatch's array from the tick that writes it to the tick
 that reads it: `put` may write microbatch 3 into slot 1 in tick 3, and `taken` may read it in tick
-9. A stage without a job in a tick is idle. An idle stage computes too, but its results are not
-used: `masked` replaces these results by zeros. An array varies along a mesh axis if its type says
-that the array may differ between the devices of the axis.
+9. An idle stage may compute too, but its results are not used: `masked` replaces these results by
+zeros, so `added` adds nothing to the stage's sums. An array varies along a mesh axis if its type
+says that the array may differ between the devices of the axis.
 """
 
 import functools
@@ -32,7 +32,7 @@ def chosen(condition: Bool[Array, ""], a: PyTree, b: PyTree) -> PyTree:
 
 
 def masked(counts: Counts, tree: PyTree) -> PyTree:
-    """Returns the tree if `counts` holds, else zeros."""
+    """Returns the tree if the condition `counts` is true, else zeros."""
     if counts is True:
         return tree
 
@@ -45,11 +45,10 @@ def masked(counts: Counts, tree: PyTree) -> PyTree:
 
 
 def added(sums: PyTree, terms: PyTree, counts: Counts) -> PyTree:
-    """Returns `sums` plus `terms` if `counts` holds, else `sums`. A term that is None adds
-    nothing."""
+    """Returns `sums` plus `terms` if the condition `counts` is true, else `sums`. A term that is
+    None adds nothing."""
 
     def leaf(total, term):
-        """Returns one sum, with its term added if there is one."""
         # Sums are at least float32, also if the gradients are bfloat16.
         return total if term is None else total + masked(counts, term).astype(total.dtype)
 
@@ -65,7 +64,7 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
     """
 
     def leaf(buffer, x):
-        """Returns a buffer, [slots, ...], with `x`, [...], written into the slot `slot`."""
+        """Returns `buffer`, [slots, ...], with `x`, [...], in place of `buffer[slot]`."""
         if x is None:  # a cotangent that does not exist
             return buffer
         # An array that is the same for each microbatch has no slots (see `slots_for`).
@@ -77,13 +76,13 @@ def put(buffers: PyTree, tree: PyTree, slot: Int[Array, ""]) -> PyTree:
 
 
 def taken(buffers: PyTree, like: PyTree, slot: Int[Array, ""]) -> PyTree:
-    """Returns the tree in the slot `slot` of the buffers. `like` is a tree like the result, of
-    arrays or types. A buffer that has one dim more than its array in `like` has a dim of slots,
-    [slots, ...]."""
+    """Returns the tree in the slot `slot` of the buffers. `like` is a tree with the structure of
+    the result, and its leaves have the `ndim` of the result's arrays. A buffer with one dim more
+    than its leaf in `like` is [slots, ...]; any other buffer has no slots, and is returned whole.
+    """
 
     def leaf(buffer, like):
-        """Returns the array in the slot `slot` of a buffer; `like` has as many dims as this
-        array."""
+        """Returns `buffer[slot]`, an array with as many dims as `like`."""
         # A buffer without the dim of slots is the same array for each microbatch.
         if buffer.ndim == like.ndim:
             return buffer
@@ -102,17 +101,17 @@ def slots_for(types: Sequence[Any], count: int, axis: Axis) -> list[Array]:
     """
 
     def slots(kind):
-        """Returns the buffer of `count` slots for an array of the type `kind`; the buffer varies
-        along the axes of the type."""
+        """Returns a buffer of `count` slots for arrays of the type `kind`. The buffer varies along
+        the same mesh axes as `kind`."""
         # `kind` may be a type in a jaxpr, which `zeros_like` does not take; this makes it a
         # `ShapeDtypeStruct`.
         kind = jax.eval_shape(lambda x: x, kind)
         along, shape = axes_of_type(jax.typeof(kind)), (count, *kind.shape)
-        # `zeros_like` keeps the axes along which a type varies; `empty` has no such axes.
+        # `zeros_like` of random keys, and `empty`, have no axes along which they vary. So each
+        # result is cast by `varying`.
         if not set(axes(axis.names)) & set(along):
-            return jnp.zeros_like(kind)
+            return varying(jnp.zeros_like(kind), along)
         # Integers may be indices. An idle stage computes with them too, so they begin in range.
-        # `varying` is for random keys, whose `zeros_like` has no such axes.
         if not jnp.issubdtype(kind.dtype, jnp.inexact):
             return varying(jnp.broadcast_to(jnp.zeros_like(kind), shape), along)
         # Accelerators do not fill an empty array, which saves the time to write zeros. A tick
@@ -134,6 +133,6 @@ def stacked_zeros(tree: PyTree, *sizes: int) -> PyTree:
 
 
 def wide_zeros(like: Any) -> Array:
-    """Returns zeros of the shape of `like`, in the dtype in which arrays of its dtype are summed:
-    at least float32."""
+    """Returns zeros of the shape of `like`, to which arrays such as `like` can be added. Their
+    dtype is that of `like`, or float32 if `like` has fewer than 32 bits."""
     return jnp.zeros_like(like, dtype=accumulation_dtype(like.dtype))

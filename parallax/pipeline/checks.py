@@ -9,7 +9,7 @@ same array.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
@@ -22,8 +22,9 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.grads.axes import axes_of, axes_of_several_devices, replicated_axes
 from parallax.pipeline import head_sums
-from parallax.pipeline.traced import Misused, Traced
+from parallax.pipeline.traced import Misused, Traced, first_sent
 from parallax.schedule import Schedule
+from parallax.source_lines import source
 
 
 class Output(eqx.Module):
@@ -66,10 +67,10 @@ def marked(blocks: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def check(schedule: Schedule, axis: Axis, blocks: PyTree) -> None:
-    """Refuses with a `ValueError` a schedule that has more or fewer stages than the axis has
-    devices, blocks whose first dim is not the schedule's number of chunks, and blocks without a
-    layer. Refuses blocks that are the same on all stages with a `Misused`, a `ValueError` whose
-    fields `lint.program` reads. `blocks` are the blocks on this device."""
+    """Raises a `ValueError` unless the schedule has one stage for each device of the axis. `blocks`
+    are this device's blocks. Raises a `Misused`, a subclass of `ValueError`, if an array of
+    `blocks` is not split over the axis. Raises a `ValueError` if an array's first dim is not the
+    number of chunks per stage, or if its second dim, the layers of a chunk, is 0."""
     devices = axis.size()
     if schedule.stages != devices:
         raise ValueError(
@@ -120,8 +121,8 @@ def check_batch(batch: PyTree) -> None:
 
 
 def activation(x: PyTree) -> None:
-    """Refuses with a `ValueError` an output `x` of `embed` that has a random key, or that has no
-    array of floating-point numbers."""
+    """Raises a `ValueError` if `x`, the output of `embed`, has a random key, or has no array of
+    floating-point numbers."""
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -140,15 +141,16 @@ def activation(x: PyTree) -> None:
 
 
 def same_form(returned: PyTree, taken: PyTree) -> None:
-    """Refuses with a `ValueError` a stage whose output, `returned`, has another structure than its
-    input, `taken`, or has arrays of other shapes or dtypes."""
+    """Raises a `ValueError` unless `returned`, a stage's output, has the structure, the shapes and
+    the dtypes of `taken`, the stage's input."""
     # The loop over the ticks has one carry, whose shapes cannot change, so all stages exchange
     # arrays of the same shapes.
     if jax.tree.structure(returned) != jax.tree.structure(taken):
         raise ValueError(
-            f"pipeline: a stage must return the tree that it takes, {forms(taken)}, since its "
-            f"output is the next stage's input; it returned {forms(returned)}. Values beside x go "
-            "into pipeline.Output(x, loss=..., aux=...)."
+            "pipeline: a stage must return a tree of the same structure as its input, "
+            f"{forms(taken)}, since its output is the next stage's input; it returned "
+            f"{forms(returned)}. To return a loss or auxiliary values as well, return "
+            "pipeline.Output(output, loss=..., aux=...)."
         )
     for (path, leaf), given in zip(
         jax.tree.leaves_with_path(returned), jax.tree.leaves(taken), strict=True
@@ -156,8 +158,8 @@ def same_form(returned: PyTree, taken: PyTree) -> None:
         if (leaf.shape, leaf.dtype) != (given.shape, given.dtype):
             raise ValueError(
                 f"pipeline: a stage must return what it takes, {form(path, given)}, since its "
-                f"output is the next stage's input; it returned {form(path, leaf)}. Move what "
-                "changes the shape into embed or head."
+                f"output is the next stage's input; it returned {form(path, leaf)}. Change the "
+                "shape or the dtype only in embed or head."
             )
 
 
@@ -180,10 +182,31 @@ def head(traced: Traced, axis: Axis) -> None:
             raise ValueError(
                 f"pipeline: the head's sum over {name!r} includes values that each stage computes "
                 "from its own x, and only the last stage's x is the model's output. Return the "
-                "loss of this x, with neither a sum over the stages nor a factor that depends on "
-                "the stage's index; or, for a head that the stages share, begin with "
-                "x = pipeline.from_last(x, axis)."
+                "loss of the argument x, without a sum over the stages and without a factor that "
+                "depends on the stage's index. If the stages compute the head together, begin the "
+                "head with x = pipeline.from_last(x, axis)."
             )
+
+
+def refuse_sending(traced: Traced, arguments: Collection[int], axis: Axis, harm: str) -> None:
+    """Raises a `ValueError` if `traced`, the program of a stage or of its backward pass, has a
+    collective over `axis` whose operand is computed from arguments that must not be sent.
+    `arguments` has the indices of these arguments, and `axis` is the axis of the stages. `harm`
+    says what is wrong with such a collective."""
+    eqn = first_sent(traced, arguments, axes_of_several_devices(axes_of(axis)))
+    if eqn is not None:
+        raise ValueError(
+            f"pipeline: stage has a collective over {axis.names!r} ({source(eqn)}). {harm} "
+            f"{without_the_stages(axis)}"
+        )
+
+
+def without_the_stages(axis: Axis) -> str:
+    """Returns the cure for a stage that has a collective over `axis`, the axis of the stages."""
+    return (
+        f"Leave {axis.names!r} out of its axes. To gather a parameter, gather it in embed, and let "
+        "x bring it to the stages."
+    )
 
 
 def output(returned: Any) -> Output:
@@ -202,8 +225,8 @@ def loss_and_aux(value: Any) -> tuple[Float[Array, ""], PyTree]:
 
 
 def aux_of(name: str, aux: PyTree) -> PyTree:
-    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. `name` is the
-    name of the function that returned the values, for the error."""
+    """Returns the auxiliary values as arrays of numbers, with booleans as 1 and 0. Raises
+    `ValueError` for any other array; the message says by `name` which function returned `aux`."""
 
     def leaf(path, value):
         """Returns one value as an array; raises `ValueError` if the array has neither numbers nor
@@ -221,13 +244,13 @@ def aux_of(name: str, aux: PyTree) -> PyTree:
 
 
 def scalar(name: str, value: Any) -> Array:
-    """Returns `value` as an array. If this array is not one real number, raises a `ValueError` that
-    calls the array by `name`."""
+    """Returns `value` as an array. If this array is not one real floating-point number, raises a
+    `ValueError` that calls the array by `name`."""
     value = jnp.asarray(value)
     if value.ndim or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
-            f"pipeline: {name} must be a scalar, one real number for a microbatch; got "
-            f"{value.dtype}{list(value.shape)}. Take its mean or its sum."
+            f"pipeline: {name} must be a scalar, one real floating-point number for a microbatch; "
+            f"got {value.dtype}{list(value.shape)}. Take its mean or its sum."
         )
     return value
 

@@ -51,8 +51,9 @@ def split_over(axis: AxisLike) -> Exchange:
     axis = Axis.of(axis)
 
     def part_of(leaf):
-        """Returns this device's 1/t of an array, cut along the dim that `_cut_dim` returns, or the
-        whole array if `_cut_dim` returns None."""
+        """Returns this device's part of an array: 1/t of the array, for the t devices of `axis`,
+        cut along the dim that `_cut_dim` returns. If `_cut_dim` returns None, returns the whole
+        array."""
         dim = _cut_dim(leaf, axis)
         if dim is None:
             return leaf

@@ -1,20 +1,20 @@
-"""The loss and the gradients of a pipeline: runs a schedule, which is a checked table of jobs, as
-one program without conditionals.
+"""Computes the loss and the gradients of a pipeline: one program on all devices runs a schedule,
+which is a checked table of jobs.
 
-Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. One program runs on all
-devices. A collective would hang inside a conditional whose condition differs between devices, so
-the jobs run without a conditional. The values that a microbatch's backward pass needs wait in
-slots. The number of slots is the largest number of microbatches that wait on a stage at the same
-time; in 1F1B it does not grow with M.
+Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. A collective would hang
+inside a conditional whose condition differs between devices, so the program has no conditionals. A
+slot holds the arrays that the backward job of a chunk needs from the forward job, for one
+microbatch. The number of slots is the largest number of forward jobs of a stage that wait for their
+backward jobs at the same time. In 1F1B this number does not grow with M.
 
-`jobs` (a `Jobs`, in jobs.py) runs single jobs by the user's functions, each of which is traced
-once. `lockstep` and `per_stage` are two ways to run the jobs of a schedule, tick by tick. Both
-return a `Sums` over all microbatches. Its `loss` is the head's loss. Its `terms` are the stages'
-own terms of the loss, or None. Its `blocks` are the gradients of the blocks, the layers that are
-split over the stages. Its `ends` are the gradients of all other parameters. Its `of_head` and
-`of_stages` are the auxiliary values to log. An array varies along an axis if its type says that the
-array may differ between the devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses
-the result waits until `y` is computed.
+Each kind of job is a method of the class `Jobs` (in jobs.py), and calls the user's functions.
+`lockstep` and `per_stage` are two ways to run the jobs of a schedule, tick by tick. Both return a
+`Sums` over all microbatches. Its `loss` is the head's loss. Its `terms` are the stages' own terms
+of the loss, or None. Its `blocks` are the gradients of the blocks, the layers that are split over
+the stages. Its `ends` are the gradients of all other parameters. Its `of_head` and `of_stages` are
+the auxiliary values to log. An array varies along an axis if its type says that the array may
+differ between the devices. `sequence_after(x, y)` returns `x`; on a CPU, code that uses the result
+waits until `y` is computed.
 
 Source: Narayanan et al., Efficient large-scale language model training on GPU clusters (arXiv
 2104.04473), section 2.2, for 1F1B and its interleaved form; Yeung et al., Balancing pipeline
@@ -72,33 +72,38 @@ def value_and_grad(  # noqa: PLR0913
     M parts in order. Gradients are summed, and returned, in float32 or wider. The gradients of
     parameters that are the same on all stages are all-reduced over the stages once, at the end.
 
-    `params`, the first argument of `embed`, `stage` and `head`, has all parameters. In `stage`,
-    `blocks(params)` is one chunk of layers, without the dim of chunks. If several functions read a
-    parameter, its gradient is the sum over all these functions.
+    `params`, the first argument of `embed`, `stage` and `head`, is the tree of this device's
+    parameters. In `stage`, the tree has only one chunk of the blocks, without the dim of chunks. If
+    several functions read a parameter, its gradient is the sum over all these functions.
 
     Each tick sends one activation to the next stage and one cotangent to the stage before, by one
-    `ppermute` per array. `schedule.makespan` gives the time of all ticks. A device has
-    `schedule.slot_count` slots; each slot holds the arrays that `save` saves of one chunk for one
-    microbatch.
+    `ppermute` per array. `schedule.makespan()` returns the total time of the ticks. A device
+    has `schedule.slot_count` slots; each slot holds the arrays that `save` saves of one chunk for
+    one microbatch.
 
     Args:
         embed: `(params, microbatch) -> x`: the input of the first stage, a tree of arrays. Arrays
             of floating-point numbers have a cotangent; other arrays, such as masks, have none.
             `embed` runs on all stages in each forward tick, and only the first stage's result is
             used. The stages may share the work, with collectives over `axis` inside `embed`.
-        stage: `(params, x, microbatch, position) -> x`: one chunk of layers; `position`, 0 to
-            vP - 1, is the chunk's place in the model. `stage` returns a tree like `x`, or an
-            `Output` that also has a term of the loss or auxiliary values.
+        stage: `(params, x, microbatch, position) -> x`: one chunk of layers. `position` is the
+            chunk's place in the model, 0 to v * P - 1 for v chunks on each of P stages. `stage`
+            returns a tree like `x`, or an `Output` that also has a term of the loss or auxiliary
+            values. `stage` has no collective over `axis`. The exception is a schedule that runs in
+            lockstep: there, `stage` may gather parameters that are not trained.
         head: `(params, x, microbatch) -> loss`, or `(loss, aux)`: a microbatch's mean loss. `head`
             runs on all stages, in each tick in which the output of the last layer for a microbatch
-            is ready. If the type of the loss varies over `axis`, the last stage's loss is used. If
-            the type does not vary, all stages must have computed the loss together, in a head that
-            begins with `from_last`.
+            is ready. If the loss is typed as varying over `axis`, the last stage's loss is used.
+            Otherwise all stages must have computed the loss together, in a head that begins with
+            `from_last`.
         schedule: the table; its number of stages is the size of `axis`.
         axis: the axis of the stages, or several axes as one. Its algorithm, `Axis.algorithm`,
             all-reduces the gradients of parameters that are the same on all stages.
         blocks: picks from `params` the blocks that are split over the stages, by default
-            `params.blocks`. Each array of the blocks has a first dim of v chunks.
+            `params.blocks`. For L layers and v chunks per stage, each array of the blocks has the
+            global shape [v, L / v, ...], whose dim 1 is split over the P stages. An array of global
+            shape [v P, L / (v P), ...] whose dim 0 is split gives the devices shards of the same
+            shape, so no error is raised. But if v > 1, its layers run in another order.
         trainable: chooses the leaves that have a gradient, as in `step.init`: it is a function of a
             leaf, or a tree of booleans that is a prefix of the parameters. Other leaves have the
             gradient None, which takes no memory.
@@ -109,22 +114,24 @@ def value_and_grad(  # noqa: PLR0913
         scatter: a function that is applied to each microbatch's gradients before they are added up.
             With `zero.reduce_scatter`, each replica keeps only the sums of its shard (ZeRO-2). It
             runs after each job that computes gradients. It takes a tree like the parameters, with
-            one chunk of the blocks, and None for leaves of which this job computes no gradient. It
-            returns a tree of the same structure, whose arrays may be smaller; the final gradients
-            then have these smaller shapes.
-        aux: a function that is applied to the stacked auxiliary values: those of the head are
-            [microbatches, ...] each, and those of the stages (`Aux.stages`) [microbatches, chunks
-            of all stages, ...]. If stages have auxiliary values, the result is `((loss, Aux(head,
-            stages)), gradients)`. If only the head has some, the result is `((loss, aux),
-            gradients)`.
+            blocks of one chunk, of shape [1, ...], and None for leaves of which this job computes
+            no gradient. It returns a tree of the same structure, whose arrays may be smaller; the
+            final gradients then have these smaller shapes.
+        aux: a function that is applied to the stacked auxiliary values. An array of the head is
+            stacked as [microbatches, ...]. An array of the stages is stacked as [microbatches,
+            chunks of all stages, ...]. If stages have auxiliary values, the result is `((loss,
+            Aux(head, stages)), gradients)`. If only the head has some, the result is `((loss,
+            aux), gradients)`.
 
     Raises:
-        ValueError: the schedule has another number of stages than the axis; the number of sequences
-            is not a multiple of the number of microbatches, or is 0; `params` has no `blocks`, and
-            no `blocks` is given; an array of `blocks(params)` is not split over `axis`, or its
-            first dim is not the schedule's number of chunks; `stage` returns another tree than it
-            takes; a function reads a parameter by closure, or `embed` or `head` reads one of the
-            blocks: these parameters would have no gradient.
+        ValueError: the schedule's number of stages is not the size of the axis. The number of
+            sequences is 0, or is not a multiple of the number of microbatches. `params` has no
+            `blocks`, and no `blocks` is given. An array of `blocks(params)` is not split over
+            `axis`, or its first dim is not the number of chunks per stage. `stage` returns a tree
+            of another structure, shape or dtype than its input, or has a collective over `axis`
+            that is not allowed (see `stage` above). A function reads a trained parameter by
+            closure: the parameter's gradient would miss this use. `embed` or `head` reads blocks:
+            both run on all stages, and the stages have different blocks.
     """
     axis = Axis.of(axis)
     functions = Functions(embed, stage, head, blocks, trainable)
@@ -203,7 +210,9 @@ def from_last(x: PyTree, axis: AxisLike) -> PyTree:
     """
     axis = Axis.of(axis)
     # A sum in which all other stages add 0.
-    return axis.all_reduce(masked(axis.index() == axis.size() - 1, x))
+    of_last = axis.all_reduce(masked(axis.index() == axis.size() - 1, x))
+    # The sum of booleans is a count.
+    return jax.tree.map(lambda summed, x: summed.astype(x.dtype), of_last, x)
 
 
 def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, PyTree]:
@@ -236,27 +245,27 @@ def _run(jobs: Jobs, params: PyTree, aux: Callable[[Any], Any]) -> tuple[Any, Py
 
 
 def _stacked_aux(jobs: Jobs, sums: Sums, after: PyTree) -> Aux:
-    """Returns all auxiliary values on every stage: those of the head, [M, ...] each, and those of
-    the stages, [M, vP, ...] each, in the order of the chunks in the model.
+    """Returns the auxiliary values, the same on every stage: those of the head, [M, ...] each, and
+    those of all v * P chunks, [M, vP, ...] each, in the order of the chunks in the model.
 
-    `sums` has the values of this stage: `sums.of_head`, [M, ...] each, of which those of the last
-    stage are used, and `sums.of_stages`, [M, v, ...] each, of this stage's chunks. On a CPU the
-    all-reduces run only after `after` is computed.
+    `sums` has the values that this stage computed: those of the head in `sums.of_head`, [M, ...]
+    each, and those of its own chunks in `sums.of_stages`, [M, v, ...] each. Every stage runs the
+    head. Unless the stages compute the head together, only the last stage's values of the head are
+    used. On a CPU, the all-reduces of this function wait until the arrays of `after` are computed.
     """
     axis, schedule = jobs.axis, jobs.schedule
 
     def of_head(values):
-        """Returns on all stages one auxiliary value of the head, [M, ...], as the last stage has
-        it."""
+        """Returns on all stages the last stage's `values`, an array of the head's auxiliary values,
+        [M, ...]."""
         # If the stages computed the head together (`shared_out`), all of them have its value.
         if jobs.shared_out(values):
             return values
         return axis.all_reduce(masked(jobs.last, sequence_after(values, after)))
 
     def of_stages(values):
-        """Returns one value of all chunks in the order of the model, [M, vP, ...], from the values
-        of this stage's chunks, [M, v, ...]. On a CPU the all-reduce in this function waits for
-        `after`."""
+        """Returns on all stages the auxiliary values of all chunks, [M, vP, ...]; dim 1 is in the
+        order of the model. `values`, [M, v, ...], has the values of this stage's chunks."""
         # Each stage writes its values into its own column of [M, v, P, ...] zeros, so that the sum
         # over the stages stacks the values.
         M, v, *shape = values.shape

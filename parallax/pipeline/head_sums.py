@@ -1,22 +1,23 @@
-"""Detects a mistake in a pipeline's head, the function that computes the loss: the head sums over
-the stages what early stages computed from their own `x`.
+"""Detects a mistake in a pipeline's head, the function that computes the loss from a stage's output
+`x`. The mistake is a sum over the stages that includes values computed from the `x` of early
+stages.
 
-An *early* stage is any stage before the last. The head computes the loss from the output `x` of a
-stage. It runs on every stage, but only the last stage's `x` is the model's output. So
-`psum(loss(x))` over the stages is wrong, and `psum(where(index == last, loss(x), 0))` is right: a
-factor or a choice that depends on the stage's index makes the terms of early stages zero. Such a
-factor depends on no argument of the program, so the factor is computed here for every early stage.
+An *early* stage is any stage before the last. The head runs on every stage, but only the last
+stage's `x` is the model's output. So `psum(loss(x))` over the stages is wrong, and
+`psum(where(index == last, loss(x), 0))` is right: a factor or a choice that depends on the stage's
+index makes the terms of early stages zero. Such a factor depends on no argument of the program, so
+the factor is computed here for every early stage.
 
-The head's program is read equation by equation. The `Terms` of a value say whether the value
-depends on the `x` of an early stage (`early`). A value that depends on no argument of the program
-is called a number (`is_number`); `indexed` says whether a value depends on the stage's index, and
-`by_index` is the function from a stage's index to the number's value, or None if this value is
-unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of all
-stages stand one after the other.
+The head's program is read equation by equation. The `Terms` of a value have five fields. `early`
+says whether the value depends on the `x` of an early stage, `is_number` whether it depends on no
+argument of the program, and `indexed` whether it depends on the stage's index. If `is_number` is
+True, `by_index` is the function from a stage's index to the value on that stage, or None if the
+value is unknown. If a value was gathered from all stages, `gathered` is the dim in which the `x` of
+all stages stand one after the other.
 
-From `FollowingAlong`: `run` reads a program, `met` joins the `Terms` of all operands, and `is_sent`
-says whether an equation communicates over the axis. `stages` are the indices of all stages but the
-last.
+`_Sums` inherits from `jaxprs.FollowingAlong`: `run` computes the `Terms` of a program's results,
+`met` joins the `Terms` of all operands, and `is_sent` says whether an equation communicates over
+the axis. `_Sums.stages` are the indices of the early stages.
 """
 
 import functools
@@ -40,12 +41,13 @@ class Terms(NamedTuple):
     """How a value in the head's program depends on a stage's `x` and on the stage's index.
 
     Attributes:
-        early: whether the value depends on the `x` of a stage before the last.
+        early: whether the value depends on the `x` of an early stage, any stage but the last.
         is_number: whether the value depends on no argument of the head's program, so that it can be
             computed here.
         indexed: whether the value depends on the stage's index.
-        by_index: if `is_number`, the function from a stage's index to the value on that stage; None
-            if this value is unknown.
+        by_index: the function from a stage's index to the value on that stage. None if `is_number`
+            is False, or if the value is unknown, for example because an equation's result has more
+            than `SMALL` elements.
         gathered: if the value was gathered from all stages, the dim in which the `x` of all stages
             stand one after the other; None for other values.
     """
@@ -57,8 +59,9 @@ class Terms(NamedTuple):
     gathered: int | None = None
 
     def __or__(self, second: tuple[Any, ...]) -> "Terms":
-        """Returns the `Terms` of a value that is computed from two values, whose `Terms` are
-        `self` and `second`; its `by_index` is None."""
+        """Returns the `Terms` of a value that is computed from two values, whose `Terms` are `self`
+        and `second`. `by_index` of the result is None, since this method does not know the
+        operation that computes the value."""
         early, is_number, indexed, *_ = second
         return Terms(self.early or early, self.is_number and is_number, self.indexed or indexed)
 
@@ -80,15 +83,15 @@ def adds_up(program: ClosedJaxpr, axis: str, of_x: Sequence[bool]) -> bool:
 
 
 class _Sums(jaxprs.FollowingAlong):
-    """Reads a program for sums over the devices of an axis. `added` says whether a sum has a term
-    that a stage before the last computed from its `x`."""
+    """Looks in a program for sums over the devices of an axis. `added` says whether a sum has a
+    term computed from the `x` of an early stage, any stage but the last."""
 
     unknown = Terms()
 
     def __init__(self, axis: str):
         super().__init__(axis)
         self.added = False
-        # The stages before the last one.
+        # The early stages.
         self.stages = range(types.axis_size(axis) - 1)
 
     def constant(self, aval: Any, value: Any) -> Terms:
@@ -101,23 +104,26 @@ class _Sums(jaxprs.FollowingAlong):
 
     def plain(self, eqn: JaxprEqn, operands: list[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of an equation's result, whose type is `aval`, from the `Terms` of
-        the operands. Sets `added` if the equation sums values of stages before the last."""
+        the operands. `run` calls it for each equation that is no conditional, loop or call. Sets
+        `self.added` to True if the equation sums, over the stages, values computed from the `x` of
+        early stages."""
         # `differs`: the result may differ between the stages.
         name, differs = eqn.primitive.name, self.axis in types.axes_of_type(aval)
         if name == "axis_index":
             return self._index(eqn.params["axis_name"])
-        # By default, the result depends on all that any operand depends on. The result of `met`
-        # never counts as a number (`is_number`) here, even if all operands do.
+        # By default, the result depends on all that any operand depends on. `is_number` is False
+        # here even if it is True for all operands; `_number` below sets it to True.
         joined = self.met(operands)._replace(is_number=False)
         # A sum over the stages is a collective that is no gather, and whose result is the same on
         # all stages. The result of a gather is followed, since the program may sum its gathered dim
-        # later. The results of other collectives are not: they are no error here.
+        # later. The result of any other collective, such as a `ppermute`, is no longer followed.
         if joined.early and self.is_sent(eqn):
             is_gather = "all_gather" in name
             self.added |= not is_gather and not differs
             return Terms(gathered=eqn.params["all_gather_dimension"] if is_gather else None)
         if any(operand.gathered is not None for operand in operands):
             return self._of_gathered(eqn, operands, aval)
+        # The result depends on no argument, and can be computed for one stage alone (`_is_local`).
         if all(operand.is_number for operand in operands) and _is_local(eqn):
             joined = self._number(eqn, operands, aval)
         # A choice by the stage's index.
@@ -133,17 +139,19 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _of_gathered(self, eqn: JaxprEqn, operands: Sequence[Terms], aval: Any) -> Terms:
         """Returns the `Terms` of a result that is computed from a gathered operand; `aval` is the
-        type of the result. Sets `added` if the equation reduces or contracts the gathered dim, in
-        which the `x` of all stages stand one after the other.
+        type of the result. Sets `self.added` to True if the equation reduces or contracts the
+        gathered dim, in which the `x` of all stages stand one after the other.
 
-        The gathered dim is followed through operations that keep the shape, reductions of other
-        dims and transposes. A factor or a choice that depends on no argument might leave early
-        stages out, and any other operation might take only the last stage's `x`. These cases are
-        not decided here, so they are accepted.
+        The gathered dim is followed through transposes, through reductions of other dims, and
+        through operations that keep the shape. It is not followed if an operand of a product
+        (`mul`) or of a choice (`select_n`) depends on no argument: this operand may be a mask that
+        leaves early stages out. It is not followed through any other operation either, such as a
+        slice, which may take only the last stage's `x`. In both cases the check reports no later
+        sum over the dim.
         """
         name = eqn.primitive.name
         # The index of the first gathered operand, and its gathered dim. A second gathered operand
-        # is not followed: a sum over its dim is accepted.
+        # is not followed: no sum over its dim is reported.
         place, dim = next(
             (i, operand.gathered)
             for i, operand in enumerate(operands)
@@ -156,9 +164,9 @@ class _Sums(jaxprs.FollowingAlong):
         if name == "dot_general":
             contracted, _ = eqn.params["dimension_numbers"]
             self.added |= dim in contracted[place]
-        # A product does not return here. Like other operations, it is followed below if it has the
-        # shape of the gathered operand. The index of the gathered dim is then assumed to be the
-        # same; dims of equal size could make this wrong.
+        # A `dot_general` does not return above. Like other operations, it is followed below if its
+        # result has the shape of the gathered operand. The index of the gathered dim is then
+        # assumed to be the same; dims of equal size could make this wrong.
         if name == "transpose":
             return Terms(gathered=eqn.params["permutation"].index(dim))
         # An equation with a program inside (`inner`) is not followed: it may move or sum any dim.
@@ -167,14 +175,16 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(gathered=dim if is_kept and not is_chosen else None)
 
     def met(self, operands: Sequence[Terms]) -> Terms:
-        """Returns the `Terms` of a value that depends on all `operands`. If they all depend on no
-        argument (`is_number`), neither does the value; the value itself is unknown."""
+        """Returns the `Terms` of a value that depends on all `operands`. If all operands depend on
+        no argument (`is_number`), the value depends on no argument either. `by_index`, the function
+        from a stage's index to the value, is None: this method does not know which operation
+        computes the value."""
         is_number = all(operand.is_number for operand in operands)
         return super().met(operands)._replace(is_number=is_number)
 
     def branches(self, eqn: JaxprEqn, operands: list[Terms]) -> list[Terms]:
         """Returns the `Terms` of a conditional's results. If the stage's index chooses the branch,
-        only the branches that stages before the last run count, as in `_chosen`."""
+        `_branch` gives the `Terms` of each result."""
         which, *others = operands
         if not (which.is_number and which.indexed):
             return super().branches(eqn, operands)
@@ -182,10 +192,16 @@ class _Sums(jaxprs.FollowingAlong):
         return [self._branch(which, cases) for cases in zip(*every_branch, strict=True)]
 
     def _branch(self, which: Terms, cases: Sequence[Terms]) -> Terms:
-        """Returns the `Terms` of one result of a conditional. `which` is the number of the branch,
-        and `cases` are the `Terms` of this result in each branch."""
+        """Returns the `Terms` of one result of a conditional: the joined `Terms` of the result in
+        the branches that early stages run. If the result depends on no argument (`is_number`) in
+        every branch, `by_index` of the returned `Terms` gives the result on each stage. `which` has
+        the `Terms` of the branch's index. The caller has checked that the branch's index depends on
+        the stage's index and on no argument. `cases` has the `Terms` of the result in each
+        branch."""
         if not all(case.is_number for case in cases):
             return self._chosen(which, *cases)
+        # `_returned` computes the branch's index on a stage, and then the result of that branch. It
+        # needs the values of `which` and of every case, one more than there are cases.
         known = [value.by_index for value in (which, *cases) if value.by_index]
         is_known = len(known) > len(cases)
         by_index = functools.partial(_returned, known) if is_known else None
@@ -224,8 +240,8 @@ class _Sums(jaxprs.FollowingAlong):
         return Terms(is_number=True, indexed=indexed, by_index=computed)
 
     def _before_the_last(self, value: Terms) -> list[np.ndarray]:
-        """Returns, for a value that depends on no argument (`is_number`), its value on each stage
-        before the last, or an empty list if the value is unknown."""
+        """Returns a list with one array for each early stage: the value that `value.by_index` gives
+        for this stage. Returns an empty list if the values are unknown."""
         if value.by_index is None:
             return []
         try:
@@ -236,19 +252,21 @@ class _Sums(jaxprs.FollowingAlong):
 
     def _is_zero(self, factor: Terms) -> bool:
         """Returns whether a factor depends on the stage's index and on no argument (`is_number`),
-        and is zero on all stages before the last. A factor whose values are unknown counts as zero
-        there."""
+        and is zero on all early stages. If its values are unknown, they count as zero."""
         is_factor = factor.is_number and factor.indexed
         return is_factor and not any(map(np.any, self._before_the_last(factor)))
 
     def _chosen(self, which: Terms, *cases: Terms) -> Terms:
-        """Returns the `Terms` of `select_n(which, *cases)`, joined over the cases that any stage
-        before the last selects. `which` is the index of the case for each element, and depends on
-        no argument (`is_number`). If the values of `which` are unknown, no case is joined, so the
-        choice is accepted."""
+        """Returns the `Terms` of `select_n(which, *cases)`: the joined `Terms` of the cases that
+        early stages select. `which` has the `Terms` of the indices of the selected cases; the
+        callers check that these indices depend on no argument (`is_number`). If the indices are
+        unknown, no case is joined, so the check reports no sum of the selected values."""
+        # `_before_the_last` gives the indices on each early stage, or nothing if they are unknown.
         taken = {
             int(case) for numbers in self._before_the_last(which) for case in np.unique(numbers)
         }
+        # The callers pass at least one case whose `is_number` is False. So the result's `is_number`
+        # is False too, even if that case is not taken.
         return self.met([cases[case] for case in taken])._replace(is_number=False)
 
 
@@ -259,8 +277,8 @@ def _number_of(value: Any) -> Terms:
 
 
 def _is_local(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has one result, no program inside, and is not a collective: only
-    such an equation can be computed for one stage alone, as `_computed` does."""
+    """Returns whether an equation has one result, has no program inside, and is not a collective.
+    Only such an equation can be computed for one stage alone, as `_computed` does."""
     return (
         len(eqn.outvars) == 1
         and not jaxprs.inner(eqn)
@@ -269,8 +287,8 @@ def _is_local(eqn: JaxprEqn) -> bool:
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: int) -> Any:
-    """Returns the result of an equation on the stage `index`; each operand is a function from the
-    index to a value."""
+    """Returns an equation's result on the stage with the number `index`. Each operand is a function
+    that takes a stage's number and returns the operand's value on that stage."""
     values = [operand(index) for operand in operands]
     # These change at most the axes along which the operand is typed as varying, not its value. They
     # cannot run here, outside of the `shard_map` that has these axes.
@@ -283,7 +301,8 @@ def _computed(eqn: JaxprEqn, operands: Sequence[Callable[[int], Any]], index: in
 
 
 def _returned(operands: Sequence[Callable[[int], Any]], index: int) -> Any:
-    """Returns the result of a conditional on the stage `index`. The operands are functions from the
-    index: to the number of the branch, and then to the result of each branch."""
+    """Returns a conditional's result on the stage with the number `index`. Each operand is a
+    function that takes a stage's number. The first operand returns the number of the branch, and
+    the others return the results of the branches, in order."""
     branch, *values = operands
     return values[int(branch(index))](index)

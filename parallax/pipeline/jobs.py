@@ -4,27 +4,34 @@ Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B m
 (the input's cotangent) and W (the gradients of the weights).
 
 A job takes the carry (messages, slots and sums), the tick's row and an array that arrived. The job
-returns the array to send, and the new carry, which has the arrays that the job saved, in slots, and
-the sums with the job's terms added. The executors, `lockstep` and `per_stage`, decide when a job
-runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I) or "weight"
-(W).
+returns the array to send and the new carry. In the new carry, the slots have the arrays that the
+job saved, and the sums include the job's terms. The executors, `lockstep` and `per_stage`, decide
+when a job runs and send its result. A lane is one kind of job: "forward" (F), "backward" (B or I)
+or "weight" (W).
 
 A row has the numbers of one tick: `row.jobs[lane][stage]` is a job, microbatch * v + chunk, or -1
 on an idle stage. In the same way `row.saved` and `row.deferred` give slots, places in a buffer
 where an array waits. F of microbatch 3 may write slot 1, and B of microbatch 3 then reads slot 1.
-All stages run embed, head and embed_backward together: `row.jobs["head"]` is one microbatch. A
-`Task` is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and
-`valid`. In `lockstep` an idle stage computes too, and `task.valid` masks its results. In
-`per_stage` it runs nothing, and `valid` is the Python constant `True`.
+The embedding, its backward pass and the head run on all stages; `row.jobs["embed"]`,
+`row.jobs["embed_backward"]` and `row.jobs["head"]` are the numbers of their microbatches. A `Task`
+is this stage's job: `microbatch`, `chunk`, `position` (the chunk's place in the model) and `valid`.
+In `lockstep` an idle stage computes too, and `task.valid` masks its results. In `per_stage` an idle
+stage runs nothing, so `task.valid` is always the Python constant `True`.
 
-`Jobs` has these attributes of `Programs`: the traced functions, by name (`programs`); the
-parameters (`params`); the axis of the stages (`axis`) and the number of this stage (`index`); an
-activation as zeros (`x`); the types of the arrays in slots (`saved` of F, `deferred` of I); zeros
-for the stage's own term of the loss and for its values to log (`terms`); and the cotangent of that
-term (`seed`). These methods give the arguments of a job: `task`, `known` (the arrays with respect
-to which a stage is differentiated, and its other arguments), `rows` (the rows of a microbatch) and
-`head_inputs` (the head's arguments after the parameters and the activation). `ends` are the
-parameters that are not in the blocks.
+`Jobs` is a subclass of `Programs` (in programs.py), and reads these attributes of `Programs`:
+
+* `programs`: the traced functions, by name.
+* `params`: the parameters; `params.blocks` are split over the stages, and `params.ends` are not.
+* `axis` and `index`: the axis of the stages, and the number of this stage.
+* `x`: an activation of zeros.
+* `saved`: the types of the arrays that F writes into slots.
+* `deferred`: the types of the arrays that I writes into slots.
+* `terms`: zeros with the shapes of the stage's own term of the loss and of its auxiliary values.
+* `seed`: the cotangent of the stage's own term of the loss.
+
+Four methods of `Programs` give the arguments of a job. `task` gives the `Task`, and `rows` the part
+of the batch that is one microbatch. `known` gives all arguments of a stage except the activation.
+`head_inputs` gives all arguments of the head except the parameters and the activation.
 """
 
 import copy
@@ -52,6 +59,7 @@ from parallax.pipeline.buffers import (
     taken,
     wide_zeros,
 )
+from parallax.pipeline.ends import copy_from_last
 from parallax.pipeline.programs import Programs, Task, Trained
 from parallax.pipeline.rows import Row
 
@@ -62,9 +70,10 @@ class Sums(NamedTuple):
     Attributes:
         loss: the head's loss.
         terms: the stages' own terms of the loss; None if the stages have no such terms.
-        of_head: the head's auxiliary values, [M, ...] each.
-        of_stages: the stage's auxiliary values, [M, v, ...] each.
-        ends: gradients of the parameters outside the blocks, which are not split over the stages.
+        of_head: the head's auxiliary values, [microbatches, ...] each.
+        of_stages: the auxiliary values of this device's stage, [microbatches, chunks of the stage,
+            ...] each.
+        ends: gradients of the parameters outside the blocks; all stages have these parameters.
         blocks: gradients of the blocks: [v, ...] each.
     """
 
@@ -77,14 +86,14 @@ class Sums(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The values that one tick leaves for the next tick, and that one job leaves for later jobs.
+    """The values that one tick passes to the next tick, and that one job passes to later jobs.
 
     Attributes:
-        arrived: the executor's `Arrived`, which has the activations and cotangents that arrived or
-            are to be sent.
+        arrived: the `Arrived` of the executor (`lockstep` or `per_stage`): the activations and
+            cotangents that the stage received, and, within a tick, also the array to send.
         saved: the slots for the arrays that the forward job saves for the backward job, or for its
             two parts (I and W).
-        deferred: the slots for the arrays that the first part of the backward job (I) leaves for
+        deferred: the slots for the arrays that the first part of the backward job (I) stores for
             the second part (W).
         sums: the sums of loss and gradients.
     """
@@ -95,13 +104,13 @@ class Carry(NamedTuple):
     sums: Sums
 
     def with_arrived(self, **fields: PyTree) -> "Carry":
-        """Returns the carry, with the fields of `arrived` that `fields` names replaced by the
-        values in `fields`."""
+        """Returns the carry with new values for some fields of the carry's `arrived`: the keyword
+        arguments are these values, with the names of the fields."""
         return self._replace(arrived=self.arrived._replace(**fields))
 
     def with_sums(self, **fields: PyTree) -> "Carry":
-        """Returns the carry, with the sums that `fields` names replaced by the values in
-        `fields`."""
+        """Returns the carry with new values for some of the carry's sums: the keyword arguments are
+        these values, with the names of the sums."""
         return self._replace(sums=self.sums._replace(**fields))
 
 
@@ -111,7 +120,7 @@ class Jobs(Programs):
     def start(self, arrived: Any, saved_count: int, deferred_count: int) -> Carry:
         """Returns the carry before the first tick: all sums are 0. `arrived` has the executor's
         messages. The two counts are the numbers of slots for the arrays that the forward job saves,
-        and for those that the first part of the backward job (I) leaves for the second part (W)."""
+        and for those that the first part of the backward job (I) stores for the second part (W)."""
         M, v = self.schedule.microbatches, self.schedule.chunks
         # `out` has the types of the head's results, ((loss, aux), gradients).
         loss, aux = self.programs["head"].out[0]
@@ -136,9 +145,10 @@ class Jobs(Programs):
         return Carry(arrived, saved, deferred, sums)
 
     def after(self, carry: PyTree) -> "Jobs":
-        """Returns these jobs with parameters that, on a CPU, wait until `carry` is computed. So no
-        collective of a job runs before the previous tick has ended: on a CPU, two collectives that
-        run at once may meet in one rendezvous, which aborts the process (see `collectives.cpu`)."""
+        """Returns these jobs with their parameters tied to `carry`: on a CPU, code that uses the
+        parameters waits until `carry` is computed. So no collective of a job runs before the
+        previous tick has ended: on a CPU, two collectives that run at once may meet in one
+        rendezvous, which aborts the process (see `collectives.cpu`)."""
         jobs = copy.copy(self)
         # Only a collective that depends on nothing but the parameters could run too early;
         # `moves_early` says whether one of the user's functions has such a collective.
@@ -147,7 +157,8 @@ class Jobs(Programs):
         return jobs
 
     def task_of(self, row: Row, lane: str) -> Task:
-        """Returns this stage's job of a lane in the tick of `row`."""
+        """Returns this stage's `Task` in the tick of `row`, for the lane "forward", "backward" or
+        "weight"."""
         return self.task(row.jobs[lane][self.index])
 
     def embed(self, microbatch: Int[Array, ""]) -> PyTree:
@@ -164,6 +175,8 @@ class Jobs(Programs):
         from the chunk before. Returns the output, and the carry with the arrays that the job
         saved."""
         task = self.task_of(row, "forward")
+        # `known` returns the stage's arguments besides x: the parameters that get gradients here
+        # (`trained`), and the others, such as the microbatch's rows (`given`).
         trained, given = self.known(task)
         # The place decides, not the stage: with several chunks, stage 0 has later places too.
         x = chosen(task.position == 0, entered, arrived)
@@ -197,10 +210,10 @@ class Jobs(Programs):
         """
         task = self.task_of(row, "backward")
         saved = taken(carry.saved, self.saved, row.saved["backward"][self.index])
-        # The cotangents of the output, 0 on an idle stage, and of the stage's own term of the loss,
-        # which is not masked. The mask only keeps unused numbers out of the program. On an idle
-        # stage `seed` still adds to both results: the gradients are masked in `_with_gradients`,
-        # and no job reads that cotangent of x.
+        # The cotangents of the output, and of the stage's own term of the loss (`seed`). An idle
+        # stage runs the job too, but its results are not used: `_with_gradients` masks its
+        # gradients, and no job reads its cotangent of x. So `masked` is not needed for the results:
+        # it only replaces meaningless numbers by 0. `known` is as in `forward`.
         ct = masked(task.valid, ct), self.seed
         # B returns the gradients. I, which runs if `in_halves`, returns the arrays that W needs. An
         # idle stage writes these into a slot that is free in this tick.
@@ -216,6 +229,7 @@ class Jobs(Programs):
         task = self.task_of(row, "weight")
         saved = taken(carry.saved, self.saved, row.saved["weight"][self.index])
         deferred = taken(carry.deferred, self.deferred, row.deferred["weight"][self.index])
+        # `known` gives all arguments of the stage but x: the parameters, the microbatch and others.
         gradients = self.programs["weight"](*self.known(task), saved, deferred)
         return self._with_gradients(carry, task, gradients)
 
@@ -226,31 +240,36 @@ class Jobs(Programs):
         microbatch = row.jobs["embed_backward"]
         rows = self.rows(microbatch)
         gradients = self.programs["embed_backward"](self.params, rows, microbatch, ct)
-        # The gradients are added on all stages (`True`). Every stage runs `embed` on real rows, so
+        # The gradients are added on all stages (`True`). Every stage runs `embed` on real data, so
         # its derivatives are finite, and a cotangent of 0 gives gradients of 0.
         return self._with_ends(carry, gradients, True)
 
     def head(self, carry: Carry, row: Row, y: PyTree) -> tuple[PyTree, Carry]:
-        """Runs the head on `y`, which on the last stage is the model's output for a microbatch, and
-        on other stages any activation. On other stages the cotangent is not used, and the auxiliary
-        values are used only if the stages computed them together.
+        """Runs the head on `y`. On the last stage `y` is the output of the last layer for a
+        microbatch. On other stages `y` is any activation, and the cotangent is not used. Auxiliary
+        values of other stages are used only if their types say that all stages have equal values.
 
         Returns the cotangent of `y`, with which the backward job begins, and the carry with the
         loss, the auxiliary values and the gradients added. If only the loss is needed, the
         cotangent is a tree of None.
         """
-        microbatch = row.jobs["head"]
+        microbatch, params, counts = row.jobs["head"], self.params, self.counts
+        # The collective brings a part of the gradient from the last stage to each stage, so the
+        # gradients of all stages are added. No stage's part may be NaN, so all stages get the
+        # model's output. On a CPU, the head's collectives wait for the messages with it.
+        if self.head_gathers and self.differentiates:
+            y = jax.tree.map(functools.partial(copy_from_last, axis=self.axis), y)
+            microbatch, params = sequence_after((microbatch, params), y)
+            counts = True
         # `ends` are the gradients of the parameters outside the blocks.
-        (loss, aux), (ends, ct) = self.programs["head"](
-            self.params, y, *self.head_inputs(microbatch)
-        )
+        (loss, aux), (ends, ct) = self.programs["head"](params, y, *self.head_inputs(microbatch))
         # Row `microbatch` of [M, ...]. No mask: the head runs only in ticks that have a microbatch.
         of_head = put(carry.sums.of_head, aux, microbatch)
         # `True` adds the loss as it is: the program has masked it already.
         carry = carry.with_sums(loss=added(carry.sums.loss, loss, True), of_head=of_head)
         # `counts` says whether the loss of this stage is used. If it is not, the gradients are not
         # added: the head may have computed NaN from a `y` that is not the model's output.
-        return ct, self._with_ends(carry, ends, self.counts)
+        return ct, self._with_ends(carry, ends, counts)
 
     def moved(self, tree: PyTree, *, distance: int) -> PyTree:
         """Sends `tree` along the ring of stages, and returns the tree of the stage that is
@@ -265,14 +284,15 @@ class Jobs(Programs):
 
     def _with_ends(self, carry: Carry, gradients: PyTree, counts: Counts) -> Carry:
         """Returns the carry with one microbatch's gradients of the ends (the parameters outside the
-        blocks) added, if `counts` holds on this stage."""
+        blocks) added, if the condition `counts` is true on this stage."""
         return carry.with_sums(ends=added(carry.sums.ends, self.scatter(gradients), counts))
 
     def _with_gradients(self, carry: Carry, task: Task, gradients: Trained) -> Carry:
-        """Returns the carry with a task's gradients added: those of its chunk of the blocks,
-        `gradients.blocks`, and those of the ends that the stage reads, `gradients.ends`."""
-        # `scatter`, the user's function, may sum the gradients over devices and keep a share. The
-        # index None adds a dim: it takes and returns blocks of one chunk, [1, ...].
+        """Returns the carry with a task's gradients added: `gradients.blocks`, for the task's chunk
+        of the blocks, and `gradients.ends`, for those ends (parameters outside the blocks) that the
+        stage reads."""
+        # `scatter`, the user's function, may sum the gradients over devices and keep a share. It
+        # takes and returns blocks with a dim of chunks, here [1, ...]: the index None adds the dim.
         as_blocks = self.scatter(jax.tree.map(operator.itemgetter(None), gradients.blocks))
 
         def leaf(total, d):  # [v, ...] and [1, ...]

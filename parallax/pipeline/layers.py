@@ -2,10 +2,11 @@
 chunks are padded to the longest one.
 
 Legend: P stages, v chunks per stage, L layers, n layers in the longest chunk. A place is the
-position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has the number of layers
-of chunk c of stage s, which is at place c P + s. A placement, [v, P], gives each chunk's place.
-Blocks are the parameters of the layers, a tree of arrays. The arrays are [L, ...], or [v, P n,
-...], where dim 1 has P groups of n layers, one group for each stage.
+position of a chunk in the model, 0 to vP - 1. A table of layers, [v, P], has in row c and column s
+the number of layers of the chunk at place c P + s. A placement, [v, P], has in row c and column s
+the place of chunk c of stage s. Blocks are the parameters of the layers, a tree of arrays. The
+arrays are [L, ...], or [v, P n, ...], where dim 1 has P groups of n layers, one group for each
+stage.
 
     table = pipeline.layers_per_stage(layers=10, stages=4)  # [[3, 3, 2, 2]]
     blocks = pipeline.pad_layers(blocks, table)  # [10, ...] -> [1, 12, ...], split over dim 1
@@ -29,7 +30,7 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.pipeline import checks
 from parallax.pipeline.traced import settled
-from parallax.schedule.places import Placement, checked_placement
+from parallax.schedule.places import Placement, checked_placement, is_looped
 
 Tree = TypeVar("Tree", bound=PyTree)
 Layers = Shaped[np.ndarray, "chunks stages"]
@@ -47,20 +48,21 @@ def layers_per_stage(layers: int, stages: int, chunks: int = 1) -> Layers:
     if layers < places:
         raise ValueError(
             f"pipeline.layers_per_stage: {layers} layers on {stages} stages of {chunks} chunks "
-            f"leave a stage without a layer. Use at least {places} layers, or fewer stages or "
+            f"leave a chunk without a layer. Use at least {places} layers, or fewer stages or "
             "chunks."
         )
     return (layers // places + (np.arange(places) < layers % places)).reshape(chunks, stages)
 
 
 def pad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns `blocks`, [layers, ...], in the order of the model, as [chunks, stages x n, ...],
-    where the longest chunk has n layers. Dim 1 of the result is to be split over the stages.
+    """Returns `blocks` with padding, as [chunks per stage, stages x n, ...]; n is the number of
+    layers of the longest chunk. The argument `blocks` is [layers, ...], with the layers in the
+    order of the model. Dim 1 of the result is to be split over the stages.
 
     The padding repeats the last layer of a chunk. `run_layers` drops the outputs of the padding by
-    a `where`, so the gradient of the padding is 0. These outputs must be finite all the same: in
-    the backward pass, 0 times an infinite derivative is NaN. An optimizer with weight decay still
-    changes the padding.
+    a `where`, so the gradient of the padding is 0. The derivatives of these outputs must be finite,
+    since the backward pass multiplies them by 0: 0 times an infinite derivative is NaN. An
+    optimizer with weight decay still changes the padding.
 
     Raises:
         ValueError: `table` is not a valid table, or the sum of its layers is not the number of
@@ -73,12 +75,13 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
     rows = first[..., None] + np.minimum(np.arange(longest), table[..., None] - 1)
 
     def leaf(w):
-        """Returns one array of the blocks, [layers, ...], as [chunks, stages x n, ...], made of the
-        layers whose indices are in `rows`."""
+        """Returns the array `w`, [layers, ...], with padding, as [chunks, stages x n, ...]; n is
+        `longest`. Each entry of `rows` is the index of a layer in `w`."""
         if w.shape[:1] != (table.sum(),):
             raise ValueError(
-                f"pipeline.pad_layers needs blocks of [{table.sum()}, ...], for the layers of the "
-                f"table; got shape {w.shape}. Put the layers into the first dim."
+                f"pipeline.pad_layers needs arrays [{table.sum()}, ...] in the blocks, since the "
+                f"table has {table.sum()} layers in all; got shape {w.shape}. Put the "
+                "layers into the first dim."
             )
         return w[rows.reshape(len(table), -1)]
 
@@ -86,17 +89,17 @@ def pad_layers(blocks: Tree, table: Layers) -> Tree:
 
 
 def unpad_layers(blocks: Tree, table: Layers) -> Tree:
-    """Returns padded blocks, [chunks, stages x n, ...] with n layers in the longest chunk, as
-    [layers, ...], in the order of the model and without the padding: the inverse of
-    `pad_layers`."""
+    """Returns `blocks` without the padding, as [layers, ...], with the layers in the order of the
+    model: the inverse of `pad_layers`. The argument `blocks` is [chunks per stage, stages x n,
+    ...]; n is the number of layers of the longest chunk."""
     table = checked(table)
     longest, (chunks, stages) = table.max(), table.shape
     # The indices of the rows that are not padding, among all v P n rows.
     real = np.flatnonzero((np.arange(longest) < table[..., None]).reshape(-1))
 
     def leaf(w):
-        """Returns one array of the blocks, [chunks, stages x n, ...], as [layers, ...]: only the
-        rows whose indices are in `real`, which leaves out the padding."""
+        """Returns the array `w`, [chunks, stages x n, ...], without the padding, as [layers, ...];
+        n is `longest`. `real` has the indices of the rows that are not padding."""
         if w.shape[:2] != (chunks, stages * longest):
             raise ValueError(
                 f"pipeline.unpad_layers: the table is for blocks [{chunks}, {stages * longest}, "
@@ -121,16 +124,14 @@ def run_layers(
 
     `blocks` are the blocks of one chunk, with the padding. Each chunk runs as many layers as the
     longest chunk, since all stages run one program; if a chunk has fewer layers, the results of the
-    padding are dropped. So a pipeline takes the time of the padded number of layers: for the table
-    [[3, 3, 2, 2]], of 12 layers instead of 10.
+    padding are dropped. So a pipeline with the table [[3, 3, 2, 2]] takes the time of 12 layers,
+    not of 10.
     """
     table = checked(table)
     # This place's number of layers, and the index of its first layer. `position` is traced, so it
     # cannot index a NumPy array.
-    count, first = (
-        jnp.asarray(of_places.reshape(-1), jnp.int32)[position]
-        for of_places in (table, _first(table))
-    )
+    count = jnp.asarray(table.reshape(-1), jnp.int32)[position]
+    first = jnp.asarray(_first(table).reshape(-1), jnp.int32)[position]
     arrays, static = eqx.partition(blocks, eqx.is_array)
 
     def layer_or_none(x, weights_and_number):
@@ -146,7 +147,8 @@ def run_layers(
     layers = arrays, jnp.arange(table.max(), dtype=jnp.int32)
 
     first_layer = jax.tree.map(operator.itemgetter(0), layers)
-    # The carry of a loop must vary along the same axes before and after each iteration.
+    # The carry of a loop must vary along the same axes before and after each iteration. `settled`
+    # casts `x` to vary along the axes along which the result of a layer varies.
     x = settled(x, lambda x: jax.eval_shape(layer_or_none, x, first_layer)[0])
     return lax.scan(layer_or_none, x, layers)[0]
 
@@ -158,21 +160,21 @@ def _map_arrays(f: Callable[[Any], Any], blocks: Tree) -> Tree:
 
 
 def checked(table: Layers) -> Layers:
-    """Returns the table as a NumPy array; raises `ValueError` if this is not an array
-    [chunks, stages] of positive whole numbers. A chunk without layers has no last layer that its
-    padding could repeat."""
+    """Returns the table as a NumPy array. Raises `ValueError` unless the table is [chunks, stages],
+    of whole numbers above 0. A chunk without layers has no last layer that its padding could
+    repeat."""
     table = np.asarray(table)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise ValueError(
-            "A table of layers must have whole numbers, [chunks, stages], such as [[3, 3, 2, 2]]; "
-            f"got {table.dtype} of shape {table.shape}."
+            "A table of layers must be an array [chunks, stages] of whole numbers, such as "
+            f"[[3, 3, 2, 2]]; got {table.dtype} of shape {table.shape}."
         )
     if table.size and table.min() < 1:
         chunk, stage = np.argwhere(table < 1).tolist()[0]
         raise ValueError(
             f"A table of layers has {table[chunk, stage]} for chunk {chunk} of stage {stage}, and "
-            "each chunk needs at least one layer, since all stages run the same program. Give it a "
-            "layer of another chunk, or use fewer stages."
+            "each chunk needs at least one layer, since padding repeats the chunk's last layer. "
+            "Give this chunk a layer of another chunk, or use fewer stages."
         )
     return table
 
@@ -184,27 +186,29 @@ def _first(table: Layers) -> Layers:
 
 
 def to_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns `blocks`, [chunks, layers / chunks, ...], in the order that a schedule with this
-    placement needs. The placement is a table [chunks, stages] of each chunk's place in the model;
-    the given `blocks` are in the order of the model.
+    """Returns `blocks`, [v, L / v, ...] for v chunks per stage, in the order that a schedule with
+    this placement needs. The placement, [v, P], has each chunk's place in the model. The argument
+    `blocks` is in the order of the model.
 
     A placement is looped if chunk c of stage s is at place c P + s, with P stages. The blocks are
     then returned as they are. Every schedule that the executor `lockstep` runs has a looped
-    placement. Pad blocks of uneven layers with `pad_layers` first.
+    placement. If the chunks have unequal numbers of layers, first pad `blocks` with `pad_layers`.
 
     Raises:
-        ValueError: the blocks have another number of chunks than the placement, or the number of
-            layers is not a multiple of the number of chunks of all stages.
+        ValueError: dim 0 of the blocks and dim 0 of the placement differ, or the number of layers
+            is not a multiple of v P.
     """
-    # Group c P + s of the result, for chunk c of stage s, is the group of its place in the model.
+    # The layers of chunk c of stage s are group c P + s of the result, and group `placement[c, s]`
+    # of `blocks`. So the raveled placement has, for each group of the result, the group to take.
     return _reordered("pipeline.to_placement", blocks, placement, np.ravel(placement))
 
 
 def from_placement(blocks: Tree, placement: Placement) -> Tree:
-    """Returns `blocks`, [chunks, layers / chunks, ...], in the order of the model. `blocks` are in
-    the order that a schedule with this placement needs: this function is the inverse of
-    `to_placement`."""
-    # `argsort` of a placement gives, for each place, the chunk of a stage, as c P + s.
+    """Returns `blocks`, [v, L / v, ...] for v chunks per stage, in the order of the model. The
+    argument `blocks` is in the order that a schedule with this placement needs: this function is
+    the inverse of `to_placement`."""
+    # The layers of chunk c of stage s are group c P + s of the argument `blocks`, of v P groups.
+    # `argsort` of a placement gives, for each place in the model, the number of this group.
     order = np.argsort(placement, axis=None)
     return _reordered("pipeline.from_placement", blocks, placement, order)
 
@@ -212,24 +216,24 @@ def from_placement(blocks: Tree, placement: Placement) -> Tree:
 def _reordered(
     where: str, blocks: Tree, placement: Placement, order: Int[np.ndarray, " places"]
 ) -> Tree:
-    """Returns `blocks`, [chunks, layers / chunks, ...], with the layers reordered in groups, one
-    group for each chunk of each stage: group k of the result is group `order[k]` of `blocks`.
+    """Returns `blocks`, [chunks, layers / chunks, ...], with the chunks in another order. A group
+    is the layers of one chunk of one stage; group k of the result is group `order[k]` of `blocks`.
     Raises `ValueError` for arrays of other shapes. The message begins with `where`, the name of the
     function that the user called."""
     v, P = checked_placement(where, placement).shape
 
     def leaf(w):
-        """Returns one array, [chunks, layers / chunks, ...], with its groups of layers, one for
-        each chunk of each stage, in the order `order`."""
+        """Returns `w`, [chunks, layers / chunks, ...], with the chunks in the new order. A group is
+        the layers of one chunk of one stage; group k of the result is group `order[k]` of `w`."""
         # Each place has the same number of layers: places with fewer were padded.
-        if w.shape[:1] != (v,) or w.shape[1] % P:
+        if w.ndim < 2 or w.shape[0] != v or w.shape[1] % P:
             raise ValueError(
-                f"{where}: {v} chunks on {P} stages need arrays of the blocks of "
-                f"shape [{v}, L / {v}, ...], with L, the number of layers, a multiple of {v * P}; "
-                f"got {w.shape}."
+                f"{where}: {v} chunks on each of {P} stages need blocks whose arrays have the "
+                f"shape [{v}, L / {v}, ...], where L, the number of layers, is a multiple of "
+                f"{v * P}; got {w.shape}."
             )
         # A looped placement is the model's order, so nothing is copied.
-        if np.array_equal(order, np.arange(v * P)):
+        if is_looped(placement):
             return w
         return w.reshape(v * P, -1, *w.shape[2:])[order].reshape(w.shape)
 
@@ -237,12 +241,13 @@ def _reordered(
 
 
 def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree:
-    """Returns the auxiliary values of this stage's chunks. `stages` has the values to log that all
-    chunks returned, one row for each chunk of the model, as in `Aux.stages`; the result has the
+    """Returns the auxiliary values of this stage's chunks. `stages` has the auxiliary values of all
+    chunks of the model, with one row for each chunk, as in `Aux.stages`; the result has only the
     rows of this stage's chunks.
 
     Call it in the function that `step.make` takes as `after_update`. That function may use these
-    values to change this stage's blocks: for example, the loads of experts to change their biases.
+    values to change this stage's blocks. For example, it may compute new biases of the experts from
+    the loads of the experts.
     `placement` is the schedule's `placed`, [chunks, stages]. On one device with `unpipelined`, pass
     the axis `()` and a placement of one stage: then all chunks are on this stage.
 
@@ -261,12 +266,12 @@ def local_chunks(stages: PyTree, axis: AxisLike, placement: Placement) -> PyTree
     local_places = jnp.asarray(placement)[:, axis.index()]
 
     def of_this_stage(path, leaf):
-        """Returns, of one value with a row for each chunk of the model, the rows of this stage's
-        chunks."""
+        """Returns the rows of this stage's chunks, from an array with one row for each chunk of the
+        model."""
         if leaf.shape[:1] != (placement.size,):
             raise ValueError(
                 f"pipeline.local_chunks: {checks.form(path, leaf)} must have a first dim of "
-                f"{placement.size}, the number of places in the model. Pass the values of "
+                f"{placement.size}, the number of chunks of all stages. Pass the values of "
                 "`Aux.stages`, after the mean over microbatches."
             )
         return leaf[local_places]
@@ -283,14 +288,14 @@ def stored(
 
     On disk the layers are in the order of the model. So a run with another placement, or without a
     pipeline, can read the layers. The optimizer's arrays for the blocks are stored in the same way.
-    An optimizer's array belongs to a leaf of the blocks if its path ends with the path of the leaf,
-    and its first two dims (on disk, its first dim) have the same sizes as those of the leaf.
+    An optimizer's array belongs to a leaf of the blocks if two conditions hold: its path ends with
+    the path of the leaf, and the first two dims of both (on disk, the first dim) have equal sizes.
 
     Args:
         blocks: picks the blocks from the model, as in `pipeline.value_and_grad`.
         placement: the schedule's `placed`, `[chunks, stages]`.
-        table: the table of layers with which `pad_layers` padded the blocks, if they are uneven;
-            the padding is not stored.
+        table: the table of layers that `pad_layers` took; None if the blocks have no padding. The
+            padding is not stored.
     """
     placement = checked_placement("pipeline.stored", placement)
     layers = None if table is None else checked(table)
@@ -304,13 +309,10 @@ def stored(
         return to_placement(w, placement)
 
     def on_blocks(change, dims):
-        """Returns a function that takes a state and applies `change` to each array of the blocks.
-
-        An optimizer's array belongs to the blocks if its path ends with the path of an array of the
-        blocks, and the first `dims` dims of both have the same sizes. `dims` is 2 on the way to the
-        disk, from blocks of [chunks, layers / chunks, ...], and 1 on the way back, from blocks of
-        [layers, ...].
-        """
+        """Returns a function that takes a state and applies `change` to the arrays of the blocks,
+        and to the optimizer's arrays for them. `dims` is the number of first dims that run over
+        chunks and layers: 2 in memory, [chunks, layers / chunks, ...], and 1 on disk, [layers,
+        ...]."""
 
         def converted(state):
             """Returns the state with `change` applied to the blocks, and to the optimizer's arrays
@@ -324,8 +326,8 @@ def stored(
             ]
 
             def leaf(path, x):
-                """Returns a leaf of the state, with `change` applied if it is an array of the
-                blocks, or an optimizer's array for such an array."""
+                """Returns `change(x)` if `x`, a leaf of the state, is an array of the blocks or an
+                optimizer's array for them. Returns `x` otherwise."""
                 # The index of the model's leaf with which `path` ends; None if there is none.
                 i = trees.parameter_index(path, paths)
                 # The optimizer may also hold arrays of other shapes, such as factored moments.

@@ -4,21 +4,24 @@ ticks, without a conditional.
 
 If the schedule's table gives a stage no job in a tick, the stage computes on values that are left
 from earlier ticks, and the result is masked. So a ring of `ppermute` inside a stage is allowed: all
-devices run the ring.
+devices run the ring. But the user's `stage` must not itself send, over the axis of the stages,
+values computed from a microbatch or a cotangent: in a tick, each stage has another microbatch, or
+none (`checks.refuse_sending`).
 
 F is the forward pass of a chunk of layers for one microbatch, and B its backward pass. B may be
 split into I (the cotangent of the input x) and W (the gradients of the weights). A lane is one kind
 of work within a tick: "forward" (F), "head", "backward" (B or I), "weight" (W). A stretch is a
-period of ticks in which the same lanes run, each on at least one stage; each stretch is one
-`lax.scan`.
+series of successive ticks in which the same lanes run; each stretch is one `lax.scan`.
 
-A row has the numbers of one tick: `row.jobs[lane][stage]` is the number of a job, or -1 for none.
-Job 3 is the job for microbatch 3 if a stage has one chunk. The other fields have the numbers of
-slots; a slot is a place in a buffer where an array waits for a later tick. All stages run the head
-and the embedding together: `row.jobs["head"]` is one microbatch. `table` and `ticks` have the rows
-of many ticks. `carry` has the values that a tick leaves for the next tick: `carry.arrived` has the
-messages of this stage, and `carry.sums` the sums of losses and gradients. `jobs` runs the user's
-functions: `jobs.forward(carry, row, ...)` returns F's output and the new carry.
+A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. The embedding, its backward pass
+and the head run on all stages; `row.jobs["embed"]`, `row.jobs["embed_backward"]` and
+`row.jobs["head"]` are the numbers of their microbatches. In the other fields of a row, each number
+is the index of a slot, a place in a buffer where an array waits for a later tick. `table` and
+`ticks` have the rows of many ticks. `carry` has the values that a tick passes to the next tick:
+`carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses and gradients.
+`jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output and the new
+carry.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
@@ -52,9 +55,9 @@ class Arrived(NamedTuple):
 
     Attributes:
         entered: the embedding's output for the next forward job of the model's first chunk.
-        x: the activation from the stage before, as it was sent.
+        x: the message with an activation, from the stage before this one.
         y: the output of the forward job in this tick; None between ticks.
-        ct: the cotangent of the floating-point leaves of x, from the stage after, as it was sent.
+        ct: the message with the cotangent of a chunk's output, from the stage after this one.
         from_head: cotangents of the head that the last stage has not used yet, [slots, ...] each.
     """
 
@@ -80,14 +83,14 @@ def run(jobs: Jobs) -> Sums:
     lanes: Lanes = [("forward", forward), ("head", head)]
     if jobs.differentiates:
         lanes += [("backward", backward), ("weight", Jobs.weight)]
-    # The send of the activation and the next embedding come last, and no lane of the tick waits for
+    # The send of the activation and the next embedding come last, and no job of the tick waits for
     # them: XLA can overlap their messages with the backward lanes.
     return _run(jobs, [*lanes, ("forward", send_activation), ("forward", embed_next)])
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the forward job: for the first chunk of the model on the embedding's output, for other
-    chunks on the activation that arrived. Keeps the output as `y`."""
+    """Runs the forward job of a chunk. The model's first chunk runs on the embedding's output, and
+    any other chunk on the activation that arrived. Keeps the output as `y`."""
     arrived = jobs.send.whole(carry.arrived.x, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, arrived)
     return carry.with_arrived(y=y)
@@ -104,24 +107,24 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the backward job: B, or only I if the schedule splits B into I and W. B and I both
     compute the cotangent of the chunk's input, and the function sends this cotangent to the stage
-    before. Then it runs the backward pass of the embedding, which adds gradients only for the first
-    chunk of the model."""
+    before. Then it runs the backward pass of the embedding: on this cotangent if the chunk is the
+    model's first, else on 0."""
     ct, carry = jobs.backward(carry, row, _cotangent(jobs, carry, row))
     # The message needs only the cotangent, so it can overlap with the gradients that follow.
     carry = carry.with_arrived(ct=jobs.moved(jobs.send.part(ct), distance=-1))
     task = jobs.task_of(row, "backward")
-    # All stages run the embedding's backward pass, since embed may have collectives. Its cotangent
-    # is 0 except for the first chunk of the model.
+    # All stages run the embedding's backward pass, since embed may have collectives.
     is_first = (task.position == 0) & task.valid
     return jobs.embed_backward(carry, row, masked(is_first, ct))
 
 
 def send_activation(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Sends the activation to the next stage, and drops `y`, which the carry has only within a
-    tick. No other kind of work in this tick waits for this message."""
-    # On a CPU the message waits for the tick's lanes, by their loss and cotangent: all devices must
-    # run the collectives of a loop in one order. It does not wait for the gradients that
-    # embed_backward and the weight lane compute after this cotangent.
+    """Sends `y`, the output of this tick's forward job, to the next stage, where it arrives as `x`.
+    Then sets `y` to None: the carry has `y` only within a tick. The jobs of this tick (F, head, B
+    and W) do not wait for the message."""
+    # On a CPU all devices must run the collectives of a loop in one order. So there the message
+    # waits for F, for the head (its loss) and for B (the cotangent that B sent), but not for the
+    # gradients that embed_backward and W compute after that cotangent.
     y = sequence_after(jobs.send.part(carry.arrived.y), (carry.sums.loss, carry.arrived.ct))
     return carry.with_arrived(x=jobs.moved(y, distance=1), y=None)
 
@@ -130,8 +133,8 @@ def embed_next(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """Runs the embedding for the next tick that has a forward job. No other work of this tick waits
     for the embedding's messages."""
     # `row.jobs["embed"]` is the microbatch of the next tick with F: `_run` moved these numbers. On
-    # a CPU the embedding's messages wait for the activation's. `jobs.after` makes the parameters
-    # wait too, since a collective of the embedding may depend on the parameters alone.
+    # a CPU the embedding's messages wait for the activation's. With `jobs.after`, code that uses
+    # the parameters waits too: a collective of the embedding may depend on the parameters alone.
     microbatch = sequence_after(row.jobs["embed"], carry.arrived.x)
     return carry.with_arrived(entered=jobs.after(carry.arrived.x).embed(microbatch))
 
@@ -147,9 +150,10 @@ def _cotangent(jobs: Jobs, carry: Carry, row: Row) -> PyTree:
 
 
 def _run(jobs: Jobs, lanes: Lanes) -> Sums:
-    """Runs the kinds of work in `lanes` in all ticks of the schedule, and returns the sums. If a
-    sequence of stretches (successive ticks with the same kinds of work) repeats, one loop runs all
-    its repeats."""
+    """Runs all ticks of the schedule, and returns the sums. `lanes` has pairs: a kind of work and
+    its function. A tick runs the function of each kind that at least one stage has in this tick. If
+    a sequence of stretches (successive ticks with the same kinds) repeats, one loop runs all its
+    repeats."""
     schedule, send = jobs.schedule, jobs.send
     table = rows(schedule)
     all_stretches = stretches(table)
@@ -189,6 +193,8 @@ def _run(jobs: Jobs, lanes: Lanes) -> Sums:
     carry = jobs.start(arrived, saved_count, schedule.deferred_count)
     first = 0  # the first tick of the pattern
     for repeats, pattern in loops(all_stretches):
+        # The first tick of the program has no loop before it that it must wait for (`is_first`). In
+        # a pattern that repeats, the first tick must wait: it also follows the pattern's last tick.
         run_pattern = functools.partial(
             _stretches, jobs, lanes, pattern, is_first=first == 0 and repeats == 1
         )
@@ -226,16 +232,16 @@ def _stretches(
 ) -> tuple[Carry, None]:
     """Runs the stretches of one pattern, and returns `(carry, None)`, as a body of `lax.scan`. Each
     stretch of `pattern` is a pair: the names of the lanes (kinds of job) that run, and the number
-    of ticks in which they run. `lanes` has pairs of a lane's name and its function, and `ticks` the
-    rows of all ticks of the pattern. `is_first` says whether `carry` is the one before all ticks,
-    for which `jobs` already waits."""
+    of ticks in which they run. `lanes` has pairs of a lane's name and the lane's function. `ticks`
+    has the schedule's rows for all ticks of the pattern. If `is_first` is true, the pattern begins
+    with the program's first tick. No loop runs before that tick, so the tick waits for no loop."""
     first = 0  # the first tick of the stretch
     for names, length in pattern:
         of_stretch, jobs_now = _between(ticks, first, first + length), jobs
         if length == 1 and not (is_first and first == 0):
             # XLA unrolls a loop of one tick. On a CPU its collectives must then wait for the
-            # previous loop, or devices could run them in different orders. `jobs.after(carry)` are
-            # the jobs, with parameters that wait for the carry.
+            # previous loop, or devices could run them in different orders. In `jobs.after(carry)`,
+            # code that uses the parameters waits for the carry.
             of_stretch, jobs_now = sequence_after(of_stretch, carry), jobs.after(carry)
         running = [functools.partial(lane, jobs_now) for name, lane in lanes if name in names]
         # If only the loss is needed, no lane runs in the backward ticks.
@@ -292,8 +298,8 @@ def loops(stretches: list[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
 
 
 def _repeats(stretches: list[Stretch], begin: int, period: int) -> int:
-    """Returns how many times in a row the `period` stretches from `begin` on occur; this is at
-    least 1."""
+    """Returns how many times in a row a pattern of stretches occurs, which is at least 1. The
+    pattern is `stretches[begin : begin + period]`."""
     pattern, repeats = stretches[begin : begin + period], 1
     while stretches[begin + repeats * period : begin + (repeats + 1) * period] == pattern:
         repeats += 1

@@ -49,28 +49,33 @@ def unpipelined(
 
     `blocks(params)` picks the parameters of the layers, arrays [v, ...] for v chunks of layers per
     stage. The chunks of layers run one after another on the whole batch. If there are auxiliary
-    values, the function returns `(loss, aux)`: `aux` has the head's values, or, if stages have
-    values too, `aux` is an `Aux`, in which the arrays of `stages` are [v, ...].
+    values, the function returns `(loss, aux)`. If stages have auxiliary values, `aux` is an `Aux`,
+    and the arrays of its `stages` are [v, ...]. If only the head has some, `aux` is the head's
+    values.
 
-    With a schedule's `placed` as `placement`, an array [v, P] for P stages, the function runs the
-    chunks of all stages in the order of their positions in the model, as the pipeline does. Each
-    chunk then has its own `position` and its own auxiliary values: the arrays of `stages` are [vP,
-    ...]. Without a placement, the chunks with the same number c on all stages run as one chunk, at
-    position c, so a stage that uses `position` needs the placement. The layers then run in the
-    order in which they are stored. The stored order is the model's order only if chunk c of stage p
-    is at position c P + p (a looped placement).
+    If `placement` is given, the function runs the chunks of all stages in the order of their
+    positions in the model, as the pipeline does. The placement is an array [v, P] for P stages: the
+    `placed` of a schedule. Each chunk then has its own `position` and its own auxiliary values: the
+    arrays of `stages` are [vP, ...].
+
+    Without a placement, the layers run in the order in which they are stored, as v chunks. Entry c
+    of the arrays has the layers of chunk c of every stage, and runs as one chunk, at position c.
+    The pipeline has other positions, so a `stage` that uses `position` needs the placement. The
+    stored order is the model's order only if chunk c of stage s is at position c P + s (a looped
+    placement).
     """
 
     def loss(params, batch):
         """Returns the loss, or `(loss, aux)`, of the whole batch."""
         arrays, static = eqx.partition(blocks(params), eqx.is_array)
         if placement is not None:
-            arrays = from_placement(arrays, placement)
+            arrays = from_placement(arrays, placement)  # same shapes, layers in the model's order
             places = placement.size
             # One entry for each place: [v, L / v, ...] -> [vP, L / (vP), ...].
             arrays = jax.tree.map(lambda w: w.reshape(places, -1, *w.shape[2:]), arrays)
         params_of_places = []
-        # The parameters and the position of each place, or without a placement of each chunk.
+        # The parameters and the position of each chunk: vP chunks, one for each place, or v chunks
+        # without a placement.
         for place in range(jax.tree.leaves(arrays)[0].shape[0]):
             of_place = eqx.combine(jax.tree.map(operator.itemgetter(place), arrays), static)
             position = jnp.asarray(place, jnp.int32)
@@ -83,8 +88,8 @@ def unpipelined(
 def sequential(
     embed: Callable[..., Any], stage: Callable[..., Any], head: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree], Any]:
-    """Returns a loss function for one device that runs all layers as one stage, at position 0. A
-    pipeline of the same `embed`, `stage` and `head` computes the same loss.
+    """Returns a loss function for one device that runs all layers in one call of `stage`, with
+    `position` 0. A pipeline of the same `embed`, `stage` and `head` computes the same loss.
 
     The arrays of the layers have no leading dim of chunks. If there are auxiliary values, the
     function returns `(loss, aux)`. If the stage has auxiliary values, `aux` is an `Aux`, and the
@@ -107,8 +112,9 @@ def _loss(
 ) -> Any:
     """Runs embed, the stage at each (parameters, position) of `params_of_places`, and the head.
 
-    Returns the loss, or `(loss, aux)` if there are auxiliary values. The loss is the head's loss
-    plus the terms that the stages add to the loss.
+    Returns the loss, or `(loss, aux)` if there are auxiliary values: `aux` is an `Aux` if the
+    stages have some, else the head's values alone. The loss is the head's loss plus the terms that
+    the stages add to the loss.
     """
     x, outputs = embed(params, batch), []
     for of_place, position in params_of_places:

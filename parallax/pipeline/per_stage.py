@@ -1,22 +1,24 @@
 """The executor in which each stage runs only its own job in a tick, or no job. The program is one
 loop over the ticks, without a conditional.
 
-A job is a loop of one iteration, or of no iteration on a stage that does not have this job in the
-tick. The jobs are F (the forward pass of a chunk of layers for one microbatch), I (the cotangent of
-its input x) and W (the gradients of its weights). All devices run the embedding and the head
-together, since these may communicate over the stages. A tick has several parts, in this order:
-embed; forward (F), backward (I) or weight (W), whichever job the stage has; exchange; head;
-embed_backward. The exchange sends messages in every tick. A message waits in a slot, a numbered
-place in a buffer, until the job that needs it runs.
+Each job is the body of a loop. The loop has one iteration on a stage that has the job in this tick,
+and none on other stages. The jobs are F (the forward pass of a chunk of layers for one microbatch),
+I (the cotangent of the chunk's input x) and W (the gradients of the chunk's weights). The
+embedding, its backward pass and the head may communicate over the stages: if one of them runs in a
+tick, all devices run it. A tick has several parts, in this order: embed; forward (F), backward (I)
+or weight (W), whichever job the stage has; exchange; head; embed_backward. The exchange sends
+messages in every tick. A message waits in a slot, a numbered place in a buffer, until the job that
+needs it runs.
 
 A row has the numbers of one tick: `row.jobs["forward"][stage]` is the number of a job, or -1 for
-none. Job 3 is the job for microbatch 3 if a stage has one chunk. In the other fields a number says
-which slot is used. For embed, head and embed_backward a row has one number, that of the microbatch,
-for all stages: for example `row.jobs["head"]`. `table` has the rows of all ticks. `carry` has the
-values that a part leaves for the next part: `carry.arrived` has the messages of this stage, and
-`carry.sums` the sums of losses and gradients. `jobs` runs the user's functions:
-`jobs.forward(carry, row, ...)` returns F's output and the new carry. `jobs.index` is the number of
-this stage, and `jobs.first` says whether it is stage 0.
+none. Job 3 is the job for microbatch 3 if a stage has one chunk. `row.jobs["embed"]`,
+`row.jobs["embed_backward"]` and `row.jobs["head"]` are the numbers of the microbatches for which
+the embedding, its backward pass and the head run. In the other fields of a row, each number is the
+index of a slot. `table` has the rows of all ticks. `carry` has the values that a part passes to
+the next part: `carry.arrived` has the messages of this stage, and `carry.sums` the sums of losses
+and gradients. `jobs` runs the user's functions: `jobs.forward(carry, row, ...)` returns F's output
+and the new carry. `jobs.index` is the number of this stage, and `jobs.first` says whether it is
+stage 0.
 
 `jobs.x` is an activation of zeros, and `jobs.moving` are its floating-point leaves, which have a
 cotangent. `jobs.send.part` turns an array into a message, and `jobs.send.whole(message, like)`
@@ -44,6 +46,7 @@ from parallax.collectives.types import varying
 from parallax.grads.axes import axes_of
 from parallax.jaxprs import COLLECTIVES, counted_scope, inner, opened
 from parallax.pipeline.buffers import masked, put, stacked_zeros, taken
+from parallax.pipeline.checks import without_the_stages
 from parallax.pipeline.jobs import Carry, Jobs, Sums
 from parallax.pipeline.rows import Row, forward_alone, rows
 from parallax.pipeline.traced import trace
@@ -54,10 +57,10 @@ class Arrived(NamedTuple):
     """The messages of this stage.
 
     Attributes:
-        slots: the activations and cotangents that arrived and are waiting, as [slots, ...] for each
-            leaf of x.
+        slots: the messages that arrived and wait for their jobs: an array [slots, ...] for each
+            leaf of a message. A message is an activation or a cotangent.
         entered: the output of the embedding in this tick; None between ticks.
-        sent: the message of this stage in this tick; None between ticks.
+        sent: the message that this stage sends in this tick; None between ticks.
     """
 
     slots: PyTree
@@ -80,10 +83,11 @@ def run(jobs: Jobs) -> Sums:
     nothing_sent = jobs.send.part(jobs.x)  # zeros of a message's shapes
     # One slot more than the table needs, for messages that no job reads.
     slots = stacked_zeros(nothing_sent, schedule.arrival_count + 1)
-    # `entered` and `sent` are arrays, as within a tick: `_traced_alone` traces the jobs on a carry
-    # with these. No tick reads those of the tick before, so between ticks they are None and take no
-    # memory.
+    # Within a tick `entered` and `sent` are arrays. They are here too, since `_traced_alone` traces
+    # the jobs on this carry. Between ticks they are None, which takes no memory: no tick reads
+    # those of the tick before.
     begin = Arrived(slots=slots, entered=jobs.x, sent=nothing_sent)
+    # The two numbers of slots: for arrays that F saves, and for those that I stores for W.
     carry = jobs.start(begin, schedule.slot_count, schedule.deferred_count)
     # Only the jobs F, I and W, which stages run alone, are checked for collectives.
     for name, part in parts.items():
@@ -94,13 +98,14 @@ def run(jobs: Jobs) -> Sums:
         parts["embed_backward"] = embed_backward
 
     def tick(carry, row):
-        """Runs the parts of one tick in order, each only if `row`, the tick's row of the schedule,
-        has a job or a microbatch for it. Returns `(carry, None)`, as a body of `lax.scan`."""
+        """Runs the parts of one tick: embed, the stage's job, exchange, head and embed_backward.
+        All parts but the exchange run only if `row`, the tick's row of the schedule, has a job or a
+        microbatch for them. Returns `(carry, None)`, as a body of `lax.scan`."""
         carry = carry.with_arrived(entered=jobs.x, sent=nothing_sent)
         for name, part in parts.items():
             if name in table.jobs:
                 carry = _if_runs(name, part, jobs, carry, row, table)
-            else:  # the exchange, which runs in every tick
+            else:  # the exchange: it has no numbers in the table, and runs in every tick
                 carry = part(jobs, carry, row)
         return carry.with_arrived(entered=None, sent=None), None
 
@@ -114,10 +119,11 @@ def embed(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def forward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Runs the forward pass of a chunk: for the model's first chunk on the embedding's output, for
-    other chunks on an activation that arrived. Keeps the output as `sent`, the message of this
-    tick."""
-    # The slots have messages. `taken` reads from `jobs.x` only how many dims each message has.
+    """Runs the forward pass of a chunk. The model's first chunk runs on `entered`, the embedding's
+    output in this tick, and any other chunk on an activation that arrived. Keeps the output as
+    `sent`, the message of this tick."""
+    # `taken` reads the message from this slot. Of `jobs.x`, it uses only the number of dims of each
+    # leaf.
     waiting = taken(carry.arrived.slots, jobs.x, row.arrival["forward"][jobs.index])
     x = jobs.send.whole(waiting, jobs.x)
     y, carry = jobs.forward(carry, row, carry.arrived.entered, x)
@@ -129,7 +135,8 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     arrived from a stage or from the head. Keeps the cotangent of x as `sent`, the message of this
     tick."""
     slots = eqx.filter(carry.arrived.slots, eqx.is_inexact_array)  # only these have a cotangent
-    # `taken` reads from `jobs.moving` only how many dims each message has.
+    # `taken` reads the cotangent from this slot. Of `jobs.moving`, it uses only the number of dims
+    # of each leaf.
     waiting = taken(slots, jobs.moving, row.arrival["backward"][jobs.index])
     ct, carry = jobs.backward(carry, row, jobs.send.whole(waiting, jobs.moving))
     # Activations and cotangents use the same messages, so a cotangent is sent with all leaves of x:
@@ -139,11 +146,11 @@ def backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def exchange(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Sends this tick's message over each distance (a number of stages) that occurs in the
-    schedule, and writes the messages that arrive into slots.
+    """Sends this stage's message of the tick, and writes the messages that arrived into slots. The
+    stage sends once for each distance d in the schedule, to the stage that is d stages after it.
 
-    All devices must send and receive at once, so a stage also gets messages that it does not need.
-    Such messages go into a slot that is never read.
+    All devices take part in each send, a `ppermute`, so a stage also gets messages that it does not
+    need. Such messages go into a slot that is never read.
     """
     sent, before = carry.arrived.sent, carry.sums.loss
     for distance, slots in row.arriving.items():
@@ -166,10 +173,10 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
     """
     # `schedule.last` is the stage of the last place. This tick's message there is its output.
     to_the_last_stage = jobs.schedule.stages - 1 - jobs.schedule.last
-    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs the head in a loop,
-    # and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message depend on
-    # such a number, its second argument, and so on the loop. Otherwise XLA would move the send out
-    # of this loop, into every tick.
+    # `_sent` gives this tick's message, `carry.arrived.sent`, and makes it depend on this number.
+    # The number depends on the loop that runs the head: `_if_runs` added the loop's index, 0, to
+    # it. If the message did not depend on the loop, XLA would move the send out of the loop, into
+    # every tick.
     y = jobs.send.whole(_sent(carry, row.jobs["head"]), jobs.x)
     ct, carry = jobs.head(carry, row, jobs.moved(y, distance=to_the_last_stage))
     # `ct` has None for leaves without a cotangent; `put` leaves the slots of these as they are.
@@ -178,27 +185,28 @@ def head(jobs: Jobs, carry: Carry, row: Row) -> Carry:
 
 
 def embed_backward(jobs: Jobs, carry: Carry, row: Row) -> Carry:
-    """Adds the gradients of the parameters that the embedding reads. In this tick stage 0 has
-    computed the cotangent of the input of the model's first chunk, so the message of stage 0 is the
-    cotangent of the embedding's output. The other stages use a cotangent of 0."""
-    # `_sent` gives this tick's message, `carry.arrived.sent`. `_if_runs` runs embed_backward in a
-    # loop, and adds the loop's index, 0, to the numbers of the row. `_sent` makes the message
-    # depend on such a number, its second argument, and so on the loop. Otherwise XLA would compute
-    # in every tick the values that depend on the message alone. All messages have the leaves of an
-    # activation; only the floating-point leaves are the cotangent.
+    """Runs the backward pass of the embedding, and adds the gradients to the sums. In this tick
+    stage 0 has computed the cotangent of the embedding's output, the input of the model's first
+    chunk. Stage 0 reads this cotangent from `carry.arrived.sent`. The other stages use a cotangent
+    of 0."""
+    # `_sent` gives this tick's message, `carry.arrived.sent`, and makes it depend on this number.
+    # The number depends on the loop that runs embed_backward: `_if_runs` added the loop's index, 0,
+    # to it. Otherwise XLA would compute in every tick the values that depend on the message alone.
+    # All messages have the leaves of an activation; only the floating-point leaves are the
+    # cotangent.
     sent = eqx.filter(_sent(carry, row.jobs["embed_backward"]), eqx.is_inexact_array)
     ct = masked(jobs.first, jobs.send.whole(sent, jobs.moving))
     return jobs.embed_backward(carry, row, ct)
 
 
 def _sent(carry: Carry, microbatch: Int[Array, ""]) -> PyTree:
-    """Returns this stage's message in this tick, as head and embed_backward read it.
+    """Returns this stage's message in this tick, for the part `head` or `embed_backward`.
 
-    `microbatch` is the row's number for the part that reads the message; it is -1 only in a tick in
-    which this part does not run. So wherever the message is read, the condition `microbatch >= 0`
-    is true. The condition makes the message depend on the part's loop, since `_if_runs` adds the
-    loop's index to each number of the row. Without it, XLA would run the part's collectives before
-    the loop, in all ticks.
+    `microbatch` is `row.jobs["head"]` or `row.jobs["embed_backward"]`. The part runs only in ticks
+    in which this number is at least 0, so the condition `microbatch >= 0` is always true. The
+    condition makes the message depend on the part's loop, since `_if_runs` adds the loop's index,
+    which is 0, to each number of the row. Without this dependence, XLA would run the part's
+    collectives before the loop, in all ticks.
     """
     return masked(microbatch >= 0, carry.arrived.sent)
 
@@ -219,12 +227,13 @@ def _traced_alone(name: str, part: Part, jobs: Jobs, carry: Carry, table: Row) -
 
 def _if_runs(name: str, part: Part, jobs: Jobs, carry: Carry, row: Row, table: Row) -> Carry:
     """Returns the carry after a part if the part runs in this tick, else the carry as it was. The
-    part is a loop of one iteration or of none.
+    part is the body of a loop with one iteration or none.
 
     A conditional would make XLA copy the whole carry, all slots, in each tick; a loop updates its
     carry in place. The loop has a name from `counted_scope`, such as "head.3_of_8": in the compiled
-    program this name tells that the head runs in 3 of 8 ticks. All stages run a kind of job in
-    equally many ticks, so the column of stage 0 in `table` tells in how many ticks the part runs.
+    program this name tells that the head runs in 3 of 8 ticks. These numbers come from `table`. For
+    a job (F, I or W), the ticks of stage 0 are counted, since all stages run equally many jobs of
+    each kind. For embed, head and embed_backward, `table` has one column for all stages.
     """
     column, number = table.jobs[name], row.jobs[name]
     # `column` is [ticks, stages], or [ticks] for a part that all stages run together.
@@ -249,13 +258,13 @@ GROUPED = COLLECTIVES - {"linear_collective", "ppermute", "ragged_all_to_all"}
 DESCRIPTIONS = {
     "forward": "a stage's forward pass",
     "backward": "a stage's backward pass",
-    "weight": "the gradients of a stage's weights",
+    "weight": "the gradient of a stage's weights",
 }
 
 
 def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
-    """Refuses with a `ValueError` a job with a collective that a stage cannot run alone. `jaxpr` is
-    the job's program, and `name` its description for the error; `axis` is the axis of the stages.
+    """Raises `ValueError` if a job has a collective that a stage cannot run alone. `jaxpr` is the
+    job's program, and `name` its description for the error; `axis` is the axis of the stages.
 
     A grouped collective, such as a `psum` over a tensor axis, waits only for the devices of its
     group. A `ppermute` is one operation of all devices: it hangs or gives wrong numbers if some of
@@ -274,13 +283,13 @@ def refuse_crossing(name: str, jaxpr: Jaxpr, axis: Axis) -> None:
         if crosses:
             raise ValueError(
                 f"pipeline: in this schedule {runs}. Stages that run another job would never join "
-                f"this collective. Move it into embed or head, or {cure}."
+                f"this collective. {without_the_stages(axis)}"
             )
         if eqn.primitive.name not in GROUPED:
             raise ValueError(
                 f"pipeline: in this schedule {runs}. All devices must run this collective "
-                f"at once. Let jax.lax do this collective (give {axes} alone as the axis, without "
-                f"an algorithm), or {cure}."
+                "at the same time. Use jax.lax.psum or jax.lax.all_gather in its place (if an axis "
+                f"has an algorithm, such as ring, pass only the name {axes}), or {cure}."
             )
 
 

@@ -1,5 +1,5 @@
-"""Traces the user's functions and their gradients, once each, for one device, and makes the
-arguments with which the traced programs are called.
+"""Traces the user's functions and their gradients for one device, and makes the arguments with
+which the traced programs are called.
 
 Legend: P stages, M microbatches, v chunks per stage, F forward, B backward. B may be split into I
 (the input's cotangent) and W (the gradients of the weights). Blocks are the parameters that are
@@ -21,7 +21,8 @@ is a tree like the arguments, with True for each array that the results depend o
 along a mesh axis if its type says that the array may differ between the axis's devices.
 `varying(x, names)` is `x` typed as varying along the axes `names`, and `match_varying(x, like)` is
 `x` typed as varying also along the axes of `like`. Taps (`parallax.recording`) record values in the
-user's functions, each with the microbatch's number, which `recording.job(microbatch, valid)` gives.
+user's functions, each with the microbatch's number. `recording.job(microbatch, valid)` returns this
+number, or -1 if `valid` is false; it returns None if nothing is recorded.
 """
 
 import functools
@@ -39,7 +40,7 @@ from parallax._typing import PyTree
 from parallax.collectives import Axis
 from parallax.collectives.types import match_varying, varying, varying_axes
 from parallax.grads import split_into_microbatches
-from parallax.grads.axes import axes_of
+from parallax.grads.axes import axes_of, axes_of_several_devices
 from parallax.jaxprs import opened
 from parallax.pipeline import checks, traced
 from parallax.pipeline.buffers import Counts, masked
@@ -51,9 +52,9 @@ from parallax.split_backward import split
 
 
 class Functions(NamedTuple):
-    """The user's functions, and the fields `blocks` and `trainable`, which pick from the parameters
-    the layers that are split over the stages and the trained leaves. All are arguments of
-    `pipeline.value_and_grad`, with these names."""
+    """The user's functions `embed`, `stage` and `head`; `blocks`, which picks from the parameters
+    the layers that are split over the stages; and `trainable`, which says which leaves of the
+    parameters are trained. All are arguments of `pipeline.value_and_grad`, with these names."""
 
     embed: Callable[..., Any]
     stage: Callable[..., Any]
@@ -70,7 +71,7 @@ class Parameters(NamedTuple):
         blocks: the trained arrays of the blocks: each array is [chunks, ...], or [...] if the tree
             has only one chunk.
         ends: the other trained arrays.
-        fixed_blocks: the arrays of the blocks that are not trained.
+        fixed_blocks: the untrained arrays of the blocks.
         fixed: all remaining leaves, also those that are not arrays.
     """
 
@@ -80,7 +81,7 @@ class Parameters(NamedTuple):
     fixed: PyTree
 
     def joined(self) -> PyTree:
-        """Returns the four trees as one: the parameters as the user's functions take them."""
+        """Returns one tree of all parameters, as the user's functions take it."""
         return eqx.combine(*self)
 
 
@@ -91,8 +92,9 @@ class Task(NamedTuple):
         microbatch: the number of the microbatch.
         chunk: the number of the chunk of this stage's layers.
         position: the chunk's place in the model.
-        valid: whether the table has a job for this stage in this tick. It is the Python value
-            `True` if no job runs on an idle stage, as in a schedule that runs per stage.
+        valid: whether the schedule has a job for this stage in this tick. In lockstep an idle stage
+            computes too, and `valid` masks its results. In a schedule that runs per stage, an idle
+            stage runs nothing, so `valid` is always the Python value `True`.
     """
 
     microbatch: Int[Array, ""]
@@ -110,15 +112,16 @@ class Trained(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The arguments of a stage besides `Trained` and x. They are known in the stage's forward and
-    backward tick, so they need not be stored between the two ticks.
+    """The arguments of a stage besides `Trained` and x, the activation. They are known in the
+    stage's forward and backward tick, so they need not be stored between the two ticks.
 
     Attributes:
-        params: all parameters, with this chunk of the blocks.
+        params: all parameters outside the blocks, and the one chunk of the blocks that the stage
+            runs.
         rows: the microbatch's part of the batch.
         position: the chunk's place in the model.
-        number: the microbatch's number, for the record of values (taps), or -1 on an idle stage;
-            None if nothing is recorded.
+        number: the microbatch's number, for values that the stage records (taps); -1 on an idle
+            stage; None if nothing is recorded.
     """
 
     params: Parameters
@@ -129,7 +132,8 @@ class Given(NamedTuple):
 
 class Programs:
     """The programs of one device. A `Programs` is made once per call of the gradient function. It
-    traces each function of the user once, and refuses misuse.
+    traces and checks the user's `embed`, `stage` and `head`, each once. `stage` is traced
+    again if its output varies along more axes than its input.
 
     Attributes:
         params: the `Parameters` of this device.
@@ -140,11 +144,13 @@ class Programs:
             auxiliary values (`terms.aux`).
         saved: the types of the arrays that the forward pass saves for a microbatch.
         seed: the cotangent of the stage's own term of the loss, which is 1; None without a term.
-        deferred: the types of the arrays that I (the job for the input's cotangent) leaves for W
-            (the job for the weights' gradients).
+        deferred: the types of the arrays that the job I (the input's cotangent) stores for the job
+            W (the weights' gradients).
         differentiates: whether gradients are needed, and not only the loss.
         in_halves: whether the backward pass is split into I and W.
         counts: whether the loss that the head computes on this stage is used.
+        head_gathers: whether only the last stage's loss is used, and the head computes it with
+            parameters that a collective brings from the other stages.
         moves_early: whether a collective in one of the user's functions depends on nothing but the
             parameters.
         programs: the traced programs: "embed", "forward", "head", "backward", "weight" and
@@ -192,6 +198,8 @@ class Programs:
         self.microbatches = split_into_microbatches(batch, schedule.microbatches)
         self.index = axis.index()
         self.first, self.last = self.index == 0, self.index == schedule.stages - 1
+        # Set by `_trace_jobs`: the types of the arrays that F saves, and of those that I stores for
+        # W.
         self.saved: list[Any] = []
         self.deferred: list[Any] = []
         self.differentiates, self.in_halves = save is not None, in_halves
@@ -200,6 +208,8 @@ class Programs:
         self._trace_embed()
         self._trace_stage()
         self._trace_head()
+        # Whether one of the user's functions has a collective that depends on nothing but the
+        # parameters, so that it could run before its tick.
         self.moves_early = any(map(traced.moves_early, (self._embed, self._stage, self._head)))
         self._trace_jobs(save)
         self._trace_ends()
@@ -212,13 +222,13 @@ class Programs:
         # Without a job, -1, the task has the numbers of job 0, and is not valid.
         microbatch, chunk = jnp.divmod(jnp.maximum(job, 0), self.schedule.chunks)
         position = jnp.asarray(self.schedule.placed)[chunk, self.index]
-        # If the schedule runs per stage, only the jobs in the table run, so all of them are valid.
+        # In lockstep an idle stage runs the program too, with -1. If the schedule runs per stage
+        # (`per_stage`), an idle stage runs nothing, so every task is valid.
         return Task(microbatch, chunk, position, self.schedule.per_stage or job >= 0)
 
     def known(self, task: Task) -> tuple[Trained, Given]:
-        """Returns those arguments of a task's jobs that neither arrive in a message nor wait in a
-        buffer: the arrays with respect to which the stage is differentiated, and the stage's other
-        arguments."""
+        """Returns the `Trained` and the `Given` of a task: all arguments of the stage besides x.
+        Each job of the task, forward or backward, takes both."""
         params = self._of_chunk(task.chunk)
         # `_read_by_stage` is a tree like the ends: whether the stage reads each. An end that it
         # does not read gets no gradient here.
@@ -227,16 +237,16 @@ class Programs:
         return trained, Given(params, self.rows(task.microbatch), task.position, number)
 
     def head_inputs(self, microbatch: Int[Array, ""]) -> tuple[PyTree, Any]:
-        """Returns the head's arguments that follow `(params, x)`: the rows of a microbatch, and the
-        microbatch's number, which taps (records of values) use."""
-        # `counts` says whether this stage's loss is used. Where it is not, the number for taps is
-        # -1. So the number may differ between the stages, and is typed so.
+        """Returns the head's arguments that follow `(params, x)`: the rows of one microbatch, and
+        the microbatch's index, which taps (records of values) use."""
+        # `counts` says whether this stage's loss is used. If it is not, the number for taps is -1.
+        # So the number may differ between the stages, and is typed as varying.
         return self.rows(microbatch), varying(
             recording.job(microbatch, self.counts), self.axis.names
         )
 
     def rows(self, microbatch: Int[Array, ""]) -> PyTree:
-        """Returns the rows of one microbatch of the batch."""
+        """Returns one microbatch, a part of the batch."""
         take = functools.partial(lax.dynamic_index_in_dim, index=microbatch, keepdims=False)
         return jax.tree.map(take, self.microbatches)
 
@@ -256,17 +266,17 @@ class Programs:
         return params._replace(blocks=blocks, fixed_blocks=fixed_blocks)
 
     def shared_out(self, value: Array) -> bool:
-        """Returns whether a value of the head, its loss or an auxiliary value, is the same on all
-        stages by its type. If it is, the stages computed the value together. If not, only the value
-        of the last stage is used. Raises `ValueError` if the value is the same along only some of
-        the stages' axes."""
+        """Returns whether the type of a value of the head (the loss or an auxiliary value) says
+        that all stages have the same value. If so, the stages computed the value together. If not,
+        only the value of the last stage is used. Raises `ValueError` if the value is the same along
+        only some of the stages' axes."""
         # The stages' axes along which the value may differ.
         along = [name for name in axes_of(self.axis) if name in varying_axes(value)]
         if along and len(along) < len(axes_of(self.axis)):
             raise ValueError(
                 f"pipeline: the head's value differs along {along}, and is the same along the "
-                f"other axes of {self.axis.names!r}. A head that the stages share must sum over "
-                "all axes of the stages; a head that they do not share must sum over none of them."
+                f"other axes of {self.axis.names!r}. If the stages compute the value together, the "
+                "head must sum over all axes of the stages; otherwise, over none of them."
             )
         return not along
 
@@ -274,14 +284,17 @@ class Programs:
 
     def _traced(self, name: str, f: Callable[..., Any], *arguments: PyTree) -> Traced:
         """Returns a function of the user as a program; the first argument of the program is a
-        `Parameters`. `name` is "embed", "stage" or "head". Refuses a function that reads a trained
-        parameter by closure, and an embed or a head that reads blocks: what they read in this way
-        would have no gradient."""
+        `Parameters`. `name` is "embed", "stage" or "head". Raises `Misused` if the function reads a
+        trained parameter by closure: the parameter's gradient would miss this use. Also raises
+        `Misused` if embed or head computes its results from blocks in its argument `params`."""
         program = trace(f, *arguments)
+        # `program` is a `Traced`, and `program.program` its jaxpr. The constants of the jaxpr are
+        # the arrays that `f` reads by closure.
         trained = self.params.blocks, self.params.ends
         traced.refuse_closures(name, program.program.consts, trained)
         # Each stage has blocks of its own, so embed and head, which run on all stages, must not
         # read any. `used[0]` says of each array of the parameters whether the results depend on it.
+        # `refuse_reading` needs the names of the stages' axes only for its error.
         if name != "stage":
             used = program.used[0]
             blocks = eqx.combine(used.blocks, used.fixed_blocks)
@@ -304,8 +317,8 @@ class Programs:
 
     def _trace_stage(self) -> None:
         """Traces `stage`, and sets the attributes that describe the stage's input and output: `x`,
-        `moving`, `_read_by_stage`, and `terms`: zeros like the loss and the values to log that a
-        stage returns, from which the sums over microbatches get their types."""
+        `moving`, `_read_by_stage` and `terms`. `terms` is an `Output` of zeros, with the types of
+        the stage's term of the loss and of its auxiliary values."""
 
         def stage(params, x, rows, position, number):
             with recording.at(microbatch=number):
@@ -330,6 +343,14 @@ class Programs:
         # The stage may return an activation that varies over more axes than its input. The output
         # is the next stage's input, so the stage is traced again until both types are equal.
         self.x = traced.settled(self.x, after_stage)
+        # In a schedule that runs per stage, `per_stage` refuses every collective over the stages.
+        if not self.schedule.per_stage:
+            harm = (
+                "In a tick each stage has a microbatch of its own or none, so the collective would "
+                "mix numbers of several microbatches."
+            )
+            # All arguments but the parameters, argument 0, belong to the stage's microbatch.
+            checks.refuse_sending(self._stage, range(1, len(self._stage.used)), self.axis, harm)
         self.moving = eqx.filter(self.x, eqx.is_inexact_array)
         self._read_by_stage = self._stage.used[0].ends  # of the first argument, the parameters
         terms = checks.Output(None, self._stage.out.loss, self._stage.out.aux)
@@ -338,32 +359,39 @@ class Programs:
         self.terms = varying(zeros, self.axis.names)
 
     def _trace_head(self) -> None:
-        """Traces `head`, and sets `counts`, which says whether the head's loss is used on this
-        stage."""
+        """Traces `head`. Sets `counts`, which says whether the head's loss is used on this stage,
+        and `head_gathers`, which says whether the last stage's head uses parameters of the others.
+        """
 
         def head(params, y, rows, number):
             with recording.at(microbatch=number):
                 return checks.loss_and_aux(self.functions.head(params.joined(), y, rows))
 
         # `head_inputs` reads `counts`, so `counts` first gets its usual value: whether this is the
-        # last stage. If the stages share the head, the value changes below; the trace has only its
-        # type.
+        # last stage. If the stages share the head, the value changes below. That does not change
+        # the trace, which takes only types from `head_inputs`.
         self.counts: Counts = self.last
         arguments = self.head_inputs(jnp.zeros((), jnp.int32))
         self._head = self._traced("head", head, self.params, self.x, *arguments)
-        # If the loss is the same on all stages, they computed it together, and it is used on all.
-        # `out[0]` is the type of the loss.
+        # If the type of the loss says that it is the same on all stages (`shared_out`), they
+        # computed the loss together, and it is used on all. `out[0]` is only this type, and
+        # `shared_out` takes an array, so zeros stand for the loss.
         if self.shared_out(jnp.zeros_like(self._head.out[0])):
             self.counts = True
         # Refuses a loss that sums over the stages what each computed from its own x.
         checks.head(self._head, self.axis)
+        # Argument 0 is the parameters.
+        axes = axes_of_several_devices(axes_of(self.axis))
+        self.head_gathers = (
+            self.counts is not True and traced.first_sent(self._head, [0], axes) is not None
+        )
 
     def _differentiable_stage(
         self, trained: Trained, x: PyTree, given: Given
     ) -> tuple[PyTree, PyTree]:
-        """Runs the stage, as a function that `save` can differentiate (see save.py): returns
-        `((moving, loss), (still, aux))`. Only the first pair is differentiated, with respect to
-        `trained` and `x`."""
+        """Runs the stage, and returns `((moving, loss), (still, aux))`, the form that `save` takes
+        (see save.py). `moving` are the floating-point leaves of the stage's output, and `still` its
+        other leaves. Only the first pair is differentiated, with respect to `trained` and `x`."""
         # `trained.ends` has None for the ends that the stage does not read; they come from `given`.
         # `combine` takes each leaf from its first argument, or if that is None from the second.
         ends = eqx.combine(trained.ends, given.params.ends)
@@ -380,9 +408,10 @@ class Programs:
         cotangent) and W (the weights' gradients). Adds the traced jobs to `programs`. Sets `saved`
         and `seed`, which B and I need, and `deferred`, which W needs.
 
-        `save` makes two functions of a stage's function (see save.py). One is for the forward tick,
-        and also returns the arrays to save; the other is for the backward tick, and returns the
-        function from the cotangent of the stage's output to the gradients and the cotangent of its
+        `save` makes two functions of a stage's function (see save.py). The first runs in the
+        forward tick, and returns the stage's results and the arrays to save. The second runs in the
+        backward tick, and returns the transposed function. The transposed function takes the
+        cotangent of the stage's output, and returns the gradients and the cotangent of the stage's
         input. If `save` is None, only the loss is needed, and only F is traced.
         """
         # (trained, given) of job 0: in a trace only types matter, and all jobs have the same. The
@@ -399,15 +428,23 @@ class Programs:
 
         def transposed(ct, trained, given, saved):
             # The cotangent of x comes first: `split` cuts the results in this order.
-            gradients, ct = backward(trained, given, saved)(ct)
-            return ct, gradients
+            gradients, ct_of_x = backward(trained, given, saved)(ct)
+            return ct_of_x, gradients
 
         self.programs["forward"] = trace(forward, known[0], self.x, known[1])
         (out, _), self.saved = self.programs["forward"].out
         # `out` has the types of (moving, loss): the output's floating-point leaves, and the stage's
         # own term of the loss. That term's cotangent is 1, since the loss is the sum of all terms.
+        # The other results, (still, aux), have no cotangent.
         self.seed = None if out[1] is None else jnp.ones_like(out[1])
         both = trace(transposed, out, *known, self.saved)  # a cotangent has the type of its value
+        if not self.schedule.per_stage:
+            harm = (
+                "A stage that has no job in a tick drops its gradients, and with them the parts "
+                "that such a collective brings from other stages."
+            )
+            # Argument 0 is the cotangent.
+            checks.refuse_sending(both, [0], self.axis, harm)
         self.programs["backward"] = both
         if not self.in_halves:
             return
@@ -438,7 +475,8 @@ class Programs:
                 which the loss is differentiated."""
                 y = eqx.combine(moving, still)
                 loss, aux = self._head(params._replace(ends=ends), y, rows, number)
-                # The mask is inside, so that the gradient is 0 where the loss is not used.
+                # `counts` says whether this stage's loss is used. The mask is inside the function
+                # that is differentiated, so that the gradient is 0 where the loss is not used.
                 return masked(self.counts, loss), aux
 
             if not self.differentiates:
@@ -446,11 +484,12 @@ class Programs:
             return jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(params.ends, moving)
 
         def embed_backward(params, rows, microbatch, ct):
-            """Returns the gradients of the parameters outside the blocks from `ct`, the cotangent
-            of the embedding's output. The embedding runs again, so none of its arrays is stored
+            """Returns the gradients of the parameters outside the blocks. `ct` is the cotangent of
+            the embedding's output. The embedding runs again, so none of its arrays is stored
             between ticks."""
 
             def moving_of(ends):
+                # `ct` has the type that all activations have, and `x` must have the same type.
                 x = match_varying(self._embed(params._replace(ends=ends), rows, microbatch), self.x)
                 return eqx.filter(x, eqx.is_inexact_array)
 
@@ -459,7 +498,7 @@ class Programs:
         # In a trace only types matter: 0 stands for any microbatch. `head_inputs(0)` gives the rows
         # of this microbatch, and its number for taps.
         zero = jnp.zeros((), jnp.int32)
-        self.programs["embed"] = self._embed  # traced already by `_trace_embed`
+        self.programs["embed"] = self._embed  # already a program: `_trace_embed` traced it
         self.programs["head"] = trace(differentiated, self.params, self.x, *self.head_inputs(zero))
         if self.differentiates:
             arguments = self.params, self.rows(zero), zero, self.moving

@@ -33,14 +33,14 @@ class Row(NamedTuple):
             the forward job of the model's first chunk. "head" has the microbatch of the forward job
             of the last chunk. "embed_backward" has the microbatch of the backward job of the first
             chunk.
-        saved: for each lane, the slot that the lane's job in this tick uses. F, a forward job,
-            writes a slot; the backward job B of the same microbatch and chunk reads this slot. If B
-            is split into I and W, both read the slot. In a tick without a forward job, the lane
-            "forward" has a slot that is free, so that the write does no harm.
-        deferred: for each lane, the slot that the lane's job in this tick uses; empty if no B is
-            split. I writes a slot, and W of the same microbatch and chunk reads this slot. In a
-            tick without a job I, the lane "backward" has a slot that is free, so that the write
-            does no harm.
+        saved: for each lane, the slot of the arrays that a forward job F saves. F writes the slot,
+            and the backward job B of the same microbatch and chunk reads the slot. If B is split
+            into I and W, both read the slot. In lockstep a stage without a forward job writes too.
+            Its slot in the lane "forward" is then a free one, in which no array waits.
+        deferred: for each lane, the slot of the arrays that job I leaves for W; an empty dict if no
+            B is split. I writes the slot, and W of the same microbatch and chunk reads it. In
+            lockstep a stage without a job I writes too. Its slot in the lane "backward" is then a
+            free one, in which no array waits.
         arrival: for each lane, the slot from which F, B or I reads its message in this tick.
         arriving: for each distance d, the slot for the message that arrives at the end of this tick
             from the stage that is d stages before this one.
@@ -113,9 +113,9 @@ def forward_alone(row: Row) -> Row:
 
 
 def distances(schedule: Schedule) -> list[int]:
-    """Returns the distances over which the schedule sends messages, each once, in ascending order.
-    A distance is a number of stages, counted forward around the ring of P stages. The distance is 0
-    for a message that stays on its stage. The head's cotangents do not count: the head itself moves
-    them."""
+    """Returns the distances over which the schedule sends messages, without repeats and in
+    ascending order. A distance is a number of stages, counted forward around the ring of P stages.
+    The distance is 0 for a message that stays on its stage. Messages with the head's cotangents are
+    left out, since the head itself moves these cotangents."""
     messages = [message for message in schedule.messages if message.lane != "head"]
     return sorted({(message.target - message.source) % schedule.stages for message in messages})

@@ -4,8 +4,8 @@ input.
 Each way is a function that takes the stage's function, `f(trained, x, given) -> (out, extra)`, and
 returns two functions, one for the forward tick and one for the backward tick. Only `out` is
 differentiated, with respect to `trained` and the floating-point leaves of `x`. `given` has other
-parameters and the microbatch: both are known in both ticks, so they need not be stored. `extra` is
-the rest of the results.
+parameters and the microbatch. Both ticks get `trained` and `given`, so the arrays in them are not
+stored. `extra` is the rest of the results.
 
     forward(trained, x, given) -> ((out, extra), saved)
     backward(trained, given, saved) -> transposed
@@ -32,20 +32,23 @@ Save: TypeAlias = Callable[[Stage], tuple[Forward, Backward]]
 
 
 def residuals(f: Stage) -> tuple[Forward, Backward]:
-    """Returns `(forward, backward)`, which save the residuals of `jax.vjp`, except for arrays that
-    are known in the forward and in the backward tick.
+    """Returns `(forward, backward)`. `forward` saves the residuals of `jax.vjp`, except for arrays
+    of its arguments `trained` and `given`: `backward` takes these two arguments too.
 
-    Nothing is computed twice. `jax.vjp` returns the transposed function as a tree whose leaves are
-    the residuals, so the residuals can be taken out and put back.
+    Nothing is computed twice. `jax.vjp` returns the function of the backward pass, `transposed`, as
+    a tree whose leaves are the residuals. So `forward` takes the leaves out, and `backward` puts
+    them back.
     """
-    # `forward` leaves here the structure of that tree and the indices of the known residuals, and
-    # `backward`, which is traced after it, reads both. Each trace of `forward` leaves the same.
+    # `forward` writes here the structure of that tree, and where to find each of its leaves.
+    # `backward`, which JAX traces later, reads both. Each trace of `forward` writes the same.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
         """Returns the results of `f`, and the residuals that are not among the known arrays, which
-        are `trained` and `given`. Writes into `of_last_trace` the structure of the residuals and,
-        for each residual, its index among the known arrays, or None if the residual is saved."""
+        are `trained` and `given`. For `backward`, writes two values into `of_last_trace`: the tree
+        structure of the function from `jax.vjp`, whose leaves are the residuals, and a list with an
+        entry for each residual. The entry is the residual's index among the known arrays, or None
+        if the residual is not one of them."""
         out, transposed, extra = _vjp(f, trained, x, given)
         # The index of each known array by its id. A residual that is a parameter or an array of the
         # microbatch is the same Python object, a tracer, as that array.
@@ -57,8 +60,9 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
         return (out, extra), saved
 
     def backward(trained, given, saved):
-        """Returns the transposed function, whose residuals are the saved and the known arrays in
-        the order that `forward` left in `of_last_trace`."""
+        """Returns the function `transposed`, rebuilt from its residuals. `of_last_trace` has an
+        index for each residual. If the index is None, the residual is the next array of `saved`.
+        Otherwise it is the array with this index among those of `trained` and `given`."""
         structure, indices = of_last_trace
         waiting, known = iter(saved), jax.tree.leaves((trained, given))
         leaves = [next(waiting) if index is None else known[index] for index in indices]
@@ -68,9 +72,9 @@ def residuals(f: Stage) -> tuple[Forward, Backward]:
 
 
 def inputs(f: Stage) -> tuple[Forward, Backward]:
-    """Returns `(forward, backward)`, which save only the stage's input, `x`, and run the stage
-    again in the backward tick. This takes less memory and more computation."""
-    # `forward` leaves here the structure of x, for `backward`, which is traced after it.
+    """Returns `(forward, backward)`. `forward` saves only the stage's input, `x`, and `backward`
+    runs the stage again. This takes less memory and more computation than `residuals`."""
+    # `forward` writes here the structure of `x`, for `backward`, which JAX traces later.
     of_last_trace: list[Any] = []
 
     def forward(trained, x, given):
@@ -80,7 +84,8 @@ def inputs(f: Stage) -> tuple[Forward, Backward]:
         return f(trained, x, given), leaves
 
     def backward(trained, given, saved):
-        """Returns the transposed function, from a second run of `f`."""
+        """Returns the function `transposed`, from a new call of `jax.vjp` on the stage's function
+        `f` and the saved `x`. This call runs `f` again."""
         return _vjp(f, trained, jax.tree.unflatten(of_last_trace[0], saved), given)[1]
 
     return forward, backward

@@ -6,12 +6,13 @@ A parameter that they read by closure would have no gradient, so `refuse_closure
 that names the parameter. A program is a jaxpr with the values of its constants, and
 `opened(program)` is the jaxpr without these values. `operands(x)` are the values from which JAX
 computed a traced value `x`, as far as JAX remembers them. A value varies along a mesh axis if its
-type says that the value may differ between the axis's devices. Two methods come from `Following`:
-`run` computes a property of each value in a program, such as whether it depends on `x`, and `met`
-combines the properties of all operands.
+type says that the value may differ between the axis's devices. `Following`, a base class from
+`parallax.jaxprs`, computes a property of each value in a program. Here the property is whether the
+value depends on certain arguments. The method `run` reads the program. The method `met` returns the
+property of an equation's result, from the properties of its operands.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -44,7 +45,7 @@ class Misused(ValueError):
 
 
 class Traced(NamedTuple):
-    """A function as a program. A call runs no Python of the function again.
+    """A function as a program. A call runs the program, not the function's Python code.
 
     Attributes:
         program: the jaxpr, whose inputs are the arrays among the arguments.
@@ -110,8 +111,8 @@ def _live(jaxpr: Jaxpr) -> set[Any]:
 
 
 def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree]) -> None:
-    """Refuses with `Misused` a function that reads by closure a trained parameter, or a value
-    computed from one.
+    """Raises `Misused` if a function's closure has a trained parameter, or a value computed from a
+    trained parameter.
 
     `name` is the function's name, for the error. `outside` are the constants of the function's
     program, which are the arrays that the function reads by closure. `params` are the trees of
@@ -125,6 +126,7 @@ def refuse_closures(name: str, outside: Iterable[Any], params: Iterable[PyTree])
         for path, leaf in jax.tree.leaves_with_path(tree)
         for array in _earlier_forms(leaf)
     }
+    # `_source` goes back from a value through the operations that computed it, to a parameter.
     for value in outside:
         source = _source(value, sources) if eqx.is_inexact_array(value) else None
         if source is None:
@@ -153,9 +155,9 @@ def _earlier_forms(leaf: Any) -> Iterator[Any]:
 
 
 def _source(value: Any, sources: dict[int, str]) -> int | None:
-    """If a traced value is a parameter in `sources`, or was computed from one, returns the id of
-    that parameter. Returns None if no such parameter is found; JAX may have forgotten some of the
-    operands."""
+    """Returns the id of a parameter in `sources` that is the traced value itself, or from which the
+    value was computed. Returns None if the search finds no such parameter. The search may miss one,
+    since JAX does not record the operands of every value."""
     # A search backwards: the operands, their operands, and so on.
     seen, waiting = set(), [value]
     while waiting:
@@ -170,7 +172,7 @@ def _source(value: Any, sources: dict[int, str]) -> int | None:
 
 
 def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
-    """Refuses with `Misused` an embed or a head whose results depend on the blocks.
+    """Raises `Misused` if the results of embed or head depend on the blocks.
 
     `name` is the function's name. `used` is a tree like the blocks: True for each leaf that the
     function's results depend on. `axis_name` is the axis of the stages.
@@ -183,32 +185,51 @@ def refuse_reading(name: str, used: PyTree, axis_name: Any) -> None:
                 f"{name} reads {mesh.dotted(path) or 'the blocks'}, which is split over "
                 f"{axis_name!r}. In {name} each device would read only the blocks of its own "
                 f"stage, and the blocks would get no gradient from {name}.",
-                "Move the code that reads the blocks into the stage. A stage may add a term to the "
-                "loss: let it return pipeline.Output(x, loss=...). A weight that embed, head and "
-                "all stages use does not belong in the blocks.",
+                "Read the blocks in the stage instead. A stage may add a term to the loss: let it "
+                "return pipeline.Output(x, loss=...). A weight that embed, head and all stages use "
+                "does not belong in the blocks.",
             )
 
 
 def moves_early(traced: Traced) -> bool:
-    """Returns whether a collective in a function depends on no argument but the first, the
-    parameters: such a collective could run before the previous tick has ended."""
-    # For each array among the arguments, whether it is ready only in its tick: all but the
-    # parameters, argument 0. `used` is a tree like the arguments.
-    is_late = [i > 0 for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)]
-    collectives = _Collectives()
-    collectives.run(traced.program, is_late)
-    return collectives.are_early
+    """Returns whether the function has a collective that depends on no argument but the first, the
+    parameters. That collective could run before the previous tick has ended."""
+    # All arguments but the parameters, argument 0, are ready only in their tick.
+    return any(map(sent_over, _uses(traced, range(1, len(traced.used)))[False]))
 
 
-class _Collectives(Following):
-    """Follows the values that depend on a late argument: an argument that is ready only in the tick
-    in which the function runs. `are_early` says whether there is a collective that depends on no
-    late argument."""
+def first_sent(
+    traced: Traced, arguments: Collection[int], axes: Collection[str]
+) -> JaxprEqn | None:
+    """Returns the first collective over one of the mesh axes `axes` that sends a value computed
+    from one of the arguments with the indices `arguments`; None if there is none."""
+    uses = _uses(traced, arguments)[True]
+    return next((eqn for eqn in uses if sent_over(eqn) & set(axes)), None)
+
+
+def _uses(traced: Traced, arguments: Collection[int]) -> dict[bool, list[JaxprEqn]]:
+    """Returns two lists of the equations that have no inner program. Under True are those whose
+    operands depend on one of the arguments with the indices `arguments`, and under False the
+    others. An equation in a loop may be in both lists."""
+    # `used` is a tree like the arguments; here only the number of its leaves counts.
+    marks = [
+        i in arguments for i, argument in enumerate(traced.used) for _ in jax.tree.leaves(argument)
+    ]
+    uses = _Uses()
+    uses.run(traced.program, marks)
+    return uses.equations
+
+
+class _Uses(Following):
+    """Sorts the equations without inner programs by whether an operand depends on a marked
+    argument."""
 
     unknown = False
-    are_early = False
+
+    def __init__(self):
+        self.equations: dict[bool, list[JaxprEqn]] = {False: [], True: []}
 
     def plain(self, eqn: JaxprEqn, operands: list[bool], aval: Any) -> bool:
-        is_late = self.met(operands)
-        self.are_early |= bool(sent_over(eqn)) and not is_late
-        return is_late
+        is_marked = self.met(operands)
+        self.equations[is_marked].append(eqn)
+        return is_marked

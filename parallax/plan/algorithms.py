@@ -1,11 +1,12 @@
 """The seconds that the messages of a planned layout take.
 
-A collective of `jax.lax` (a function in the table `LAX` of traffic.py) along one axis takes the
-time of the fastest algorithm on the simulated network. The time of every other collective comes
-from an alpha-beta formula: the latency of the collective's messages, plus its bytes times the
-seconds per byte. A `Term` (of `traffic`) is one kind of collective in a step. It has the
-collective's function and axes, the number `n` of devices on these axes, the bytes `nbytes` of the
-array that the function takes, and the number of calls, `times`.
+The plan does not know the algorithm by which XLA runs a collective of `jax.lax` (a function in the
+table `LAX` of traffic.py). So the plan gives such a collective along one axis the time of the
+fastest algorithm of `parallax.collectives` on a simulated network. The time of every other
+collective comes from an alpha-beta formula: the latency of the collective's messages, plus its
+bytes times the seconds per byte. A `Term` (of `traffic`) is one kind of collective in a step. It
+has the collective's function and axes, the number `n` of devices on these axes, the bytes `nbytes`
+of the array that the function takes, and the number of calls, `times`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from parallax.collectives import cost
 from parallax.hardware import Hardware
 from parallax.layout import Layout
 from parallax.plan import networks
-from parallax.plan.seconds import span
+from parallax.plan.seconds import hop
 from parallax.plan.traffic import LAX, Term
 from parallax.plan.units import Number
 
@@ -24,13 +25,13 @@ KINDS = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "
 
 
 class Chosen(NamedTuple):
-    """The fastest collective algorithm along one mesh axis.
+    """The algorithm that the plan assumes for the collectives of `jax.lax` along one mesh axis.
 
     Attributes:
         axis: the name of the axis.
         algorithm: the name of the fastest algorithm, as in `parallax.collectives`.
-        seconds: for each algorithm that was tried, by name, the seconds of all collectives of
-            `jax.lax` along the axis in a step; the fastest first.
+        seconds: for each algorithm that was tried, the seconds of all these collectives in a step
+            if they ran by this algorithm. The keys are the algorithms' names, the fastest first.
     """
 
     axis: str
@@ -39,9 +40,10 @@ class Chosen(NamedTuple):
 
 
 def chosen(terms: Sequence[Term], layout: Layout, hardware: Hardware) -> tuple[Chosen, ...]:
-    """Returns, for each axis, the fastest algorithm for its collectives of `jax.lax`, which run one
-    after another. An axis without such collectives is left out. Collectives over several axes at
-    once are left out too; `messages` computes their time by a formula."""
+    """Returns, for each axis, the fastest algorithm for the collectives of `jax.lax` along this
+    axis. The plan assumes that these collectives run one after another, so the time of an algorithm
+    is the sum over them. An axis without such collectives is left out. Collectives over several
+    axes at once are left out too; `messages` computes their time by a formula."""
     found = []
     for axis in layout.axes:
         calls = [
@@ -76,10 +78,9 @@ def messages(
         if term.n > 1 and not (term.axes in simulated and term.collective in LAX):
             # Over several axes, the axis whose neighbours are furthest apart decides.
             links = max(links_per_hop[name] for name in term.axes)
-            # `span` is the range of device numbers in a group. The link is a fast one if this range
-            # fits into a fast domain, such as one machine.
-            hop = hardware.link(span(layout.axes, term.axes), links)
-            taken = term.times * cost.seconds(term.cost, hop)
+            taken = term.times * cost.seconds(
+                term.cost, hop(layout.axes, term.axes, hardware, links)
+            )
             found[term.axes] = found.get(term.axes, 0.0) + taken
     return found
 

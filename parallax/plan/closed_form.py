@@ -10,12 +10,14 @@ memory of activations comes from the trace of the step (`tracing`). The time is 
 of matrix products, passes over memory and messages. Overlap would shorten this time.
 
 Legend: L layers, D width, T tokens, V rows of the vocabulary, t tensor devices. A *product* is a
-matmul. A `Sizes` has the sizes of a microbatch on a device, and how often a step calls each part:
-`forward` (F) and `backward` (I, the input's gradient) of a stage, the gradients of its `weights`
-(W), and `heads`. A *share* is the part of a leaf that ZeRO leaves on a device. `known` refuses a
-model without closed forms. `recomputed` gives the operations that the backward pass runs again.
-`kernel` says whether attention runs in a kernel that keeps no scores. `hardware.short` is the bytes
-that the hardware uses for a number of a 16-bit type: 2, or 4 if its compiler widens such numbers.
+matmul. A `Sizes` has a microbatch's sizes on a device, and how often a step calls each part of the
+model. `forward`, `backward` and `weights` count a stage's calls for its output (F), its input's
+gradient (I) and its weights' gradients (W). `heads` counts calls of the head, the function that
+computes the loss. A *share* is the part of a leaf (one array of the model) that ZeRO leaves on a
+device. `known` refuses a model without closed forms. `recomputed` tells which arrays a layer keeps,
+and which operations the backward pass runs again. `kernel` says whether attention runs in a kernel
+that keeps no scores. `hardware.short` is the bytes that the hardware uses for a number of a 16-bit
+type: 2, or 4 if its compiler widens such numbers.
 
 Sources: Narayanan et al. (arXiv 2104.04473), section 3, for the model's operations; Korthikanti et
 al. (arXiv 2205.05198).
@@ -33,7 +35,7 @@ from parallax import context
 from parallax.collectives import AxisLike
 from parallax.hardware import Hardware
 from parallax.layout import Layout
-from parallax.models import flash, recipe
+from parallax.models import flash, gpt2, recipe
 from parallax.plan import algorithms, decoders, residuals, traffic
 from parallax.plan.algorithms import Chosen
 from parallax.plan.decoders import ADAMW
@@ -62,9 +64,9 @@ class Memory(NamedTuple):
         parameters: bytes of the weights; with ZeRO-3, bytes of the device's shares of the weights.
         optimizer: bytes of the optimizer's state.
         inputs: bytes of the batch's token sequences, the step's number and the loss scale.
-        temporaries: bytes of all other arrays at the moment when they have the most bytes, from the
-            trace.
-        held: the temporaries, the largest first.
+        temporaries: bytes of all other arrays at the moment when these arrays have the most bytes.
+            A trace of the step gives this number.
+        held: the arrays of `temporaries` at this moment, the largest first.
     """
 
     parameters: int
@@ -80,14 +82,14 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes on a device at the moment of a step when it needs the most."""
+        """The most bytes of memory that a device uses at any moment of a step."""
         return self.arguments + self.temporaries
 
     @property
     def at_peak(self) -> dict[str, int]:
         """The bytes of each kind of array at the moment of the peak. The sum over all kinds is
-        `peak`. Each of the four largest temporaries is a kind, with a name from its operation and
-        source file."""
+        `peak`. The four largest temporaries are named after their operation and source file, and
+        temporaries with the same name are one kind. All others are "other temporaries"."""
         named: dict[str, int] = {}
         others = self.temporaries
         for buffer in self.held[:LARGEST]:
@@ -150,12 +152,12 @@ class Seconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A layout's needs on each device, and its time. `str(plan)` is a table.
+    """The memory, work, messages and time of a train step under a layout. `str(plan)` is a table.
 
     Attributes:
         config: the model's sizes.
         layout: how the model and the batch are split over devices.
-        hardware: one of the devices.
+        hardware: the figures of one device, such as `hardware.A100`.
         batch: sequences in the global batch.
         work: floating-point operations of a step.
         traffic: the collectives of a step.
@@ -164,7 +166,8 @@ class Plan:
         bubble: the share of ticks in which a stage has no job, from 0 to 1.
         optimizer: an optimizer that acts element by element.
         axes: the collective algorithm of each axis, as in `Compute`.
-        algorithms: for each axis along which `jax.lax` moves the data, the fastest algorithm.
+        algorithms: for each axis along which `jax.lax` moves the data, the algorithm that the plan
+            assumes for `jax.lax`: the fastest on the simulated network.
         attention_kernel: whether attention runs in a kernel that keeps no scores.
     """
 
@@ -242,12 +245,12 @@ def plan(
     Args:
         config: the model's sizes.
         layout: how the model and the batch are split over devices.
-        hardware: a device, such as `hardware.A100`.
+        hardware: the figures of one device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: an optimizer that acts element by element.
-        axes: the collective algorithm of each axis, as in `Compute`; `cost` must have a formula for
-            each algorithm. Along all other axes `jax.lax` moves the data, in the time of the
-            fastest algorithm on the simulated network of `hardware`.
+        axes: the collective algorithm of each axis, as in `Compute`. `parallax.collectives.cost`
+            must have a formula for each algorithm. Along all other axes `jax.lax` moves the data;
+            the plan assumes the fastest algorithm on the simulated network of `hardware`.
         attention_kernel: whether `Compute(attention=...)` is a kernel that keeps no scores. None
             stands for the choice that `decoder.train_step` makes by itself (see `has_kernel`): such
             a kernel on TPUs and GPUs, for the shapes and the precision that the kernel supports.
@@ -259,9 +262,9 @@ def plan(
     check(config, layout, batch)
     hardware = hardware.for_devices(layout.devices)
     kernel = has_kernel(config, layout, hardware, attention_kernel)
-    # The bytes count all calls of a device (`terms`). The time counts only the calls for which all
-    # stages wait (`timed`): a tick lasts as long as its most expensive job. In lockstep the stages
-    # run the same jobs in a tick, so `timed` has all calls.
+    # `terms` has all messages of a device, for their bytes. `timed` and `timed_terms` are for the
+    # time, and count only the calls for which all stages wait: a tick lasts as long as its most
+    # expensive job. In lockstep all calls count in both.
     terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short)
     timed = waited(config, layout, batch, hardware, kernel)
     timed_terms = traffic.terms(config, layout, batch, axes=axes, short=hardware.short, size=timed)
@@ -311,9 +314,12 @@ def has_kernel(
 
     The answer is `asked`, the caller's choice. If `asked` is None, the answer is the default choice
     of the train step, which takes such a kernel on TPUs and GPUs, for the shapes and the precision
-    that the kernel supports. Ring attention, over a context axis, uses no such kernel.
+    that the kernel supports. Ring attention over a context axis uses no such kernel, and neither
+    does a GPT-2 with dropout of its attention weights: for both the answer is False, even if
+    `asked` is True.
     """
-    if layout.context > 1:  # ring attention instead
+    # Ring attention, or GPT-2's own attention with dropout, runs instead.
+    if layout.context > 1 or (isinstance(config, gpt2.Config) and config.attention_dropout):
         return False
     if asked is not None:
         return asked
@@ -328,14 +334,14 @@ def has_kernel(
 
 
 def waited(config: Config, layout: Layout, batch: int, hardware: Hardware, kernel: bool) -> Sizes:
-    """Returns the `Sizes` of a step, with only those forward, input-gradient and weight-gradient
-    jobs that decide the time of the step.
+    """Returns the `Sizes` of a step, where `forward`, `backward` and `weights` count only the jobs
+    that decide the time of the step.
 
-    If all stages run the same kinds of job in a tick (lockstep), all calls decide the time of the
-    step. If each stage has its own job in a tick, all stages wait for the most expensive job of the
-    tick, and only that job counts. A call of one of the three kinds of job (`forward`, `backward`,
-    `weights`) costs the seconds of its matmuls and of its passes over memory. All other calls are
-    counted as in `traffic.sizes`.
+    In lockstep all stages run the same kinds of job in a tick. The time of a tick is then the sum
+    over these jobs, so every job counts. Without lockstep each stage has its own job in a tick, and
+    all stages wait for the most expensive job of the tick, so only that job counts. A job costs the
+    seconds of its matmuls and of its passes over memory. All other fields of the result, such as
+    `heads`, are those of `traffic.sizes`.
     """
     size = traffic.sizes(config, layout, batch)
     if in_lockstep(layout):
@@ -365,18 +371,19 @@ def check(config: Config, layout: Layout, batch: int, devices: int | None = None
     if devices is not None:
         sizes |= {"devices": devices}
     layout.check(sizes)
-    if not counts(layout):
+    if not counts(layout):  # `plan` has no closed forms for the layout
         raise ValueError(
             f"plan: {layout} computes or gathers arrays again in the ticks that compute the "
             "gradient of a stage's input. These arrays then wait for the weights' gradients, and "
-            "plan has no formula for them. Use remat=none without ZeRO-3, or another schedule."
+            "plan has no formula for them. Use both remat=none and zero=2 or less, or use another "
+            "schedule."
         )
 
 
 def counts(layout: Layout) -> bool:
-    """Returns whether `plan` has closed forms for a layout. There are none if the schedule defers
-    the weights' gradients, and the backward pass either computes activations again or gathers
-    arrays a second time."""
+    """Returns whether `plan` has closed forms for a layout. There are none if two things hold: the
+    schedule defers the weights' gradients, and the backward pass computes activations again or
+    gathers arrays a second time."""
     again = recomputed(layout)
     # `deferred` counts the slots of arrays that wait for the weights' gradients.
     return not jobs(layout).deferred or not (again.passes or again.gathers)
@@ -440,17 +447,21 @@ def model_flops(config: Config, batch: int) -> Number:
 
 
 def device_flops(config: Config, layout: Layout, batch: int) -> Number:
-    """Returns the floating-point operations of one device in a step of `batch` sequences in all.
+    """Returns the floating-point operations that one device runs in a step. The global batch has
+    `batch` sequences.
 
-    A job counts in each tick in which the device runs it. This includes ticks in which the device's
-    stage is idle, and runs the job on garbage. Operations that the backward pass runs again count
-    again.
+    The operations of a pipeline's job, such as a stage's forward pass of one microbatch, are added
+    for each tick (step of the schedule) in which the device runs the job. If all stages run the
+    same kinds of job in a tick (lockstep), a stage without a microbatch runs these jobs on garbage.
+    These operations count too. Operations that the backward pass runs again count again.
     """
     return _flops(config, layout, traffic.sizes(config, layout, batch))
 
 
 def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
-    """Returns the floating-point operations of the calls in `size` on one device."""
+    """Returns the floating-point operations of one device, in all calls of its stage and of the
+    head together. `size.forward`, `size.backward`, `size.weights` and `size.heads` count the calls.
+    """
     D, T, t = config.width, config.context, layout.tensor
     n = layout.context
     # The share of (query, key) pairs that is computed. In zigzag order a device has the queries of
@@ -466,9 +477,9 @@ def _flops(config: Config, layout: Layout, size: Sizes) -> Number:
     scores = of_pairs * 4 * layer.queries * T * size.tokens / t
     forward = weights + scores
     recompute = recomputed(layout)
-    # The share of a layer's products with weights that runs again. The last product, with
-    # `layer.last` of the `layer.weights` numbers, does not run again: its result is kept, as the
-    # input of the next layer or stage.
+    # The share of the products with weights that runs again: all but the last product of each layer
+    # (or of the stage, if the whole stage runs again), whose result no gradient needs. The
+    # arguments are the number of layers, and the last product's share of a layer's weights.
     share_again = recompute.products(size.layers, layer.last / layer.weights)
     again = share_again * weights + recompute.scores * scores
     # Forward and both gradients are 3 products of 2 operations for each token and weight. The
@@ -493,20 +504,23 @@ def _passes(
     size: Sizes,
     kernel: bool,
 ) -> Number:
-    """Returns the bytes that a device reads and writes between matmuls, in the forward and backward
-    calls of `size`.
+    """Returns the bytes that a device reads and writes between matmuls, in all calls of its stage
+    together. `size.forward`, `size.backward` and `size.weights` count these calls.
 
-    A pipeline also copies the arrays that a layer keeps to a buffer (slots), and copies them back
-    from there. If `kernel` is true, attention writes no scores to memory.
+    A layer keeps arrays for its backward pass. A pipeline copies these arrays into a slot of a
+    buffer, and later out of the slot. The bytes of the copies count too. If the backward pass runs
+    the whole stage again, there are no such copies. If `kernel` is true, attention writes no scores
+    to memory.
     """
     # A layer computes all its arrays, even if it keeps only some of them.
     everything_kept = dataclasses.replace(layout, remat="none")
+    # The arguments of functions of `residuals`, which give the bytes of a layer's arrays.
     sizes = config, everything_kept, batch, hardware.short
     arrays = residuals.between_products(*sizes, kernel=kernel)
     again = recomputed(layout)
     # A forward or backward call goes over these arrays `PASSES` times: it writes them, reads them,
     # and works on them in between. A backward call also runs a share of the forward call again
-    # (`again.passes`). A call of W only multiplies.
+    # (`again.passes`). A call for the weights' gradients only multiplies.
     passes = PASSES * arrays * size.layers * (size.forward + size.backward * (1 + again.passes))
     # A stage that runs again has only its input in a slot.
     if again.whole_stage or not layout.pipelined:
@@ -519,9 +533,10 @@ def _passes(
         * size.layers
         * (size.forward + size.backward)
     )
-    # W may have jobs of its own. Then I also copies the arrays that it computes for W (`handed`)
-    # into a slot, and W copies them and the kept arrays out. `check` refuses such a layout if it
-    # computes arrays again, so a layer keeps everything (`residuals.everything`).
+    # The weights' gradients may have jobs of their own (`deferred`), after the backward calls. Then
+    # a backward call also copies arrays for such a job (`handed`) into a slot, and the job copies
+    # these and the kept arrays out. `check` refuses such a layout if it computes arrays again, so a
+    # layer keeps everything (`residuals.everything`).
     if jobs(layout).deferred:
         handed = residuals.handed(config, layout, batch, hardware.short)
         kept = residuals.everything(*sizes, kernel=kernel)

@@ -16,21 +16,23 @@ class Backend(NamedTuple):
     """What one of XLA's backends does when it assigns memory.
 
     Attributes:
-        arguments: whether a donated argument, which one result overwrites, is copied first if a
-            second result reads this argument and overwrites another argument. For example, the new
-            weights are computed from the old moments, which the new moments overwrite, so the old
-            moments are copied first.
-        zeros: whether arrays of zeros with the same number of elements are made once, at the start
-            of the program or of a loop's body. The zeros stay in memory until the last loop or
-            update whose carry or operand starts as these zeros. A loop's stacked results begin as
-            zeros, and so does the result of a ring's all-gather.
+        arguments: whether XLA copies a donated argument A before a result overwrites A. XLA does so
+            only if another result is computed from A, and overwrites another argument, B. For
+            example, A is the old moments and B the old weights, since the new weights are computed
+            from the old moments.
+        zeros: whether all arrays of zeros with the same number of elements and the same dtype share
+            one buffer. The buffer is made at the start of the program or of a loop's body, and
+            stays in memory until the last operation that reads these zeros. A loop reads them if
+            its carry or its stacked result begins as zeros. The result of a ring's all-gather
+            begins as zeros too, so the first write of a block into this result also reads them.
         together: whether a backward loop with two layers in its body (ZeRO-3) gathers the weights
             and recomputes the values of both layers before the backward pass of the first.
-        slices: how many copies of a layer's slice of each stacked array XLA makes. A loop's body
-            may have several layers (two with ZeRO-3). XLA slices the arrays for all of these layers
-            together, and makes the copies for every layer of the body but the first.
-        near: how many bytes of an innermost loop's body stay in on-chip memory (VMEM). These need
-            no bytes of the device's main memory.
+        slices: the number of copies that XLA makes of a layer's slice of each stacked array. The
+            body of a backward loop may have several layers (two with ZeRO-3). XLA slices the arrays
+            for all of these layers together, and makes the copies for every layer of the body but
+            the first.
+        near: how many bytes of temporaries, at most, an innermost loop of the program keeps in
+            on-chip memory (VMEM). These bytes take no space in the device's main memory.
         early: whether a loop's stacked results have memory already while earlier loops run.
     """
 
@@ -52,16 +54,17 @@ BACKENDS = {
 
 def backend(platform: str, name: str = "") -> Backend:
     """Returns what the backend of the chip `name`, such as "TPU v5e", does when it assigns memory.
-    If the chip is not listed, returns this for the chip's `platform`, such as "tpu". For an unknown
-    platform, the result says that the backend copies nothing."""
+    If the chip is not listed in `BACKENDS`, the result is that of the entry for `platform`, such as
+    "tpu". For an unknown platform, the result says that the backend copies nothing."""
     return BACKENDS.get(name) or BACKENDS.get(platform) or Backend()
 
 
 def of_arguments(
     pairs: Sequence[tuple[Buffer, set[Buffer]]], habits: Backend
 ) -> tuple[Buffer, ...]:
-    """Returns the copies of donated arguments. A donated argument must be copied if one result
-    overwrites it while another result, which overwrites another argument, still reads it.
+    """Returns the copies that XLA makes of donated arguments. Suppose that one result overwrites an
+    argument A, and another result is computed from A and overwrites an argument B. XLA then copies
+    A before A is overwritten.
 
     Args:
         pairs: for each donated argument that a result overwrites, the argument's buffer and the set

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs
+from parallax import arithmetic, jaxprs
 
 
 class Needed:
@@ -20,7 +20,8 @@ class Needed:
 
     def __init__(self):
         """Begins with an empty cache."""
-        # The results of `_read`, by the id of a jaxpr and its needed results.
+        # By the id of a jaxpr and its needed results: whether each operand is needed; and for each
+        # equation, whether each of its results is needed, or None if the equation is not.
         self.known: dict[
             tuple[int, tuple[bool, ...]], tuple[list[bool], list[tuple[bool, ...] | None]]
         ] = {}
@@ -69,17 +70,22 @@ class Needed:
         return [var in live for var in jaxpr.invars], found[::-1]  # in the order of the equations
 
     def operands(self, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-        """Returns whether an equation needs each of its operands for the `used` results.
+        """Returns, for each operand of an equation, whether the equation needs this operand to
+        compute the needed results: those with True in `used`.
 
         A scan needs the operands that its body needs (`_scan`). An optimization barrier returns
         each operand as a result, and needs the operands whose results are used. A call, such as a
-        `jit`, needs the operands that its program needs. A while loop, like every other equation,
-        needs all its operands.
+        `jit`, needs the operands that its program needs, and so does a `custom_linear_solve`. An
+        equation of any other kind, such as a while loop, needs all its operands.
         """
         if eqn.primitive.name == "scan":
             return self._scan(eqn, used)
         if eqn.primitive.name == "optimization_barrier":
             return list(used)
+        if eqn.primitive.name == "custom_linear_solve":
+            body, places = arithmetic.solve(eqn, range(len(eqn.invars)))
+            read = {k for k, needed in zip(places, self(body, used)[0], strict=True) if needed}
+            return [k in read for k in range(len(eqn.invars))]
         inner = jaxprs.called(eqn)
         if inner is not None and eqn.primitive.name != "while":
             needed_operands, _ = self(inner, used)

@@ -1,5 +1,6 @@
-"""Tells for which decoders a plan has closed forms, and gives the sizes of one layer of such a
-decoder.
+"""Gives the sizes of one layer of a GPT-2, or of a Llama without experts. `plan` has formulas
+(closed forms) for the bytes and operations of a train step of these decoders. `known` refuses all
+other decoders.
 
 Legend: D width, K head width.
 """
@@ -44,8 +45,9 @@ class Layer(NamedTuple):
 
     @property
     def column_parallel(self) -> int:
-        """The number of elements per token in the results of the column-parallel matmuls: queries,
-        keys, values and the feed-forward's inputs."""
+        """The number of elements per token in the results of the column-parallel matmuls. These
+        results are the queries, the keys, the values, and one array of width `hidden` for each
+        input matrix of the feed-forward."""
         return self.queries + 2 * self.keys + self.inputs * self.hidden
 
 
@@ -94,7 +96,7 @@ def layer_of(config: Config) -> Layer:
 
 
 def ends_of(config: Config) -> Ends:
-    """Returns the arrays of the two ends of the model."""
+    """Returns the paths of the arrays of the embedding and of the head."""
     if isinstance(config, gpt2.Config):
         return Ends(frozenset({"wte", "wpe"}), frozenset({"norm.weight", "norm.bias", "wte"}))
     rows = "table" if config.tied else "head"

@@ -9,9 +9,9 @@ seconds at its end. Failures are random, with a mean of M seconds between two fa
 costs the work since the last save, and R seconds until the job runs again. The expected time of the
 run is then M e^(R/M) (e^((tau + delta)/M) - 1) T / tau seconds.
 
-Sources: Young, A first order approximation to the optimum checkpoint interval (1974); Daly, A
-higher order estimate of the optimum checkpoint interval for restart dumps (2006), for the run's
-time and the interval.
+Sources: for the run's time and the interval, Daly, A higher order estimate of the optimum
+checkpoint interval for restart dumps (2006); for `young`, Young, A first order approximation to the
+optimum checkpoint interval (1974).
 """
 
 import math
@@ -27,11 +27,11 @@ class Faults(NamedTuple):
     """The cost of faults in a run.
 
     Attributes:
-        between: mean seconds between failures of any device.
+        between: mean seconds from one failure to the next, whichever device of the run fails.
         save: seconds by which a save delays the steps.
         restart: seconds from a failure to the next step.
-        interval: the seconds of work between two saves with which the run loses the least time.
-        young: the same interval, but by Young's formula, sqrt(2 save between).
+        interval: the best interval between saves, in seconds of work; the run is then shortest.
+        young: the same interval, but by Young's formula, `sqrt(2 * save * between)`.
         saves: the share of the run's time that saves take.
         restarts: the share of the run's time that restarts take.
         repeated: the share of the run's time that repeated steps take.
@@ -48,7 +48,7 @@ class Faults(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """The share of time that faults and saves cost, from 0 to 1."""
+        """The share of the run's time that is lost: `saves` + `restarts` + `repeated`, 0 to 1."""
         return self.saves + self.restarts + self.repeated
 
     def __str__(self) -> str:
@@ -56,23 +56,23 @@ class Faults(NamedTuple):
 
 
 def mean_time(failures_per_device_year: float, devices: int) -> float:
-    """Returns the mean seconds between failures of any of the devices. Returns infinity for a
-    failure rate of 0.
+    """Returns the mean seconds from one failure to the next, whichever of the devices fails.
+    Returns infinity for a failure rate of 0.
 
     Raises:
         ValueError: the rate is below 0 or not finite, or there is no device.
     """
     if not 0 <= failures_per_device_year < math.inf or devices < 1:
         raise ValueError(
-            "plan.faults needs a rate of 0 or more failures per device and year, and 1 device or "
-            f"more; got {failures_per_device_year} and {devices}."
+            "faults.mean_time needs a rate of 0 or more failures per device and year, and 1 device "
+            f"or more; got {failures_per_device_year} and {devices}."
         )
     return YEAR / (failures_per_device_year * devices) if failures_per_device_year else math.inf
 
 
 def plan(between: float, *, save: float, restart: float) -> Faults:
-    """Returns the interval between saves with which a run loses the least time, and the share of
-    time that is then lost.
+    """Returns the best interval between saves, and the share of time that a run with this interval
+    loses.
 
     Args:
         between: mean seconds between failures, from `mean_time`.
@@ -87,12 +87,12 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     """
     if not (between > 0 and save > 0 and restart >= 0):
         raise ValueError(
-            "plan.faults needs `between` and `save` above 0 seconds, and `restart` of 0 or more; "
+            "faults.plan needs `between` and `save` above 0 seconds, and `restart` of 0 or more; "
             f"got between={between}, save={save}, restart={restart}."
         )
     if max(save, restart) > MOST * between:
         raise ValueError(
-            f"plan.faults: a failure comes every {between:.3g} s on average, a save takes "
+            f"faults.plan: a failure comes every {between:.3g} s on average, a save takes "
             f"{save:g} s and a restart {restart:g} s, so no run makes progress. Check the rate of "
             "failures."
         )
@@ -113,7 +113,7 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
     saves = save / interval / seconds_per_work
     # With restarts the run takes e^(R/M) times as long, as a restart may fail too. So their share
     # of the time is 1 - e^(-R/M).
-    restarts = -math.expm1(-restart / between)
+    restarts = abs(math.expm1(-restart / between))
     return Faults(
         between=between,
         save=save,
@@ -128,15 +128,17 @@ def plan(between: float, *, save: float, restart: float) -> Faults:
 
 
 def young(between: float, save: float) -> float:
-    """Returns Young's interval, sqrt(2 save between), which is accurate if `save` is much shorter
-    than the interval."""
+    """Returns Young's interval between saves, `sqrt(2 * save * between)`, in seconds. `between` is
+    the mean seconds between failures. The formula is accurate if `save` is much shorter than the
+    interval."""
     return math.sqrt(2 * save * between)
 
 
 def daly(between: float, save: float) -> float:
-    """Returns Daly's interval: Young's interval with two more terms of its series, minus the save.
-    If `save` is at least twice `between`, the formula no longer holds, and the interval is
-    `between`."""
+    """Returns Daly's interval between saves, `young * (1 + p / 3 + p**2 / 9) - save`, in seconds.
+    Here `young` is Young's interval, `p` is `sqrt(save / (2 * between))`, and `between` is the mean
+    seconds between failures. If `save` is at least twice `between`, this formula no longer holds,
+    and the interval is `between`."""
     if save >= 2 * between:
         return between
     part = math.sqrt(save / (2 * between))
@@ -158,8 +160,8 @@ def table(found: Faults) -> str:
     if math.isinf(found.between):
         return "no failure is expected: no interval between saves is best"
     return (
-        f"a failure every {_spelt(found.between)}; a save of {_spelt(found.save)} every "
-        f"{_spelt(found.interval)} loses least (Young: {_spelt(found.young)})\nlost: "
+        f"a failure every {_spelt(found.between)}\nbest: a save of {_spelt(found.save)} every "
+        f"{_spelt(found.interval)} (by Young's formula: {_spelt(found.young)})\nlost: "
         f"{found.lost:.1%} of the time (saves {found.saves:.1%}, restarts {found.restarts:.1%}, "
         f"steps done again {found.repeated:.1%})"
     )

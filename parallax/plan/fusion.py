@@ -1,7 +1,8 @@
 """The arrays of a traced program, as a compiler treats them.
 
 A value is either *held* in a buffer, or *fused*: each operation that reads the value computes it
-again. An `aval` is JAX's type of an array.
+again. An `aval` is JAX's type of an array. A *frame* has the operations of the program. The body of
+a loop has a frame of its own, and so has each branch of a conditional.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,13 +66,15 @@ class Value:
 
 
 class Frame:
-    """The operations of a program or of a loop's body, in order."""
+    """The operations of a program, in order. The body of a loop has a frame of its own, and so has
+    each branch of a conditional."""
 
     def __init__(self):
-        """Begins a frame without operations."""
+        """Makes a frame without operations."""
         self.operations: list[Operation] = []
         # The operands and results of each equation, by a key that equal equations share. An equal
-        # equation gets these results, and is not computed again.
+        # equation gets these results, and is not computed again. The key has the ids of the
+        # operands. The operands are kept so that no other value gets one of these ids.
         self.known: dict[Any, tuple[Sequence[Value], list[Value]]] = {}
         # Arrays of zeros, by the number of their elements and their dtype (`shared_zeros`).
         self.zeros: dict[tuple[int, Any], Buffer] = {}

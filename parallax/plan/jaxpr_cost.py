@@ -1,22 +1,23 @@
 """Reads a traced program once. Counts the program's arithmetic, its messages and the bytes that it
 moves, and lists its operations, from which `liveness` computes the peak of memory.
 
-A `Value` is one array. It is either *held* in a `Buffer`, or *fused*: then each operation that
-reads it computes it again. `reads` are the buffers from which a value is computed, with the bytes
-that are read of each. A value is held as soon as a matmul, a message or a loop needs it as an
-array. An expensive value that several operations read is held at once. The `root` of a value is the
-value with the same numbers before reshapes. `near` are the buffers that the value reads element by
-element; it may be written over one of these buffers. `is_zeros` marks an array of zeros, since some
-compilers keep all such arrays of a size in one buffer.
+A `Value` is one array. The array is either *held* in a `Buffer`, or *fused*: then each operation
+that reads the array computes it again. A value is computed from buffers, and `reads` has for each
+of these buffers the number of bytes that are read. A value is held as soon as a matmul, a message
+or a loop needs it as an array. An expensive value that several operations read is held as soon as
+it is computed. The result of a reshape has the `root` of its operand; any other value is its own
+`root`. `near` are the buffers that the value reads element by element; the value may be written
+over one of these buffers. `is_zeros` marks an array of zeros: some compilers keep all arrays of
+zeros of the same size and dtype in one buffer.
 
-A *frame* has the operations of the program, of a branch or of a loop's body, in order. The methods
-for equations take the operands, whether each result is needed (`used`), and how many operations
-read it (`readers`). `self.times` is how often the equation that is being read runs: the iterations
-of all loops around it, multiplied. Inside a function of JAX or a collective of this library,
-`self.at` is the equation in the caller's code that calls this function, and the equations inside
-get that equation's line; elsewhere `self.at` is None. `self.needed` tells which operands and
-results of a jaxpr are needed. `hold` gives a value a buffer; `habits` are the copies that a
-compiler makes. `linear_p` is the primitive of this library's collectives.
+A *frame* has operations in order. The program has a frame, and so has each branch and each loop's
+body. The methods for equations take the operands, whether each result is needed (`used`), and how
+many operations read each result (`readers`). `self.times` is how often the equation that is being
+read runs: the iterations of all loops around it, multiplied. Inside a function of JAX or a
+collective of this library, `self.at` is the equation in the caller's code that makes the call. The
+equations inside get the source line of this call. Elsewhere `self.at` is None. `self.needed` tells
+which operands and results of a jaxpr are needed. `hold` gives a value a buffer. `habits` says which
+copies the platform's compiler makes. `linear_p` is the primitive of this library's collectives.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from parallax import jaxprs, source_lines
+from parallax import arithmetic, jaxprs, source_lines
 from parallax.collectives import types
 from parallax.plan import compiler_copies, liveness, primitives
 from parallax.plan.dead_code import Needed
@@ -49,6 +50,11 @@ class Reading:
         self.read, self.written = 0, 0  # bytes
         self.messages: Counter[Message] = Counter()  # the number of calls of each collective
         self.unbounded: list[str] = []  # lines of loops whose number of trips is not known
+        self.uncounted: list[str] = []  # lines of kernels whose operations are not known
+        # Arrays that a `shard_map` takes or returns in blocks, and the plain equations outside of
+        # any `shard_map`: their lines, and the roots of their operands and results.
+        self.split: set[Value] = set()
+        self.outside: list[tuple[str, list[Value]]] = []
         self.frames = [Frame()]  # the innermost is last
         self.times = 1  # trips of all loops around, multiplied
         self.sizes: dict[str, int] = {}  # devices on each axis of the mesh
@@ -57,7 +63,8 @@ class Reading:
         # The caller's equation, if the equations inside it have no line of the caller's.
         self.at: JaxprEqn | None = None
         self.needed = Needed()
-        self.literals: dict[Any, Value] = {}  # by type and value
+        self.literals: dict[Any, Value] = {}  # by type and value; arrays by identity
+        self.blocks: dict[Buffer, int] = {}  # the bytes of an argument's largest block so far
         # The programs of the library's collectives, by the id of the equation. The equation is
         # kept, so that no other equation gets its id.
         self.opened: dict[int, tuple[JaxprEqn, Jaxpr]] = {}
@@ -69,17 +76,18 @@ class Reading:
         return source_lines.source(self.at or eqn)
 
     def emit(self, operation: Operation, *, read: int = 0, written: int = 0) -> None:
-        """Adds an operation to the innermost frame (the program or the loop's body that is being
-        read), and adds the bytes that the operation reads and writes to the counts."""
+        """Adds an operation to the innermost frame (the program, the branch or the loop's body that
+        is being read). `read` and `written` are the bytes that one run of the operation reads and
+        writes; the method adds the bytes of all its runs to the counts."""
         self.frames[-1].operations.append(operation)
         self.read += self.times * read
         self.written += self.times * written
 
     def hold(self, value: Value) -> Buffer | None:
-        """Gives the root of a value (the value before reshapes) a buffer, unless the root has one,
-        and returns the buffer. A value of at most 64 bytes that is made only of literals is taken
-        as a constant inside the operation that reads it; for such a value the method returns None.
-        A larger one, such as an array of zeros, must be written to memory."""
+        """Gives the root of a value (the value before all reshapes) a buffer, unless the root has
+        one, and returns the buffer. A value of at most 64 bytes that is made only of literals is
+        taken as a constant inside the operation that reads it; for such a value the method returns
+        None. A larger value, such as an array of zeros, must be written to memory."""
         root = value.root
         if root.buffer is None:
             if not root.reads and root.bytes <= 64:
@@ -102,9 +110,10 @@ class Reading:
         return root.buffer
 
     def shared_zeros(self, aval: Any) -> Buffer:
-        """Returns the buffer that all arrays of zeros with the size and the dtype of `aval` share
-        in the innermost frame, whatever their shapes. The first call for a size and a dtype makes
-        the buffer, before all other operations of the frame."""
+        """Returns the buffer of zeros with the number of elements and the dtype of `aval`. All such
+        arrays in the innermost frame (the program, the branch or the loop's body that is being
+        read) share this buffer, whatever their shapes. The first call in a frame makes the buffer,
+        and inserts the operation that writes it before all other operations of the frame."""
         known = self.frames[-1].zeros
         key = (aval.size, aval.dtype)
         if key not in known:
@@ -122,10 +131,11 @@ class Reading:
         over: Sequence[Value] = (),
         part: int | None = None,
     ) -> Value:
-        """Returns the k-th result of an equation, held in a buffer of its own. The equation reads
-        the values `reads`.
+        """Returns the k-th result of an equation, held in a new `Buffer`. The equation reads the
+        values `reads`.
 
-        The result may be written over one of the values `over`. If `part` is given, the operation
+        The new buffer may be written over the buffer of one of the values `over`, if no later
+        operation reads that value (`liveness.peak` decides). If `part` is given, the operation
         reads and writes only `part` bytes, as in an update of a slice.
         """
         aval = jaxprs.types(eqn.outvars)[k]
@@ -145,7 +155,7 @@ class Reading:
     def _fused(self, eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
         """Returns the first result of an equation as a value without a buffer (fused). An operation
         that uses the value reads the buffers of the equation's operands instead. If the equation is
-        a slice, at most as many bytes of each buffer are read as the slice has."""
+        a slice, that operation reads from each buffer at most as many bytes as the slice has."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         is_slice = eqn.primitive.name in primitives.PARTS
         reads: dict[Buffer, int] = {}
@@ -167,7 +177,8 @@ class Reading:
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[Value], used: Sequence[bool], readers: Sequence[int]
     ) -> list[Value]:
-        """Returns the results of a jaxpr, whose operations go into the innermost frame.
+        """Returns the results of a jaxpr, and adds the operations of the jaxpr to the innermost
+        frame (the program, the branch or the loop's body that is being read).
 
         Equations that no needed result depends on are left out.
 
@@ -175,20 +186,20 @@ class Reading:
             jaxpr: the program to read.
             arguments: the values of its operands.
             used: whether each result is needed.
-            readers: how many operations outside read each result.
+            readers: for each result, how many operations outside the jaxpr read it.
         """
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         known |= {var: self._constant(var) for var in jaxpr.constvars}
         # For each equation, whether each of its results is needed; None if the equation is not.
         _, needed_results = self.needed(jaxpr, used)
-        # How many operations read each variable. An equation without results, such as a print, is
-        # not counted (its `needed` is `()`): it puts its operands into buffers anyway.
+        # How many operations read each variable. Two kinds of equations are not counted: those that
+        # are not needed (None), and those without results (the empty tuple), such as a print, which
+        # puts its operands into buffers anyway.
         uses = Counter(
             atom
             for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True)
             if needed
-            for atom in eqn.invars
-            if not jaxprs.is_literal(atom)
+            for atom in _variables(eqn)
         )
         for atom, outside in zip(jaxpr.outvars, readers, strict=True):
             if not jaxprs.is_literal(atom):
@@ -196,6 +207,7 @@ class Reading:
         for eqn, needed in zip(jaxpr.eqns, needed_results, strict=True):
             if needed is not None:
                 operands = [self._read(atom, known) for atom in eqn.invars]
+                # `_once` adds the equation's operation, unless an equal equation was added before.
                 results = self._once(eqn, operands, needed, [uses[var] for var in eqn.outvars])
                 known |= zip(eqn.outvars, results, strict=True)
         # A result that nobody needs is an empty value.
@@ -213,25 +225,29 @@ class Reading:
         """Returns the value of a variable or a literal. Equal literals share one value, so that
         `_once` finds equal equations: it compares operands by identity.
 
-        If `atom` is None, the value is empty: it reads no buffer and has no bytes. A variable that
-        was not computed, because no result needs it, gives this empty value too.
+        If `atom` is None, the value is empty: its `reads` has no buffer, and it has no bytes. A
+        variable that was not computed, because no result needs it, gives this empty value too.
         """
         if atom is not None and not jaxprs.is_literal(atom):
             return known.get(atom) or self._read(None, known)
-        key = (str(atom.aval), str(atom.val)) if atom is not None else None
+        # With `jax_use_simplified_jaxpr_constants`, JAX writes whole arrays as literals. The text
+        # of an array may leave out numbers.
+        is_array = atom is not None and bool(atom.aval.shape)
+        aval, number = getattr(atom, "aval", None), getattr(atom, "val", None)
+        key = str(aval), id(number) if is_array else str(number)
         if key not in self.literals:
-            self.literals[key] = Value(getattr(atom, "aval", None), {})
+            self.literals[key] = self._constant(atom) if is_array else Value(aval, {})
         return self.literals[key]
 
     def _once(
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
-        """Returns the results of an equation. If the frame has computed an equal equation of the
-        same operands before, returns the results of that equation: XLA computes equal equations
-        only once.
+        """Returns the results of an equation. If the innermost frame (see `run`) already has an
+        equal equation with the same operands, returns the results of that equation, and adds no
+        operation: XLA computes equal equations only once.
 
-        Three kinds of equations are always computed again: equations with an inner program or an
-        effect, barriers, and collectives of this library.
+        Three kinds of equations are added each time, even if they are equal: equations with an
+        inner program or an effect, optimization barriers, and collectives of this library.
         """
         # A collective of this library (`linear_p`) gets its inner program only in `_linear`.
         plain = not jaxprs.inner(eqn) and eqn.primitive.name != types.linear_p.name
@@ -257,15 +273,17 @@ class Reading:
         self, eqn: JaxprEqn, operands: list[Value], used: tuple[bool, ...], readers: Sequence[int]
     ) -> list[Value]:
         """Returns the results of an equation. Control flow and the library's collectives have
-        methods of their own. The operations in the jaxpr of a call, such as a `jit`, are added to
-        those around the call; in a function of JAX they get the line of the call (`hidden`). Every
-        other equation is a plain operation."""
+        methods of their own. For a call, such as a `jit`, the operations of the inner jaxpr are
+        added to those around the call. If the called function is JAX's own, such as `jnp.where`,
+        these operations get the source line of the call. Every other equation is a plain
+        operation."""
         name = eqn.primitive.name
         control = {
             "shard_map": self._shard_map,
             "cond": self._cond,
             "scan": self._scan,
             "while": self._while,
+            "custom_linear_solve": self._solve,
         }
         if name in control:
             return control[name](eqn, operands, used, readers)
@@ -279,7 +297,11 @@ class Reading:
             return self._inlined(
                 eqn, inner, operands, used, readers, hidden=source_lines.is_jax_function(inner)
             )
-        return self._plain(eqn, operands, readers)
+        results = self._plain(eqn, operands, readers)
+        if self.mesh is None and name not in primitives.SAME:
+            roots = [value.root for value in (*operands, *results) if value.root.reads]
+            self.outside.append((self.line(eqn), roots))
+        return results
 
     def _inlined(self, eqn, inner, operands, used, readers, *, hidden: bool) -> list[Value]:
         """Returns the results of a call's inner jaxpr, whose operations are added to those around
@@ -301,10 +323,12 @@ class Reading:
         return self._inlined(eqn, program, operands, used, readers, hidden=True)
 
     def _apart(self, value: Value) -> Value:
-        """Returns the value that a barrier makes of `value`. The new value has the buffer of
-        `value`. A `value` without a buffer gets one. For `_once`, an equation that reads the new
-        value never equals an equation that reads the old value. A value that is made only of
-        literals is returned unchanged."""
+        """Returns the result of an optimization barrier for its operand `value`: a new value in the
+        buffer of `value`. A `value` without a buffer first gets one. The new value is its own
+        `root`, and the method `_once` compares operands by the ids of their roots. So `_once` never
+        merges an equation that reads the new value with an equation that reads the old value. A
+        value that is made only of literals is returned unchanged."""
+        # `hold` gives the buffer to the root, and updates only the root's `reads`.
         buffer = self.hold(value) if value.root.reads else None
         return (
             value
@@ -316,14 +340,16 @@ class Reading:
         """Returns the results of an operation without an inner program, and counts its arithmetic
         and messages.
 
-        The result of an elementwise operation or a view gets no buffer (it is fused). The operation
-        that returns the index of a device or a platform reads no memory. Barriers and updates have
-        methods of their own. All other operations first put their operands into buffers, and then
-        their results. Only the operands of a reduction may stay without buffers: the reduction
-        computes its operands as it reads them.
+        The result of an elementwise operation, or of an operation that makes a view, gets no buffer
+        (it is fused). The operations that return the index of a device (`axis_index`) or of a
+        platform (`platform_index`) read no memory. An optimization barrier (`_apart`) and an
+        operation that rewrites a part of an array (`_update`) have methods of their own. All other
+        operations first put their operands into buffers, and then their results. Only the operands
+        of a reduction may stay without buffers: the reduction computes its operands as it reads
+        them.
         """
         name = eqn.primitive.name
-        if name in primitives.FUSED or primitives.only_multiplies(eqn):
+        if name in primitives.FUSED or arithmetic.only_multiplies(eqn):
             return [self._fused_or_held(eqn, operands, readers[0])]
         if name in ("platform_index", "axis_index"):
             return [self._index(eqn)]
@@ -337,16 +363,19 @@ class Reading:
             return [self._update(eqn, operands)]
         # Reductions, and products of vectors, which compilers run as a multiplication and a sum.
         fuses_operands = name in primitives.READERS or (
-            name in primitives.PRODUCTS and not primitives.is_product(eqn)
+            name in arithmetic.PRODUCTS and not arithmetic.is_product(eqn)
         )
         for value in () if fuses_operands else operands:
             self.hold(value)
         results = [self.made(eqn, k, operands) for k in range(len(eqn.outvars))]
-        if primitives.is_product(eqn):
-            count = self.times * primitives.operations(eqn)
+        if arithmetic.is_product(eqn):
+            count = self.times * arithmetic.operations(eqn)
             self.products[str(jaxprs.types(eqn.invars)[0].dtype)] += count
             self.lines[self.line(eqn)] += count
+        elif primitives.is_unread(eqn):
+            self.uncounted.append(self.line(eqn))
         if name in primitives.COLLECTIVES:
+            self._check_groups(eqn)
             # Axes of one device, along which nothing is sent, are left out.
             along = primitives.axes(eqn, self.sizes)
             # A message has the bytes of the result, as in compiled programs; `plan.seconds`
@@ -359,11 +388,22 @@ class Reading:
                 ] += self.times
         return results
 
+    def _check_groups(self, eqn: JaxprEqn) -> None:
+        """Raises `ValueError` if a collective has `axis_index_groups`: a `Message` counts all
+        devices of its axes."""
+        if eqn.params.get("axis_index_groups") is not None:
+            raise ValueError(
+                f"plan.trace has no rule for `{eqn.primitive.name}` with axis_index_groups "
+                f"({self.line(eqn)}). Give the groups an axis of their own."
+            )
+
     def _fused_or_held(self, eqn: JaxprEqn, operands: list[Value], readers: int) -> Value:
-        """Returns the result of an elementwise operation or a view. The result of a reshape has the
-        root of its operand (the value before reshapes). A broadcast of 0 is an array of zeros
-        (`is_zeros`). The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if several
-        operations read it, unless it is made only of literals."""
+        """Returns the result of an elementwise operation, or of an operation that makes a view,
+        such as a reshape. The `source` of a reshape's result is the `root` of the reshape's
+        operand: the value before all reshapes. A broadcast of 0 is an array of zeros (`is_zeros`).
+        The result of an expensive operation (`jaxprs.DEAR`) gets a buffer if several operations
+        read the result. A result computed without reading memory, such as from literals, gets no
+        buffer."""
         value = self._fused(eqn, operands)
         value.is_zeros = eqn.primitive.name == "broadcast_in_dim" and (
             operands[0].root.is_zeros or _is_literal_zero(eqn.invars[0])
@@ -376,7 +416,7 @@ class Reading:
 
     @staticmethod
     def _zeros(eqn: JaxprEqn) -> Value:
-        """Returns the result of `lax.empty`, which this backend fills with zeros."""
+        """Returns the result of `lax.empty`, for a backend that fills such arrays with zeros."""
         value = Value(jaxprs.types(eqn.outvars)[0], {}, eqn=eqn)
         value.is_zeros = True
         return value
@@ -389,9 +429,15 @@ class Reading:
         value = Value(jaxprs.types(eqn.outvars)[0], {})
         if eqn.primitive.name == "platform_index":
             platforms = eqn.params["platforms"]  # None stands for all others
-            value.branch = next(
-                k for k, names in enumerate(platforms) if names is None or self.platform in names
-            )
+            fits = [names is None or self.platform in names for names in platforms]
+            if not any(fits):
+                named = ", ".join(repr(name) for names in platforms for name in names)
+                raise ValueError(
+                    f"plan.trace: the lax.platform_dependent at {self.line(eqn)} has branches "
+                    f"for {named} and no default, and the platform is {self.platform!r}. Pass "
+                    "platform= with one of these names."
+                )
+            value.branch = fits.index(True)
         return value
 
     def _update(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
@@ -413,27 +459,33 @@ class Reading:
 
     def _shard_map(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a `shard_map`. Inside it, an argument has the bytes of its block.
-        The argument's buffer has this size from then on, since the memory of one device is
-        counted."""
+        The argument's buffer has this size from then on, since the memory of one device is counted.
+        If several arguments are the same array, its largest block counts."""
         outside = self.mesh, self.sizes, self.checked
         self.mesh, self.checked = eqn.params["mesh"], eqn.params["check_vma"]
         self.sizes = dict(self.mesh.shape)
         (body,) = jaxprs.inner(eqn)
         arguments = []
         for value, var in zip(operands, body.invars, strict=True):
-            root = value.root
-            if root.buffer is not None:
-                root.buffer.bytes = nbytes(var.aval)
-            inside = Value(
-                var.aval,
-                # A fused argument reads at most the buffers' new sizes.
-                {base: min(size, base.bytes) for base, size in root.reads.items()},
-                buffer=root.buffer,
-            )
+            root, buffer = value.root, value.root.buffer
+            if nbytes(var.aval) < root.bytes:
+                self.split.add(root)
+            # A fused argument reads at most the buffers' new sizes.
+            reads = {base: min(size, base.bytes) for base, size in root.reads.items()}
+            if buffer is not None:
+                block = nbytes(var.aval)
+                buffer.bytes = self.blocks[buffer] = max(block, self.blocks.get(buffer, 0))
+                reads = {buffer: block}
+            inside = Value(var.aval, reads, buffer=buffer)
             inside.eqn = root.eqn
             arguments.append(inside)
         results = self.run(body, arguments, used, readers)
         self.mesh, self.sizes, self.checked = outside
+        self.split |= {
+            value.root
+            for value, aval in zip(results, jaxprs.types(eqn.outvars), strict=True)
+            if value.root.bytes < nbytes(aval)
+        }
         return results
 
     def _cond(self, eqn, operands, used, readers) -> list[Value]:
@@ -446,12 +498,10 @@ class Reading:
         """
         index, *operands = operands
         branches = [jaxprs.opened(branch) for branch in eqn.params["branches"]]
-        # The index is the result of `platform_index`. If the line of an outer call is used (`at`),
-        # the branch gets this line too.
+        # The index is the result of `platform_index`. The branch's equations keep their own lines,
+        # or get the line of the outer call `self.at`, if there is such a call.
         if index.branch is not None:
-            return self._inlined(
-                eqn, branches[index.branch], operands, used, readers, hidden=self.at is not None
-            )
+            return self._inlined(eqn, branches[index.branch], operands, used, readers, hidden=False)
         for value in operands:
             self.hold(value)
         # `largest` becomes the key, the counts and the peak of the largest branch so far.
@@ -482,9 +532,9 @@ class Reading:
 
     def _copied_counts(self):
         """Returns copies of all counts so far: the operations of matmuls by dtype and by line, the
-        bytes read and written, the messages, and the lines of loops whose number of trips is not
-        known. `_cond` gives these copies to `_restore_counts`, so that each branch starts from the
-        same counts."""
+        bytes read and written, the messages, the lines of loops whose number of trips is not known,
+        and the lines of kernels whose operations are not known. `_cond` gives these copies to
+        `_restore_counts`, so that each branch starts from the same counts."""
         return (
             Counter(self.products),
             Counter(self.lines),
@@ -492,13 +542,14 @@ class Reading:
             self.written,
             Counter(self.messages),
             list(self.unbounded),
+            list(self.uncounted),
         )
 
     def _restore_counts(self, counts) -> None:
-        """Sets all counts back to `counts`, a result of `_copied_counts`. The counters and the list
-        of unbounded loops in `counts` are copied, so that `counts` can be used again."""
-        products, lines, self.read, self.written, messages, unbounded = counts
-        self.unbounded = list(unbounded)
+        """Sets all counts back to `counts`, a result of `_copied_counts`. The counters and the
+        lists in `counts` are copied, so that `counts` can be used again."""
+        products, lines, self.read, self.written, messages, unbounded, uncounted = counts
+        self.unbounded, self.uncounted = list(unbounded), list(uncounted)
         self.products, self.lines, self.messages = (
             Counter(products),
             Counter(lines),
@@ -538,10 +589,10 @@ class Reading:
 
     def _while(self, eqn, operands, used, readers) -> list[Value]:
         """Returns the results of a while loop. The number of iterations of the loop is unknown, so
-        one iteration is counted.
+        one iteration is counted, and then the condition once.
 
         The operands of the loop are the condition's constants, the body's constants, and the
-        carries. The condition is not counted.
+        carries.
         """
         first_of_body, first_carry = (
             eqn.params["cond_nconsts"],
@@ -550,12 +601,23 @@ class Reading:
         self.unbounded.append(self.line(eqn))
         body = jaxprs.opened(eqn.params["body_jaxpr"])
         # A while loop has no stacked arrays. Its condition may read any carry, so all are needed.
-        return self._loop(
+        results = self._loop(
             eqn,
             body,
             (operands[first_of_body:first_carry], operands[first_carry:], []),
             [True] * len(eqn.outvars),
             1,  # trip
+        )
+        condition = jaxprs.opened(eqn.params["cond_jaxpr"])
+        self.run(condition, [*operands[:first_of_body], *results], [True], [1])
+        return results
+
+    def _solve(self, eqn, operands, used, readers) -> list[Value]:
+        """Returns the results of a `custom_linear_solve`. The operations of the program that solves
+        it are added to those around it."""
+        body, taken = arithmetic.solve(eqn, operands)
+        return self._inlined(
+            eqn, body, taken, used, readers, hidden=source_lines.is_jax_function(body)
         )
 
     def _loop(
@@ -587,9 +649,10 @@ class Reading:
         # Whether each operand of the body is needed: constants first, then carries, then slices.
         wanted = self.needed(body, needed_results)[0]
         for value, is_wanted in zip(constants, wanted, strict=False):  # only the constants
-            # A constant that is made only of literals needs no buffer: the loop computes it.
             if is_wanted and value.root.reads:
                 self.hold(value)
+        # A constant that is made only of literals needs no buffer: the loop computes it.
+        constants = self._of_the_body(constants)
         # `_carries` finds the variable of each carry behind those of the constants.
         carried = [
             self._start(eqn, value, var.aval, is_needed)
@@ -611,7 +674,8 @@ class Reading:
         # `reads`.
         reads = {base for value in (*constants, *carried, *sliced) for base in value.root.reads}
         self.frames.append(Frame())
-        self.times *= trips
+        times_outside = self.times
+        self.times *= trips  # 0 for a loop over an empty array
         # Each result has one reader, `[1] * ...`: the next trip, or the stacked array.
         results = self.run(
             body, [*constants, *carried, *sliced], needed_results, [1] * len(needed_results)
@@ -625,28 +689,30 @@ class Reading:
             if is_needed:
                 bases = value.root.reads
                 self.emit(Operation(tuple(bases)), read=sum(bases.values()), written=value.bytes)
-        self.times //= trips
+        self.times = times_outside
         operations = self.frames.pop().operations
-        # The buffers of each carry at the end of a trip and at its beginning.
+        # For each carry, its buffer at the end of a trip and at the beginning (`given`). The
+        # buffers at the end are the results of a trip. The buffers at the beginning belong to the
+        # frame around the loop, and the body may write over them.
         pairs = [
             (end, start.root.buffer)
             for end, start in zip(ends, carried, strict=True)
             if end and start.root.buffer
         ]
-        # The ends live to the end of a trip. The body may write over the starts (`given`).
         given = [start for _, start in pairs]
         peak = liveness.peak(operations, [end for end, _ in pairs], given, pairs)
-        # An unrolled loop has several layers in its body, but the jaxpr that is read has only one.
-        # The compiler makes some arrays for all layers at once, so those of the others are added:
+        # The compiler puts several layers (`unroll`) into one body; the jaxpr that is read has one.
+        # Some arrays are in memory for all these layers at once, so the other layers' are added:
         # copies of slices and, with `habits.together`, gathered weights and recomputed values.
         slice_copies = self._slices_of_further_layers(
             eqn, sliced, wanted[len(wanted) - len(sliced) :]
         )
         innermost = not any(operation.inner for operation in operations)
         # `peak` also counts the bytes that an innermost loop has in on-chip memory. They are
-        # subtracted: `habits.near` for a loop of the program itself, half of that for a loop inside
-        # one other loop, and so on. These numbers were read from compiled steps.
+        # subtracted: `habits.near` bytes for a loop of the program itself (one frame), half of that
+        # for a loop inside one other loop (two frames), and so on, as in compiled steps.
         on_chip = self.habits.near // len(self.frames) if innermost else 0
+        # `_of_further_layers` takes only arrays that are computed from no carry (`given`).
         waiting = self._of_further_layers(eqn, operations, given) if self.habits.together else []
         inner = max(0, peak.bytes - on_chip) + sum(size for size, _ in (*slice_copies, *waiting))
         self.emit(
@@ -663,17 +729,35 @@ class Reading:
             for var, buffer in zip(eqn.outvars[len(starts) :], stacked, strict=True)
         ]
 
+    def _of_the_body(self, constants: Sequence[Value]) -> list[Value]:
+        """Returns the constants of a loop, as its body reads them. For an array that is made only
+        of literals the body gets a value of its own: if the body gives this value a buffer, the
+        buffer is in the body's frame, and operations outside the loop cannot read it. Arrays that
+        never get a buffer (`hold`) stay as they are."""
+        own: dict[Value, Value] = {}  # by the root: operands of one root keep one root
+        for root in (value.root for value in constants):
+            if not root.reads and root.bytes > 64 and root not in own:
+                own[root] = Value(root.aval, {}, eqn=root.eqn)
+                own[root].is_zeros = root.is_zeros
+        return [
+            self._reshaped(own[value.root], value) if value.root in own else value
+            for value in constants
+        ]
+
     def _slices_of_further_layers(self, eqn, sliced, wanted) -> list[tuple[int, Buffer]]:
         """Returns the copies that a backend makes of the slices of stacked arrays, in a backward
-        loop whose body has several layers. Each copy is a pair of its bytes and a buffer.
+        loop whose body has several layers. The result has a pair for each slice that the body
+        needs: the bytes of all copies of the slice together, and a buffer. The buffer only tells,
+        in the list of temporaries, where the copies come from, so all copies share one buffer.
 
-        There are `habits.slices` copies of each slice for every layer of the loop's body after the
-        first. A loop that runs forward has no such copies.
+        The scan's `unroll` is the number of layers in the loop's body. For each of these layers
+        except the first, the backend makes `habits.slices` copies of a slice. A scan without
+        `reverse=True` is taken as a forward loop, which has no such copies.
 
         Args:
             eqn: the loop.
             sliced: the loop's slices of the stacked operands.
-            wanted: whether the body needs each slice.
+            wanted: for each slice, whether the body needs the slice.
         """
         if not eqn.params.get("reverse", False):
             return []
@@ -686,21 +770,21 @@ class Reading:
 
     @staticmethod
     def _of_further_layers(eqn, operations, carried) -> list[tuple[int, Buffer]]:
-        """Returns the arrays that a backward loop with several layers in its body (unrolled)
-        computes from the loop's constants and the slices of its stacked arrays alone. These are
-        gathered weights, and values that are computed again. The first of the layers does not
-        count.
+        """Returns the gathered weights and the recomputed values that XLA computes early in an
+        unrolled backward loop, whose body has several layers. XLA computes these arrays for all
+        layers of the body before it runs the first layer's backward pass. The arrays depend on no
+        carry, only on the loop's constants and on slices of its stacked arrays.
 
-        XLA computes the gathered weights and recomputed values for all layers of a body before the
-        backward pass of the first layer. The result has a pair for each array: the array's bytes,
-        summed over all layers of the body but the first, and its buffer. `carried` are the buffers
-        of the carries.
+        The result has a pair for each array: the array's bytes, summed over all layers of the body
+        but the first, and its buffer. The first layer is left out, since `liveness.peak` has
+        counted its bytes. `operations` are those of one layer, and `carried` are the buffers of the
+        carries.
         """
         count = eqn.params.get("unroll", 1) - 1
         if not eqn.params.get("reverse", False) or not count:
             return []
         # `late` are the buffers that depend on a carry. `early` has the other buffers, and whether
-        # an operation that depends on a carry reads them: only these wait for the backward pass.
+        # an operation that depends on a carry reads them: only these are kept for that operation.
         late, early = set(carried), {}
         for operation in operations:
             if late.isdisjoint(operation.reads):
@@ -724,18 +808,18 @@ class Reading:
         if not is_needed:
             return Value(aval, {})
         root = value.root
-        # Zeros are in a buffer that others may share. Any other fused start is written straight
-        # into the carry's buffer.
+        # For zeros, `hold` sets `root.buffer` to the buffer that all zeros share, and `root.reads`
+        # to this buffer alone. Any other fused start is written straight into the carry's buffer.
         if root.is_zeros and self.habits.zeros:
             self.hold(value)
         buffer = Buffer(nbytes(aval), self.at or eqn, carry=True)
-        near = [root.buffer] if root.buffer else root.near  # the buffers that it may overwrite
+        near = [root.buffer] if root.buffer else root.near  # those that it may overwrite
         over = tuple((buffer, under) for under in near if under.bytes == buffer.bytes)
         self.emit(
-            Operation(tuple(root.reads), (buffer,), over),
-            # A start that is held is in memory already; a fused one is written here. The bytes that
-            # a fused start reads are not counted, and neither is the copy of a held start that a
-            # later operation still reads.
+            Operation(tuple(root.reads), (buffer,), over),  # reads, writes, over
+            # A held start is in memory already, and a fused start is written here. Not counted: the
+            # bytes that a fused start reads, and the copy of a held start that a later operation
+            # still reads.
             written=0 if root.buffer else buffer.bytes,
         )
         return Value(aval, {buffer: buffer.bytes}, buffer=buffer, eqn=eqn)
@@ -745,14 +829,14 @@ class Reading:
         body's variable `var`.
 
         If the body needs the slice (`wanted`), the whole stacked operand gets a buffer before the
-        loop. The slice itself has no buffer: operations that read the slice read at most as many
-        bytes of the operand as the slice has.
+        loop. The slice itself has no buffer. An operation that uses the slice is counted as reading
+        the operand's buffer, and as reading at most as many bytes as the slice has.
         """
         if wanted:
-            self.hold(value)
+            self.hold(value)  # from here on, `value.root.reads` has only the operand's buffer
         inside = Value(var.aval, {})
         inside.reads = {base: min(size, inside.bytes) for base, size in value.root.reads.items()}
-        inside.eqn = value.root.eqn
+        inside.eqn = value.root.eqn  # the equation that made the stacked operand
         return inside
 
     @staticmethod
@@ -761,6 +845,14 @@ class Reading:
         inside = Value(var.aval, value.root.reads, eqn=value.root.eqn)
         inside.source = value.root
         return inside
+
+
+def _variables(eqn: JaxprEqn) -> list[Any]:
+    """Returns the variables that an equation reads. A variable that is two operands of one
+    operation is in the list once. It is in the list twice if the equation has an inner program,
+    since different operations of this program may read the two operands."""
+    variables = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
+    return variables if jaxprs.inner(eqn) else list(dict.fromkeys(variables))
 
 
 def _is_literal_zero(atom: Any) -> bool:

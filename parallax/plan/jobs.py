@@ -33,13 +33,14 @@ class Jobs(NamedTuple):
             tick.
         weights: ticks with gradients of the stages' weights.
         slots: places in the buffer of residuals; each place has the residuals of one chunk for one
-            microbatch. In lockstep, one place may be for stages without a job, which write too.
+            microbatch. In lockstep, a stage without a microbatch runs the forward job too, on
+            garbage, and may need one more place for the residuals of this job.
         deferred: places for the arrays that the job I (the input's gradient) keeps for the job W
             (the weights' gradients), which runs later.
         arrivals: places for arrays that have come from other stages and wait for their job.
         hops: messages to other stages.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
+        leaves: calls of the embedding's backward pass.
     """
 
     forward: int
@@ -85,16 +86,18 @@ def jobs(layout: Layout) -> Jobs:
         ticks, last, weights, slots, deferred = M + P - 1, M + P - 1, M + P - 1, M + 1, 0
     # In 1F1B one chunk of a microbatch enters in each tick. B begins v P - 1 ticks after F, when
     # the first microbatch reaches the last of the v P chunks, and so ends v P - 1 ticks after F:
-    # these `last` ticks run only B. The slots: the first stage keeps what F saved of chunk c for
-    # 2 (v - c) P - 1 ticks. It runs each of its chunks in one of v ticks, so it keeps at most
-    # v P + P - 1 at once.
+    # these `last` ticks run only B. The slots: on the first stage B of chunk c (from 0) comes
+    # 2 (v - c) P - 2 ticks after F. So a slot is in use for 2 (v - c) P - 1 ticks, those of F and B
+    # included. The stage runs each chunk in one of v ticks on average, so the slots in use are the
+    # mean of these numbers over c: v P + P - 1.
     else:
         ticks, last, weights, deferred = M * v + P - 1, v * P - 1, M * v + P - 1, 0
         slots = min(M * v + 1, v * P + P - 1)  # with one chunk at most 2P - 1, for any M
-    # W has a lane of its own: all stages run it in the same M v ticks, the last ones. F has ended
-    # in the last v P - 1 ticks, as in 1F1B. `last` is the smaller of these two numbers: the ticks
-    # with I and W, but without F. On the last stage, W comes P - 1 ticks after I, so the arrays of
-    # P microbatches wait. If there are fewer, those of all wait, and one place is for idle ticks.
+    # W has a lane of its own: all stages run W in the last M v ticks. F has ended in the last
+    # v P - 1 ticks, as in 1F1B. So the smaller of these two numbers of ticks (`last`) have I and W,
+    # but no F. The last stage has its I in the first M v of the M v + P - 1 ticks of I, so there W
+    # comes P - 1 ticks after I, and the arrays of P jobs I wait (this tick's included). If there
+    # are fewer than P jobs, the arrays of all M v wait, and one place is for idle ticks.
     if layout.schedule == "zero_bubble_lockstep":
         last, weights, deferred = min(M * v, v * P - 1), M * v, min(M * v + 1, P)
     # Each tick of F sends an activation, and each tick of I a cotangent. The `last` ticks are one
@@ -109,7 +112,7 @@ def jobs(layout: Layout) -> Jobs:
 
 
 def in_lockstep(layout: Layout) -> bool:
-    """Returns whether all stages run the same lanes (kinds of job) in a tick."""
+    """Returns whether, in each tick, all stages run the same kinds of job (lanes)."""
     return layout.schedule not in PER_STAGE
 
 
@@ -117,7 +120,8 @@ def timed_ticks(layout: Layout, costs: tuple[Any, Any, Any]) -> tuple[int, ...]:
     """Returns how many ticks last as long as the forward job (F), how many as long as the job for
     the input's gradient (I), and how many as long as the job for the weights' gradients (W).
 
-    Each stage has a job of its own in a tick, and all stages wait for the most expensive job.
+    The layout must not be in lockstep (`in_lockstep`). So each stage has a job of its own in a
+    tick, and all stages wait for the most expensive job.
     `costs` has the costs of F, I and W, such as their seconds.
     """
     return table_of(layout).timed_ticks(*costs)

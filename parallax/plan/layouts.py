@@ -4,9 +4,9 @@ and the memory of a device.
     for planned in plan.search(gpt2.XL, 64, hardware.A100, batch=512)[:5]:
         print(planned.seconds.total, planned.layout)
 
-The closed forms rank all layouts, each with the fastest algorithm along each of its axes. Then the
-steps of the layouts are traced, the fastest layout first, and the traced memory tells whether a
-layout fits. `plan` computes the plan of one layout, and `config.sizes` has a model's sizes by name.
+For each layout, `plan` computes the time of a step by formulas (closed forms), with the fastest
+collective algorithm along each axis. The layouts are ranked by this time. Then the steps of the
+layouts are traced, the fastest layout first, and the traced memory tells whether a layout fits.
 """
 
 import itertools
@@ -53,22 +53,23 @@ def search(
     count: int = 5,
     attention_kernel: bool | None = None,
 ) -> list[Plan]:
-    """Returns the plans of the fastest layouts of exactly `devices` devices that fit, at most
-    `count`, the fastest first.
+    """Returns the plans of the fastest layouts, at most `count` plans, the fastest first. Each
+    layout uses exactly `devices` devices, and fits into their memory.
 
-    Each plan uses the fastest algorithm along each of its axes (`Plan.algorithms`). Of layouts that
-    differ only in ZeRO's stage and in remat, only the fastest that fits is listed. A tensor axis
-    also splits the tokens between matmuls (sequence parallelism), if the number of tokens is a
-    multiple of the number of devices along the tensor axis. With this split the messages have as
-    many bytes as without it, and a device keeps fewer bytes. A pipeline splits the batch into
-    microbatches of `choices.sequences` sequences each. With a schedule that defers the weights'
-    gradients, nothing is recomputed. ZeRO splits over all replicas, or within groups of replicas
-    (HSDP).
+    A plan uses, along each axis of the layout, the fastest algorithm for the collectives along this
+    axis (`Plan.algorithms`). Of layouts that differ only in ZeRO's stage and in remat, only the
+    fastest that fits is listed. Between matmuls, a tensor axis also splits the tokens (sequence
+    parallelism), if the number of tokens is a multiple of the number of devices along the tensor
+    axis. With this split the messages have as many bytes as without it, and a device keeps fewer
+    bytes. The sequences of a replica are split into microbatches; each number in
+    `choices.sequences` is tried as the size of a microbatch. With a schedule that defers the
+    weights' gradients, nothing is recomputed. ZeRO splits over all replicas, or within groups of
+    replicas (HSDP).
 
     Args:
         config: the model's sizes.
         devices: the number of devices.
-        hardware: one of the devices.
+        hardware: the figures of one device, such as `hardware.A100`.
         batch: sequences in the global batch.
         optimizer: an optimizer that acts element by element.
         choices: the precision, the sizes of microbatches and the schedules to choose from.
@@ -79,19 +80,19 @@ def search(
 
     Raises:
         ValueError: no layout has exactly `devices` devices, or none of these layouts fits (then the
-            message names the layout that needs the least memory). The error is also raised if
-            `devices` or `batch` is below 1, if a precision or a schedule is unknown, or if `plan`
-            has no closed forms for the model.
+            message names the layout with the smallest estimated memory). The error is also raised
+            if `devices`, `batch` or `count` is below 1, if a precision or a schedule is unknown, or
+            if the model is neither a GPT-2 nor a Llama without experts.
     """
     known(config)  # refuses a model without closed forms
     # These raise `ValueError` for an unknown word. A schedule needs a pipeline, so stage=2.
     Layout(precision=choices.precision)
     for schedule in choices.schedules:
         Layout(stage=2, schedule=schedule)
-    if devices < 1 or batch < 1:
+    if devices < 1 or batch < 1 or count < 1:
         raise ValueError(
-            f"search needs at least 1 device and a batch of 1 or more; got devices={devices} and "
-            f"batch={batch}."
+            "search needs at least 1 device, a batch of 1 or more and a count of 1 or more; got "
+            f"devices={devices}, batch={batch} and count={count}."
         )
     hardware = hardware.for_devices(devices)
     candidates = list(_layouts(config, devices, batch, choices))
@@ -132,9 +133,10 @@ def search(
         nearest = min(candidates, key=bytes_of.__getitem__)
         needed = planned_of(nearest).memory.peak
         raise ValueError(
-            f"search: no layout of {devices} devices fits: they have "
-            f"{quantity(hardware.memory, 'B')} each, and {nearest}, which keeps the fewest bytes, "
-            f"needs {quantity(needed, 'B')}. Use more devices, or a smaller batch."
+            f"search: no layout of {devices} device{'s' * (devices > 1)} fits: each device has "
+            f"{quantity(hardware.memory, 'B')}, and {nearest}, the layout with the smallest "
+            f"estimated memory, needs {quantity(needed, 'B')} on each device. Use more devices, "
+            "or a smaller batch."
         )
     return list(fitting.values())
 
@@ -207,12 +209,12 @@ def _layouts(config, devices, batch, choices) -> Iterator[Layout]:
 
 def _sizes(config, devices, batch, sequences) -> Iterator[dict[str, Any]]:
     """Yields dicts of fields of `Layout`: the sizes of the axes, and the numbers of microbatches
-    and chunks. The layers and heads of the model, and the `batch` sequences, are multiples of the
-    numbers that split them. `sequences` are the sizes of a microbatch to try."""
+    and chunks. Each of these numbers divides what it splits: the layers or heads of the model, or
+    the `batch` sequences. `sequences` are the sizes of a microbatch to try."""
     for tensor, stage in itertools.product(divisors(config.heads), divisors(config.layers)):
         replicas, remainder = divmod(devices, tensor * stage)
-        # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward over
-        # tensor only.
+        # The vocabulary (`rows`) is split over the axes tensor and stage, and the feed-forward (of
+        # width "hidden") over tensor only.
         if (
             remainder
             or config.rows % (tensor * stage)

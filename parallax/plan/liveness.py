@@ -1,12 +1,13 @@
 """Computes the peak memory of a traced program from the lifetimes of its buffers, for a compiler
 that fuses elementwise operations.
 
-A frame is a program or the body of a loop: a list of operations, each with the buffers that it
-reads and writes. A buffer lives from the operation that writes it to the last operation that reads
-it. If an operation reads an operand element by element, or updates a part of the operand, its
-result is written over the operand, unless a later operation reads the operand. Buffers that are
-written over each other share one *place*, named by the first of these buffers. A *fixed* buffer is
-an argument, a result or a constant of the whole step, and does not count as a temporary.
+A *frame* is a program, a branch of a conditional or the body of a loop: a list of operations, each
+with the buffers that it reads and writes. A buffer lives from the operation that writes it to the
+last operation that reads it. If an operation reads an operand element by element, or updates a part
+of the operand, its result is written over the operand, unless a later operation reads the operand.
+Buffers that are written over each other share one *place*, named by the first of these buffers. A
+*fixed* buffer is an argument, a result or a constant of the whole step, and does not count as a
+temporary.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,13 @@ from typing import Any, NamedTuple
 
 
 class Held(NamedTuple):
-    """A buffer that is in memory at the moment of the peak.
+    """The buffers that one operation on one source line makes, and that are in memory at the moment
+    of the peak.
 
     Attributes:
-        bytes: the buffer's size on a device.
-        what: the operation that makes the buffer, or the kind of buffer.
-        line: the line of the caller's source.
+        bytes: the sum of the buffers' sizes on a device.
+        what: the operation that makes the buffers, or the kind of the buffers.
+        line: the source line of the operation, as `source_lines.source` gives it.
     """
 
     bytes: int
@@ -28,8 +30,8 @@ class Held(NamedTuple):
 
 
 class Buffer:
-    """An array in memory. The array belongs to the frame (program or loop body) whose operation
-    writes it."""
+    """An array in memory. The array belongs to the frame (program, branch or loop's body) whose
+    operation writes it."""
 
     def __init__(
         self,
@@ -40,12 +42,13 @@ class Buffer:
         fixed: bool = False,
         carry: bool = False,
     ):
-        """Makes a buffer of `nbytes` bytes. The equation `eqn` computes its array, or `what` says
-        in words what the buffer is.
+        """Makes a buffer of `nbytes` bytes. `eqn` is the equation that computes the array in the
+        buffer. If there is none, `what` describes the buffer in words.
 
         `fixed` marks an argument, a result or a constant, which does not count as a temporary.
-        `carry` marks a loop's carry or stacked result; it may be written over the array with which
-        the loop begins.
+        `carry` marks the buffer of a loop's carry or stacked result. Such a buffer may be written
+        over an older array: the first value of the carry, or the zeros with which the stacked
+        result begins. If the buffer has both marks, this older array is no temporary either.
         """
         self.bytes, self.eqn, self.what, self.fixed, self.carry = nbytes, eqn, what, fixed, carry
         # The buffer over which this buffer is written; this buffer itself if it is written over
@@ -81,7 +84,8 @@ class Operation(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The temporaries of a frame at the moment when they have the most bytes.
+    """The temporaries of a frame (a program, a branch or a loop's body) at the moment when these
+    temporaries have the most bytes.
 
     Attributes:
         bytes: the bytes of all these temporaries together.
@@ -103,9 +107,9 @@ def peak(
     *,
     early: bool = False,
 ) -> Peak:
-    """Returns the temporaries of a frame at the moment when they have the most bytes: these bytes,
-    the buffers, and the operation that runs at this moment. Also sets each buffer's `into`, the
-    buffer over which it is written; `Buffer.place` needs this.
+    """Returns the temporaries of a frame (a program, a branch or a loop's body) at the moment when
+    these temporaries have the most bytes. If a buffer is written over an older buffer, also sets
+    the new buffer's `into` to the older buffer; `Buffer.place` needs this.
 
     Args:
         operations: the operations, in the order in which they run.
@@ -115,8 +119,8 @@ def peak(
         carried: for a loop's body, a pair of buffers for each carry: the carry's buffer at the end
             of an iteration, and its buffer at the beginning of the iteration.
         early: whether the results of loops are in memory from the first operation of the frame on,
-            as in some of XLA's backends. If not, they take memory only once the loop that makes
-            them begins.
+            as in some of XLA's backends. If not, each of these results is in memory from the moment
+            when its loop begins.
     """
     end = len(operations)
     # The index of the operation that last uses each buffer; `end` for a result. `last.get(x, -1)`
@@ -135,19 +139,20 @@ def peak(
             # A loop has an `inner` peak, and so has a conditional with temporaries of its own.
             born[made] = 0 if early and operation.inner else k
             until[made] = last[made]
+        # `made` may be written over the older buffer `under`, if no later operation reads `under`
+        # (`last`) or another buffer in the same place (`until`; `last`, if this frame has not
+        # written the place). Operation k itself may read them (<=): it reads each element before it
+        # writes that element.
         for made, under in operation.over:
             place = under.place
-            # No later operation may read `under`, or any other buffer in its place: `until`, if the
-            # place was written in this frame, else `last`. Operation k itself may read it (<=): it
-            # reads each element before it writes that element.
             if (
                 under in may_overwrite
                 and last.get(under, -1) <= k
                 and until.get(place, last.get(place, -1)) <= k
             ):
                 made.into = place
-                # If a loop writes a result of the step, it starts in the memory of that result.
-                # The array that it starts from is then no temporary either.
+                # If a loop's carry (or stacked result) is a result of the step, the array with
+                # which the carry begins is in the memory of that result, and no temporary either.
                 place.fixed |= made.fixed and made.carry
                 until[place] = max(until.get(place, k), last[made])
     # A carry's new array takes the place of its old array if all operations that read the old array

@@ -4,12 +4,12 @@ messages of the collective. Messages that use the same link share the bandwidth 
     network = networks.of(hardware.A100, devices=16_384)
     networks.seconds(halving.table(2048), nbytes, network, group=networks.Group(2048, stride=8))
 
-In a round every device sends its messages at once. The round takes the largest latency of any
-message, plus the time of the link that carries the most bytes. In a `Link`, alpha is the latency in
-seconds, and beta the seconds per byte. A *route* is a table of messages, round by round; an
-algorithm that runs several routes side by side has a tuple of routes (`Tables`). The devices of a
-mesh are numbered with the last axis fastest. `tests/test_networks.py` simulates the same, message
-by message.
+In a round every device sends its messages at the same time. The round takes the largest latency of
+any message, plus the longest time that any link needs for the bytes of its messages. In a `Link`,
+alpha is the latency in seconds, and beta the seconds per byte. A *route* is a table of messages,
+round by round; an algorithm that runs several routes side by side has a tuple of routes (`Tables`).
+The devices of a mesh are numbered with the last axis fastest. `tests/test_networks.py` compares the
+seconds with a simulation of every single message.
 """
 
 import functools
@@ -29,11 +29,11 @@ from parallax.validate import divisors
 
 
 class Group(NamedTuple):
-    """The devices of one mesh axis: `size` devices whose numbers are `stride` apart. All groups
-    along the axis have the same form, and run at once.
+    """A group of devices along one mesh axis: `size` devices whose numbers are `stride` apart. All
+    groups along the axis have the same size and stride, and send at the same time.
 
     Attributes:
-        size: devices along the axis.
+        size: the number of devices along the axis.
         stride: the product of the sizes of the mesh axes after this one. Neighbours along the last
             axis have successive numbers, so its stride is 1.
     """
@@ -65,11 +65,11 @@ class Level(NamedTuple):
     """One level of a network of nested groups.
 
     Attributes:
-        devices: devices in a group of this level.
+        devices: the number of devices in a group of this level.
         link: the link of one device, in one direction, to the devices of its group.
-        shared: the oversubscription. Take a group of the level below: `shared` is the sum of its
-            devices' rates, divided by the sum of the rates of the links by which messages leave
-            this group.
+        shared: the oversubscription. A group of this level consists of smaller groups. The n
+            devices of a smaller group share the links by which messages leave the smaller group.
+            Together these links have n / `shared` times the rate of `link`.
     """
 
     devices: int
@@ -78,8 +78,8 @@ class Level(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """Groups of groups, such as a machine, a leaf switch and the spine. The last level has all
-    devices in one group.
+    """Nested groups of devices, for example the devices of a machine, the machines of a leaf
+    switch, and the leaf switches of the spine. The last level has all devices in one group.
 
     Attributes:
         levels: one `Level` for each size of a group, from the smallest groups to the group of all
@@ -97,11 +97,11 @@ class Nested(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A message uses the links inside the smallest group
-        that has both its sender and its receiver. It also uses the links by which it leaves each
-        smaller group. The devices of a group share the links by which messages leave the group. The
-        total rate of these links is the total rate of the devices' links (`Level.link` of the level
-        above), divided by `shared` of the level above.
+        message, and the bytes of one message. A device is in a group of each size (`levels`). In
+        each of its groups, the device has a link of its own (`Level.link`). A message uses the
+        sender's own link only in the smallest group that has both the sender and the receiver. The
+        message also leaves each smaller group that has the sender, by links that the devices of the
+        smaller group share (`Level.shared`).
         """
         # Each device's own number, the longest latency, and the seconds of the busiest link.
         here, alpha, busy = np.arange(self.devices), 0.0, 0.0
@@ -116,8 +116,8 @@ class Nested(NamedTuple):
                 crosses = ~within[k]  # leaves its group of the level below
                 within[k] = to // level.devices == here // level.devices
                 ports += nbytes * (crosses & within[k])
-            # The bytes of each device that leave its group of this level. They also leave the
-            # smaller group inside it, and so share the links of that group.
+            # The bytes of each device that leave its group of this level. They leave the device's
+            # group of the level below too.
             leaving = sum(
                 (nbytes * ~within[k] for k, (_, nbytes) in enumerate(sent)), np.zeros(self.devices)
             )
@@ -125,13 +125,17 @@ class Nested(NamedTuple):
             if ports.any():
                 alpha = max(alpha, level.link.alpha)
                 busy = max(busy, level.link.beta * ports.max())
-            # The shared links of a group of the level below carry all bytes that leave the group;
-            # `out` is the most of any group. Their rate is that of `inside / level.shared` links.
-            # Below the first level there are only single devices, whose link was counted above.
+            # The shared links of a group of the level below carry all bytes that leave the group:
+            # those that stay in this level's group (`ports`) and those that leave it (`leaving`).
+            # Together the shared links of a group with `members` devices are as fast as
+            # `members / level.shared` links of one device. `out` is the most of any group, for each
+            # of its devices. At the first level a group of the level below is a single device
+            # (`inside` is 1), whose link was counted above.
             if inside > 1:
                 starts = np.arange(0, self.devices, inside)  # the last group may be smaller
-                out = np.add.reduceat(ports + leaving, starts).max()
-                busy = max(busy, level.link.beta * level.shared * out / inside)
+                members = np.diff(starts, append=self.devices)
+                out = (np.add.reduceat(ports + leaving, starts) / members).max()
+                busy = max(busy, level.link.beta * level.shared * out)
             inside = level.devices
         return alpha + busy
 
@@ -142,11 +146,11 @@ class Torus(NamedTuple):
     first.
 
     Attributes:
-        shape: chips along each dim; the last dim runs fastest.
+        shape: the number of chips along each dim. The chips are numbered in row-major order.
         link: the link between neighbours, in one direction.
         rings: whether each dim closes in a ring; () if all do.
         chips: for each device, the index of its chip; () if device k is on chip k // cores.
-        cores: devices on a chip. Messages between them use no link.
+        cores: the number of devices on a chip. Messages between them use no link.
     """
 
     shape: tuple[int, ...]
@@ -164,13 +168,14 @@ class Torus(NamedTuple):
         """Returns the seconds until all messages of a round have arrived.
 
         Each element of `sent` is a pair: an array [devices] with the receiver of each device's
-        message, and the bytes of one message. A message goes along one dim of the torus after
-        another. Along a dim that closes in a ring it goes the shorter way round.
+        message, and the bytes of one message. A message crosses the dims of the torus one after
+        another. Along a dim that closes in a ring the message goes the shorter way round.
         """
         chips = np.array(self.chips) if self.chips else np.arange(self.devices) // self.cores
         start = np.stack(np.unravel_index(chips, self.shape))  # [dims, devices]
         rings = self.rings or (True,) * len(self.shape)
-        # Bytes on the link that leaves each chip along each dim, forward (0) and back (1).
+        # [dims, 2, chips]: the bytes on the link that leaves each chip along each dim, forward (0)
+        # and back (1). There are at most as many chips as devices; the other places stay 0.
         carried = np.zeros((len(self.shape), 2, self.devices))
         hops = 0  # of the longest way
         for to, nbytes in sent:
@@ -184,8 +189,10 @@ class Torus(NamedTuple):
             for dim, length in enumerate(self.shape):
                 ahead = end[dim] - at[dim]  # below 0: back
                 if rings[dim]:
-                    longest = (length - 1) // 2  # of the ways back that are shorter
-                    ahead = (ahead + longest) % length - longest
+                    # The shorter way round; forward if both ways are equal. So a message goes at
+                    # most `most_back` places back, and at most `length // 2` forward.
+                    most_back = (length - 1) // 2
+                    ahead = (ahead + most_back) % length - most_back
                 back, steps = ahead < 0, np.abs(ahead)
                 far += steps
                 for hop in range(int(steps.max(initial=0))):
@@ -204,13 +211,21 @@ class Torus(NamedTuple):
 def of(hardware: Hardware, devices: int) -> "Nested | Torus":
     """Returns the network of this number of devices. TPUs of one slice form a torus. All other
     devices form domains with fast links inside. A slower network without oversubscription joins the
-    domains."""
+    domains. Raises `ValueError` if `devices` TPUs of one slice do not fill their chips: `devices`
+    must be a multiple of `hardware.cores`, the number of devices on a chip."""
     domain = min(hardware.domain, devices)
     if hardware.platform == "tpu" and devices <= domain:
         # The torus of the hardware, if it has this number of chips; else one that is near to a
-        # cube, or to a square for the chips in `torus.FLAT`. Without a torus of the hardware, the
-        # product of its dims is 1. `closed_dims` says whether each dim closes in a ring.
-        chips = devices // hardware.cores
+        # cube, or to a square for the chips in `torus.FLAT`. If the hardware has no torus,
+        # `hardware.torus` is empty and has the product 1: `> 1` keeps one chip from taking it.
+        # `closed_dims` says whether each dim closes in a ring.
+        chips, remainder = divmod(devices, hardware.cores)
+        if remainder:
+            raise ValueError(
+                f"plan: the record of {hardware.name} is for {hardware.cores} devices on each chip "
+                f"(`cores`), and {devices} devices do not fill their chips. Use a multiple of "
+                f"{hardware.cores} devices, or a record of a whole chip, with cores=1."
+            )
         is_slice = math.prod(hardware.torus) == chips > 1
         is_flat = hardware.name in torus.FLAT
         box = hardware.torus if is_slice else _box(chips, 2 if is_flat else 3)
@@ -224,8 +239,8 @@ def of(hardware: Hardware, devices: int) -> "Nested | Torus":
 
 @functools.lru_cache(maxsize=256)
 def _laid(network: Torus, sizes: tuple[int, ...]) -> Torus:
-    """Returns the torus with its `chips` set: each device of a mesh whose axes have these `sizes`
-    is on the chip on which `mesh.make` puts it."""
+    """Returns the torus with its field `chips` filled in: for each device of a mesh, the index of
+    the chip where `mesh.make` puts the device. `sizes` are the sizes of the mesh's axes."""
     # [*sizes, dims + core]. The last coordinate is the core, which is dropped.
     places = torus.coordinates(network.shape, network.rings, network.cores, sizes)
     of_devices = places[..., :-1].reshape(-1, len(network.shape))  # [devices, dims]
@@ -258,7 +273,7 @@ def seconds(
 
     Raises:
         ValueError: the tables are for another number of devices than `group.size`, or the network's
-            number of devices is not such a multiple.
+            number of devices is not a multiple of `group.size` x `group.stride`.
     """
     # Several tables run side by side, each on an equal part of the array.
     routes = tables if isinstance(tables, tuple) else (tables,)
@@ -291,8 +306,8 @@ def seconds(
 
 def _round(shape: Sequence[int], one_round: Round, network: Network, group: Group) -> float:
     """Returns the seconds of one round, in which every device sends each of the round's messages to
-    the device that is `message.step` further on in the same group. A group is a box of this
-    `shape`."""
+    another device of its group. The `group.size` devices of a group are the points of a box of this
+    `shape`; `message.step` is the distance to the receiver along each dim of the box."""
     if not one_round.messages:
         return 0.0
     return network.round(
@@ -374,7 +389,7 @@ def along(
 
     Args:
         axis: the name of the axis.
-        sizes: the devices on each axis of the mesh; the last axis runs fastest.
+        sizes: the sizes of the mesh's axes. The device number varies fastest along the last axis.
         hardware: the description of one device, such as `hardware.TPU_V5E`.
         calls: for each collective a tuple of its kind (such as "all_reduce"), the bytes of the
             array that it takes, and the number of its calls.
@@ -390,9 +405,10 @@ def along(
 
 @functools.lru_cache(maxsize=4096)
 def price(name: str, kind: str, network: Network, group: Group) -> Link:
-    """Returns the cost of the collective `kind` by the algorithm `name` of `makers`. The alpha of
-    the cost is the seconds for an array of no bytes, and the beta the seconds for each byte of the
-    array that the collective takes.
+    """Returns the cost of the collective `kind`, such as "all_reduce", by the algorithm `name`,
+    such as "ring". `name` is one of the names that `makers` yields. The alpha of the cost is the
+    seconds for an array of no bytes, and the beta the seconds for each byte of the array that the
+    collective takes.
 
     The time of a collective is linear in the bytes of the array, so two simulations give the time
     for arrays of all sizes. A search needs thousands of sizes.

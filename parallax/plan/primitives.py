@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jax.extend.core import JaxprEqn
 
-from parallax import jaxprs
+from parallax import arithmetic, jaxprs
 
 # Results of these need no memory of their own: readers read the operand in its place.
 SAME = {  # the same numbers, at most in another shape
@@ -17,9 +17,10 @@ SAME = {  # the same numbers, at most in another shape
     "copy",
     "copy_p",
     "stop_gradient",
-    "replicated",
-    "terms",
     "reduce_precision",
+    "name",
+    # These change only what the type of a value says about mesh axes
+    *("replicated", "terms", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"),
 }
 PARTS = {"slice", "dynamic_slice"}  # some of the numbers
 VIEWS = SAME | PARTS | {"rev", "broadcast_in_dim", "iota", "pad"}
@@ -41,12 +42,14 @@ UPDATES = {
     *("dynamic_update_slice", "scatter", "scatter-add", "scatter-sub"),
     *("scatter-mul", "scatter-min", "scatter-max"),
 }
-PRODUCTS = {"dot_general", "conv_general_dilated"}
 COLLECTIVES = {  # with their names in compiled programs
-    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), "all-reduce"),
+    **dict.fromkeys(("pmax", "pmin", "unreduced_pmax", "unreduced_pmin"), "all-reduce"),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
-    "reduce_scatter": "reduce-scatter",
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
+    **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), "collective-broadcast"),
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
 }
 
@@ -58,43 +61,15 @@ def nbytes(aval) -> int:
     return itemsize * math.prod(getattr(aval, "shape", ()))
 
 
-def operations(eqn: JaxprEqn) -> int:
-    """Returns the floating-point operations of a matmul or a convolution: 2 for each product of two
-    numbers that is added to a sum. For a Pallas kernel, returns the number that the kernel states.
-    """
-    if eqn.primitive.name == "pallas_call":
-        return int(eqn.params["cost_estimate"].flops)
-    left, right = jaxprs.types(eqn.invars[:2])
-    out = math.prod(jaxprs.types(eqn.outvars)[0].shape)
-    if eqn.primitive.name == "dot_general":
-        (over, _), _ = eqn.params["dimension_numbers"]
-        return 2 * out * math.prod(left.shape[dim] for dim in over)
-    # The dims of the kernel: first its output features, then its input features and the dims of
-    # space. A sum goes over all of them but the first.
-    kernel = eqn.params["dimension_numbers"].rhs_spec
-    terms = out * math.prod(right.shape[dim] for dim in kernel[1:])
-    # The transpose of a strided convolution reads its input with zeros between the numbers, and
-    # does not multiply those.
-    return 2 * terms // math.prod(eqn.params["lhs_dilation"])
-
-
-def is_product(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a matmul, a convolution, or a Pallas kernel with a stated
-    cost. A `dot_general` of two vectors does not count: compilers run it as a multiplication and a
-    sum."""
-    if eqn.primitive.name == "pallas_call":
-        return eqn.params["cost_estimate"] is not None
-    if eqn.primitive.name != "dot_general":
-        return eqn.primitive.name in PRODUCTS
-    # An operand must have a dim that is neither summed over nor a batch dim; vectors have none.
-    (over, _), (batched, _) = eqn.params["dimension_numbers"]
-    return any(len(each.shape) > len(over) + len(batched) for each in jaxprs.types(eqn.invars))
-
-
-def only_multiplies(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a `dot_general` that sums over no dim. Compilers treat such an
-    equation as an elementwise multiplication."""
-    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]
+def is_unread(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation may do work that is not counted: a kernel that does not state its
+    operations, or an equation whose inner programs nobody reads, with matmuls, loops or messages in
+    them."""
+    if eqn.primitive.name in ("pallas_call", "ffi_call"):
+        return eqn.params.get("cost_estimate") is None
+    costly = arithmetic.PRODUCTS | COLLECTIVES.keys() | {"linear_collective", "scan", "while"}
+    inside = (each for body in jaxprs.inner(eqn) for each in jaxprs.every(body))
+    return any(each.primitive.name in costly for each in inside)
 
 
 def axes(eqn: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:

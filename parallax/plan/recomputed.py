@@ -18,15 +18,16 @@ class Recomputed(NamedTuple):
     Attributes:
         keeps: what a layer keeps. It is "everything", or only the results of the layer's matmuls
             with weights ("products"), or only the layer's input ("inputs").
-        keeps_gathered: whether arrays that were gathered over devices are kept whole.
-        keeps_scores: whether attention's scores (queries times keys, after the softmax) are kept.
+        keeps_gathered: whether a layer keeps the whole arrays that it gathers over devices. This
+            field matters only if `keeps` is "everything"; for any other `keeps` it is True.
+        keeps_scores: whether attention's probabilities (the softmax of its scores) are kept.
         gathers: how many all-gathers over devices the backward pass of a layer runs again.
         sums: how many all-reduces over devices the backward pass of a layer runs again.
         matmuls: whether the backward pass runs the matmuls with weights again.
         scores: the share of attention's matmuls that the backward pass runs again. It is a half if
-            attention's result is kept and the scores are not.
-        passes: the share of the arrays between a layer's matmuls that the backward pass computes
-            again. This costs reads and writes of memory.
+            attention's result is kept and its probabilities are not.
+        passes: of the arrays between a layer's matmuls, the share that the backward pass computes
+            again. This costs further passes over memory.
         whole_stage: whether a stage of a pipeline keeps only its input, and runs forward again.
     """
 
@@ -41,13 +42,13 @@ class Recomputed(NamedTuple):
     whole_stage: bool
 
     def products(self, layers: int, last: float) -> float:
-        """Returns the share of the matmuls with weights that the backward pass runs again, in a
-        stage of `layers` layers; 0 if it runs none again.
+        """Returns a share, from 0 to 1, of the work of a stage's matmuls with weights. The backward
+        pass does this share of the work again. The stage has `layers` layers.
 
-        The last matmul of each layer does not run again: its result is kept, as the input of the
-        next layer. If the whole stage runs again, only the last matmul of the stage does not run
-        again: the next stage keeps its result. `last` is the share of a layer's weights that the
-        last matmul has.
+        No gradient of a layer needs the result of the layer's last matmul, which is only added to
+        the residual stream. So this matmul does not run again. There is an exception: if the whole
+        stage runs again, each layer but the last repeats this matmul for the layer after it. `last`
+        is the last matmul's share of a layer's weights.
         """
         return self.matmuls * (1 - last / (layers if self.whole_stage else 1))
 

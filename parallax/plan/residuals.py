@@ -1,17 +1,20 @@
 """Counts the bytes that a decoder's layer keeps for its backward pass. In a pipeline, one job may
-compute the gradient of a layer's input, and a later job those of its weights: also counts the bytes
-that the first job hands to the second.
+compute the gradient of a layer's input, and a later job the gradients of its weights. The module
+also counts the bytes that the first of these jobs hands to the second.
 
 The closed forms equal the bytes that `jax.vjp` keeps of a layer, as tests show. With these bytes,
 `search` drops layouts that cannot fit, before it traces any step.
 
 Legend: b sequences of a microbatch, T tokens on a device, D width, H heads, A = b T D numbers (an
 activation), S = b H T^2 numbers (scores), t tensor devices. `layout.sequences(batch)` is b, and
-`layout.token_shards` the number of devices among which the residual stream is split by tokens.
-`short` is the bytes of a number in 16-bit precision: 2, or 4 if the compiler widens such numbers.
-`kernel` says whether attention runs in a kernel that keeps no scores. A `Layer` has the widths
-`queries`, `keys` and `hidden`, and `column_parallel` says how many numbers a token has in the
-results of its column-parallel matmuls.
+`layout.token_shards` the number of devices among which the residual stream is split by tokens. In
+`Sizes`, `narrow` is the bytes of a number. The other five fields of `Sizes` count numbers on a
+device: `whole` is A, `split` A / t, `scores` S / t, `stream` the residual stream's numbers, and
+`gathered` the kept numbers of a column-parallel matmul's input. The argument `short` is the bytes
+of a number in 16-bit precision: 2, or 4 if the compiler widens such numbers. The argument `kernel`
+says whether attention runs in a kernel that keeps no scores. A `Layer` has the widths `queries`,
+`keys` and `hidden`. Its `column_parallel` is the number of elements per token in the results of the
+layer's column-parallel matmuls.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4, counts 34 b T D + 5 b H T^2 bytes a layer
 in 16 bits, for b sequences of T tokens, width D and H heads.
@@ -42,7 +45,7 @@ class Sizes(NamedTuple):
         whole: how many numbers an activation has (A).
         split: how many numbers a device has of an activation that is split over the t tensor
             devices (A / t).
-        scores: how many numbers a device has of attention's scores, S in all (S / t).
+        scores: how many of attention's S scores a device has (S / t).
         narrow: bytes of a number in the dtype in which the model computes.
         stream: how many numbers a device has of the residual stream: `whole`, or `split` if the
             stream is split by tokens.
@@ -59,9 +62,8 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
-    """Returns the sizes of the arrays of a microbatch on a device, and the bytes of one number. The
-    arrays are an activation (whole, and split over the tensor devices), attention's scores, the
-    residual stream, and what is kept of the input of a column-parallel layer."""
+    """Returns how many numbers the arrays of a microbatch have on a device, and the bytes of one
+    number. The class `Sizes` names the arrays."""
     b, t, T = layout.sequences(batch), layout.tensor, config.context // layout.context
     tile = min(TILE, T) ** 2  # ring attention makes the scores of one tile at a time
     scores = tile if layout.context > 1 else T * T
@@ -76,8 +78,8 @@ def sizes(config: Config, layout: Layout, batch: int, short: int = 2) -> Sizes:
 def everything(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps if the backward pass recomputes nothing or, with
-    remat `attention`, only the scores.
+    """Returns the bytes that a layer keeps if the backward pass recomputes at most attention's
+    scores. If the layout's remat recomputes the scores, their bytes are left out.
 
     The two norms and the column-parallel layers keep their inputs. Attention keeps q, k, v and its
     result. GELU or SwiGLU keeps its inputs and its result. The softmax keeps two copies of its
@@ -115,19 +117,21 @@ def between_products(
     size, layer = sizes(config, layout, batch, short), layer_of(config)
     inside = INSIDE_ACTIVATION[layer.inputs] * layer.hidden / config.width * size.split
     kept = everything(config, layout, batch, short, kernel=kernel)
+    # Two norms, each with a float32 array of the residual stream.
     return kept + 2 * FLOAT * size.stream + size.narrow * inside
 
 
 def layer(
     config: Config, layout: Layout, batch: int, short: int = 2, *, kernel: bool = False
 ) -> Number:
-    """Returns the bytes that a layer keeps for its backward pass. With remat `stage`, the layer
-    keeps these bytes only while its stage runs backward."""
+    """Returns the bytes that a layer keeps for its backward pass. If the layout's remat is `stage`,
+    the layer keeps these bytes only while its stage runs backward."""
     size = sizes(config, layout, batch, short)
     keeps = recomputed(layout).keeps
     if keeps == "products":
-        # The layer's input, attention's output before its sum over tensor devices, and the results
-        # of the column-parallel matmuls. No gradient needs the result of the last matmul.
+        # The layer's input (`stream`), attention's output before its sum over tensor devices
+        # (`whole`), and the results of the column-parallel matmuls (`products`). No gradient needs
+        # the result of the last matmul.
         products = layer_of(config).column_parallel / config.width * size.split
         return size.narrow * (size.stream + size.whole + products)
     if keeps == "inputs":
@@ -140,11 +144,11 @@ def handed(config: Config, layout: Layout, batch: int, short: int = 2) -> Number
     gradients of its weights, if nothing is computed again.
 
     The job hands on the cotangents of the results of the layer's matmuls, and the gradients of the
-    layer's norms and biases. In a GPT-2 of width D the cotangents for q, k and v have 3 D numbers
-    per token together, and the cotangent for the feed-forward has 4 D; all four are split over the
-    tensor devices. The cotangents for the two row-parallel matmuls have D numbers per token each,
-    and are not split. A Llama has fewer norm weights and biases, so for a Llama the returned bytes
-    are slightly too many.
+    layer's norms and biases. In a GPT-2 of width D the cotangents of q, k and v have D numbers per
+    token each, and the cotangent of the feed-forward's first matmul has 4 D. These four cotangents
+    are split over the tensor devices. The cotangents of the two row-parallel matmuls have D numbers
+    per token each, and are not split. A Llama has fewer norm weights and biases, so for a Llama the
+    returned bytes are slightly too many.
     """
     size, D = sizes(config, layout, batch, short), config.width
     products = layer_of(config).column_parallel
@@ -160,7 +164,9 @@ def at_least(
     the layers keep for all microbatches that wait for their backward pass."""
     # Each slot has the arrays that one chunk keeps for one microbatch.
     slots = jobs(layout).slots if layout.pipelined else 1
-    if recomputed(layout).whole_stage:  # a slot has only the stage's input
+    if recomputed(layout).whole_stage:
+        # A slot has only the stage's input: the device's part of the residual stream (`stream`
+        # numbers, of `narrow` bytes each).
         size = sizes(config, layout, batch, short)
         return slots * size.narrow * size.stream
     layers = config.layers // (layout.stage * layout.chunks)

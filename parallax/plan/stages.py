@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
+from parallax import arithmetic, trees
 from parallax import mesh as meshes
-from parallax import trees
 from parallax._typing import PyTree
 from parallax.collectives import Axis, AxisLike
 from parallax.jaxprs import inner, opened
@@ -23,7 +23,6 @@ from parallax.pipeline.exchange import whole
 from parallax.pipeline.jobs import Jobs
 from parallax.pipeline.programs import Functions
 from parallax.pipeline.save import Save, residuals
-from parallax.plan import primitives
 from parallax.schedule import Schedule
 
 
@@ -118,14 +117,14 @@ def stage_work(
 
 def _products(jaxpr: Jaxpr) -> int:
     """Returns the number of floating-point operations of a program's matmuls, in all trips of its
-    loops. A loop of unknown length counts as one trip, and a conditional counts all its branches.
-    A Pallas kernel counts the operations that it states; if it states none, the matmuls of its body
-    count once for each point of its grid."""
+    loops. A loop of unknown length counts as one trip. For a conditional, the operations of all
+    branches are added up. For a Pallas kernel, the operations of its cost estimate are counted. If
+    it has no estimate, the matmuls of its body are counted once for each point of its grid."""
     total = 0
     for eqn in jaxpr.eqns:
         kernel = eqn.primitive.name == "pallas_call"
-        if eqn.primitive.name in primitives.PRODUCTS or (kernel and primitives.is_product(eqn)):
-            total += primitives.operations(eqn)
+        if eqn.primitive.name in arithmetic.PRODUCTS or (kernel and arithmetic.is_product(eqn)):
+            total += arithmetic.operations(eqn)
             continue
         trips = 1
         if kernel:

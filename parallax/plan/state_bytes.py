@@ -1,9 +1,9 @@
-"""Counts the parameters, optimizer state and inputs of a decoder on one device under a layout. The
-rules of the model tell how its arrays are split, so no device is needed.
+"""Computes the bytes of a decoder's parameters, optimizer state and inputs on one device under a
+layout. The rules of the model tell how its arrays are split, so no device is needed.
 
-Legend: L layers, v chunks, n devices over which ZeRO splits. A leaf is one array of the model; its
-share is the part that ZeRO leaves on a device. A *rule* is a function from a leaf's path and shape
-to its `PartitionSpec`, or to None for a leaf that is whole on each device.
+A leaf is one array of the model. With ZeRO, the leaf is split over devices, and its share is the
+part that a device has. A *rule* is a function from a leaf's path and shape to its `PartitionSpec`,
+or to None for a leaf that is whole on each device.
 """
 
 import functools
@@ -26,8 +26,8 @@ class Leaf(NamedTuple):
     Attributes:
         path: the array's path in the model, such as "blocks.mlp.up.weight".
         elements: how many numbers of the array a device has without ZeRO.
-        share: how many numbers of the array a device has with ZeRO. This is 1/n of `elements`, with
-            n devices over which ZeRO splits, or all of `elements` if no dim is a multiple of n.
+        share: how many numbers of the array a device has with ZeRO over n devices. This is 1/n of
+            `elements`, or all of `elements` if no dim is a multiple of n.
         axes: the mesh axes that split the array, without the axes over which ZeRO splits it.
     """
 
@@ -56,15 +56,15 @@ def shapes(config: Config, chunks: int | None) -> tuple[tuple[str, tuple[int, ..
     model = jax.eval_shape(lambda: model_class(config, key=jax.random.key(0)))
     shapes_by_path = {path: leaf.shape for path, leaf in rules.paths(model)}
     for path, (layers, *dims) in shapes_by_path.items():
-        # The first dim of an array of the layers is L.
+        # The first dim of an array of the layers is the number of layers.
         if chunks is not None and path.startswith("blocks."):
             shapes_by_path[path] = (chunks, layers // chunks, *dims)
     return tuple(shapes_by_path.items())
 
 
 def leaves(config: Config, layout: Layout) -> tuple[Leaf, ...]:
-    """Returns the model's arrays as a device of `layout` has them. Layouts with the same sizes get
-    the same cached result."""
+    """Returns the model's arrays as a device of `layout` has them. Layouts with the same numbers of
+    optimizer shards, stages, tensor devices and chunks get the same cached result."""
     return _leaves(config, layout.optimizer_shards, layout.stage, layout.tensor, layout.chunks)
 
 
@@ -142,9 +142,9 @@ def _state(optimizer: optax.GradientTransformation, itemsize: int) -> tuple[int,
 
 
 def batch_bytes(config: Config, layout: Layout, batch: int) -> int:
-    """Returns the bytes of a step's arguments besides parameters and optimizer state on a device:
-    token windows, the step's number and the loss scale. A window has int32 tokens, one more than
-    the model's context; `batch` counts the windows of all devices.
+    """Returns the bytes that a step's arguments have on a device, without parameters and optimizer
+    state. These arguments are the token windows, the step's number and the loss scale. A window has
+    int32 tokens, one more than the model's context; `batch` counts the windows of all devices.
     """
     scale = jax.eval_shape(lambda: recipe.first_scale(layout))
     scale_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scale))

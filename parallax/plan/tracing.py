@@ -5,8 +5,8 @@ Nothing is compiled, and the devices need not exist.
     print(plan.trace(step, (state_shapes, batch_shape), mesh, hardware=hardware.TPU_V5E))
 
 The program is read once. The counted operations of matmuls are the same as in the compiled program,
-and so are the bytes of messages. The memory (`liveness`) is that of a compiler which fuses
-elementwise operations. Such a compiler writes a result over an operand that is read for the last
+and so are the bytes of messages. The module `liveness` computes the memory. It assumes that the
+compiler fuses elementwise operations, and writes a result over an operand that is read for the last
 time. A `Value` is an array of the program. The `root` of a value is the value before reshapes, and
 `root.reads` has the buffers from which the root is computed. A `Buffer` is the memory of a `Value`.
 A `Message` stands for all calls of a collective that agree in kind, axes, result bytes and source
@@ -47,11 +47,17 @@ class Trace(NamedTuple):
         arguments: bytes of the step's arguments.
         donated: bytes of those arguments that the step may write over.
         results: bytes of the results that are not written over a donated argument.
-        temporaries: bytes of all other arrays at the moment when they have the most bytes.
-        at_peak: the temporaries at that moment, the largest first.
+        temporaries: bytes of all other arrays at the moment when these arrays have the most bytes.
+        at_peak: the arrays of `temporaries` at this moment, the largest first.
         unbounded: the lines of loops whose number of iterations is not known; one iteration of each
             is counted.
-        seconds: the time of a step; None without hardware.
+        uncounted: the lines of kernels that do not state their operations, such as a `pallas_call`
+            without `cost_estimate`, and of other operations of which only the operands and results
+            are counted.
+        outside: the lines outside of `mesh.spmd` that read or make an array of which `mesh.spmd`
+            gives each device a block. There the whole array and all its operations are counted, for
+            each device. Move these lines into the function that `mesh.spmd` maps.
+        seconds: the time of a step; None if no `hardware` was given.
     """
 
     mesh: dict[str, int]
@@ -66,11 +72,14 @@ class Trace(NamedTuple):
     temporaries: int
     at_peak: list[Held]
     unbounded: list[str]
+    uncounted: list[str]
+    outside: list[str]
     seconds: Seconds | None = None
 
     @property
     def peak(self) -> int:
-        """Bytes on a device at the moment when it needs the most."""
+        """The most bytes of memory that a device uses at any moment of a step. Arrays that the step
+        reads by closure, and does not take as arguments, are not counted."""
         return self.arguments + self.results + self.temporaries
 
     @property
@@ -98,19 +107,20 @@ def trace(
     `mesh`. The step is neither compiled nor run.
 
     Args:
-        step: any function under `mesh.spmd`, jitted or not. Arguments that `jax.jit` donates count
-            as donated.
+        step: the result of `mesh.spmd`, or a function that calls it, jitted or not. Arguments that
+            `jax.jit` donates count as donated.
         shapes: the arguments of the step; arrays may be `jax.ShapeDtypeStruct`s. For an argument
             that `mesh.spmd` splits, only the bytes of one device's block are counted.
         mesh: the mesh of the step. Its devices need not exist.
-        hardware: the kind of device, such as `hardware.TPU_V5E`. From it come the time of the step,
-            and the copies that the compiler makes.
+        hardware: the kind of device, such as `hardware.TPU_V5E`. It decides the time of the step,
+            and which copies XLA would make.
         platform: the platform ("cpu", "tpu" or "cuda") whose branch of `lax.platform_dependent`
             counts. By default this is the platform of `hardware`. Without hardware, the default
             branch counts.
 
     Raises:
-        ValueError: the step is not mapped over `mesh`.
+        ValueError: the step is not mapped over `mesh`; or it has a collective with
+            `axis_index_groups`, or a `lax.platform_dependent` without a branch for `platform`.
     """
     plain = jax.tree.map(  # without shardings, which may have devices of another mesh
         _unplaced, tuple(shapes), is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
@@ -166,6 +176,12 @@ def trace(
         temporaries=peak.bytes,
         at_peak=_by_line(peak.held),
         unbounded=list(dict.fromkeys(reading.unbounded)),
+        uncounted=list(dict.fromkeys(reading.uncounted)),
+        outside=list(
+            dict.fromkeys(
+                line for line, roots in reading.outside if not reading.split.isdisjoint(roots)
+            )
+        ),
     )
     return found if hardware is None else found._replace(seconds=seconds(found, hardware))
 
@@ -181,8 +197,8 @@ def _unplaced(leaf: Any) -> Any:
 
 
 def _argument(var: Any) -> Value:
-    """Returns the value of an argument of the step. The value's buffer does not count as a
-    temporary."""
+    """Returns the `Value` that stands for `var`, an argument of the step. The buffer of this
+    `Value` does not count as a temporary."""
     buffer = Buffer(nbytes(var.aval), what=f"argument {var.aval.str_short()}", fixed=True)
     return Value(var.aval, {buffer: buffer.bytes}, buffer=buffer)
 
@@ -199,19 +215,19 @@ def _donated(jaxpr: Jaxpr) -> set[Any]:
         var
         for variables, flags in marked
         for var, flag in zip(variables, flags, strict=True)
-        if flag
+        if flag and not jaxprs.is_literal(var)  # a Python number has no buffer
     }
 
 
 def _placed(
     results: Sequence[Value], free: Sequence[Buffer]
 ) -> tuple[list[tuple[Value, Buffer]], list[Value]]:
-    """Returns two lists: the pairs (result, buffer), where the result is written over the donated
-    argument of this buffer, which has the same size; and the results that are written over no
-    argument.
+    """Returns two lists. The first has a pair (result, buffer) for each result that is written over
+    a donated argument. The buffer is that of the argument, and has the size of the result. The
+    second list has the results that are written over no argument.
 
-    `free` has the donated buffers. As in XLA, each result takes the first free donated buffer of
-    its own size.
+    `free` has the buffers of the donated arguments. As in XLA, each result takes the first free
+    donated buffer of its own size.
     """
     places: dict[int, list[Buffer]] = {}
     for buffer in free:
@@ -228,7 +244,7 @@ def _placed(
 
 def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
     """Raises `ValueError` unless the program has a `shard_map`, and each `shard_map` in it is over
-    a mesh of these `sizes`."""
+    a mesh of these `sizes`, in the same order of axes."""
     maps = [eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "shard_map"]
     if not maps:
         raise ValueError(
@@ -238,7 +254,8 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
         )
     for eqn in maps:
         over = dict(eqn.params["mesh"].shape)
-        if over != sizes:
+        # The order of the axes decides which devices are near each other.
+        if list(over.items()) != list(sizes.items()):
             raise ValueError(
                 f"plan.trace was given the mesh {sizes}, and the step is mapped over {over}. Pass "
                 "the mesh of the step."
@@ -246,10 +263,10 @@ def _check(jaxpr: Jaxpr, sizes: dict[str, int]) -> None:
 
 
 def _by_line(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
-    """Returns the buffers that are in memory at the moment when they have the most bytes, the
-    largest first. Buffers of the same operation on the same line are added up into one `Held`.
-    Each entry of `held` has the bytes to count, and a buffer. A buffer that stands for several
-    copies has the bytes of all copies."""
+    """Returns the buffers `held`, the largest first, as `Held` entries. Buffers of the same
+    operation on the same source line are added up into one `Held`. Each entry of `held` is a pair:
+    the bytes to count, and a buffer in memory at the peak. If the buffer stands for several copies,
+    the bytes are those of all copies."""
     sums: Counter[tuple[str, str]] = Counter()
     for nbytes_, buffer in held:
         eqn = buffer.eqn
@@ -262,7 +279,8 @@ def _by_line(held: Sequence[tuple[int, Buffer]]) -> list[Held]:
 
 
 def report(trace: Trace, *, rows: int = 8) -> str:
-    """Returns the trace as text: a line for each number, and at most `rows` lines for each list."""
+    """Returns the trace as text: a line for each number, and at most `rows` lines for each list.
+    The "products" are matmuls and convolutions, by the type of their operands."""
     devices = " x ".join(f"{name}={size}" for name, size in trace.mesh.items())
     of_memory = {
         "arguments": trace.arguments,
@@ -301,6 +319,12 @@ def report(trace: Trace, *, rows: int = 8) -> str:
         lines.append(
             f"loops of unknown length, counted once: {', '.join(map(_short, trace.unbounded))}"
         )
+    if trace.uncounted:
+        lines.append(f"operations inside not counted: {', '.join(map(_short, trace.uncounted))}")
+    if trace.outside:
+        lines.append(
+            f"outside of mesh.spmd, whole arrays counted: {', '.join(map(_short, trace.outside))}"
+        )
     if trace.seconds is not None:
         lines += ["", *_of_time(trace.seconds)]
     return "\n".join(lines)
@@ -327,9 +351,10 @@ def _of_messages(messages: Mapping[Message, int], rows: int) -> list[str]:
 
 
 def _of_time(found: Seconds) -> list[str]:
-    """Returns two lines on the time of a step. The first has the time without overlap. The second
-    has the time with full overlap: the time of whichever takes longest, the matmuls, the memory or
-    the messages. The second line also has the seconds of messages by axes, in brackets."""
+    """Returns two lines on the time of a step. The first has the time without overlap, and the
+    share of the peak rate that the matmuls reach in this time. The second has the time with full
+    overlap: the time of whichever takes longest, the matmuls, the memory or the messages. The
+    second line also has the seconds of messages by axes, in brackets."""
     bounds = found.bounds
     longest = max(bounds, key=bounds.__getitem__)
     parts = ", ".join(f"{name} {taken:.3g}" for name, taken in bounds.items())

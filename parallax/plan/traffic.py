@@ -7,22 +7,22 @@ A *term* is one kind of collective, with its bytes and its calls in a step. A *l
 the model, and its *share* is the part of it that ZeRO leaves on a device. A *lane* is one kind of a
 pipeline's jobs: forward, backward or weights.
 
-In `_Step`, `size` says how often a step calls each part of the model (`Sizes`), and `again` has the
-operations that the backward pass runs again (`Recomputed`). `self.leaves` are the model's arrays,
-but `size.leaves` counts calls of the embedding's backward pass. `stream` is the bytes of the
-residual stream on a device, and `parts` the number of devices among which its tokens are split. A
-*group* of axes is a run of neighbouring axes with one algorithm: one call sends along all of them.
-`compute` is the bytes of a number in the dtype in which the model computes, `itemsize` the bytes of
-a parameter, and `wide` the bytes of a number in the wider dtype of sums. `shards` are the axes over
-which ZeRO splits. `shares_sums(leaf)` says whether the leaf's gradients are scattered after each
-microbatch. `halving` is the recursive-halving algorithm.
+In `_Step`, `size` (a `Sizes`) says how often a step calls each part of the model, and `again` (a
+`Recomputed`) has the operations that the backward pass runs again. `self.leaves` are the model's
+arrays, but `size.leaves` is the number of calls of the embedding's backward pass. `stream` is the
+bytes of the residual stream on a device, and `parts` the number of devices among which its tokens
+are split. A *group* of axes is a run of neighbouring axes with the same algorithm: one call sends
+along all of them. `compute` is the bytes of a number in the dtype in which the model computes, and
+`itemsize` the bytes of a parameter. `wide` is the bytes of a number in a sum of gradients, norms or
+losses. `shards` are the axes over which ZeRO splits. `shares_sums(leaf)` says whether the leaf's
+gradients are scattered after each microbatch. `halving` is the recursive-halving algorithm.
 
 In a ring's all-reduce of S bytes over n devices, each device sends 2 (n - 1)/n S bytes. In a
-reduce-scatter from S bytes it sends half as many, and so it does in an all-gather to S bytes.
+reduce-scatter from S bytes, or an all-gather to S bytes, each device sends (n - 1)/n S bytes.
 
 Sources: Shoeybi et al. (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198),
-section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; Yeung et al. (arXiv 2411.05288) for
-the vocabulary over the stages.
+section 4.2; Rajbhandari et al. (arXiv 1910.02054), section 7; and for the vocabulary, split over
+the stages, Yeung et al. (arXiv 2411.05288).
 """
 
 import itertools
@@ -38,6 +38,7 @@ from parallax.collectives.types import axes as axes_of
 from parallax.cross_entropy import default_block_tokens
 from parallax.layout import Layout
 from parallax.models import recipe
+from parallax.pipeline.ends import FEW
 from parallax.plan import state_bytes
 from parallax.plan.families import Config, ends_of, layer_of
 from parallax.plan.jobs import jobs
@@ -67,7 +68,7 @@ class Term(NamedTuple):
         collective: the function that moves the data.
         nbytes: bytes of the array that the function takes on each device.
         times: calls per step.
-        n: devices on all of these axes together.
+        n: the number of devices of these axes: the product of their sizes.
         itemsize: bytes of a number. Algorithms cut an array between numbers, never inside one.
     """
 
@@ -83,7 +84,8 @@ class Term(NamedTuple):
     def cost(self) -> Cost:
         """The cost of one call. The bytes of a collective of `jax.lax` are counted as one message
         of the size of its result. XLA's algorithm is not known, so the time of the collective is
-        that of `collectives.halving`. A `lax.pmax`, which is small, takes the time of one hop."""
+        that of `collectives.halving`. A `lax.pmax`, whose array is small in this step, is counted
+        as one message in one hop: this is an approximation."""
         if self.collective is lax.pmax:
             # hops, bytes over the busiest link, bytes sent, messages, bytes reduced, and the
             # longest chain of messages that wait for each other
@@ -98,8 +100,8 @@ class Term(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in a step, as `compiled.certificate` counts them: the bytes of
-        the collectives' results in the compiled program."""
+        """Bytes that a device sends in a step. XLA's algorithm for a collective of `jax.lax` is not
+        known, so the bytes of its result count as sent. `compiled.certificate` counts alike."""
         return self.times * self.cost.sent
 
 
@@ -114,12 +116,13 @@ class Sizes(NamedTuple):
         backward: calls of a stage backward.
         heads: calls of the head.
         embeds: calls of the embedding.
-        leaves: calls of the embedding's backward pass, with which a microbatch leaves the pipeline.
+        leaves: calls of the embedding's backward pass.
         hops: messages between stages (activations to the next stage, cotangents to the stage
             before).
         last: how many ticks at the step's end run the same kinds of job as the very last tick.
-        weights: calls of a stage for the gradients of its weights. There are as many as `backward`,
-            or fewer if in lockstep a separate kind of job (a lane) computes these gradients.
+        weights: calls of a stage for the gradients of its weights; as many as `backward`, except in
+            the schedule `zero_bubble_lockstep`. In this schedule an idle stage makes the calls that
+            `backward` counts, on garbage, but never a call that `weights` counts.
     """
 
     sequences: int
@@ -136,8 +139,8 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config, layout: Layout, batch: int) -> Sizes:
-    """Returns the sizes of a microbatch on a device, and the calls of each part in a step of
-    `batch` sequences. The class `Sizes` explains the fields.
+    """Returns the sizes of a microbatch on a device, and how often a step of `batch` sequences
+    calls each part of the model. The class `Sizes` explains the fields.
 
     `jobs` counts the calls. If all stages run the same kinds of job in a tick (lockstep), idle
     stages run these jobs too, on garbage. Each kind of job is then counted once for each tick in
@@ -180,7 +183,8 @@ def terms(
         short: bytes of a number if the model computes in `bfloat16` or `float16`; 4 for CPUs, where
             XLA widens such numbers to 4 bytes.
         itemsize: bytes of a parameter, and of a number if the model computes in full precision.
-        size: the calls to count; by default those of the step, from `sizes`.
+        size: the sizes of a microbatch, and the numbers of calls to count. The default,
+            `sizes(config, layout, batch)`, counts all calls of a step.
     """
     step = _Step(config, layout, size or sizes(config, layout, batch), axes, short, itemsize)
     parts = (
@@ -208,9 +212,12 @@ class _Step:
     """The collectives of one step, as `Term`s. Each method yields those of one part of the step."""
 
     def __init__(self, config, layout, size, axes, short, itemsize):
-        """Takes the arguments of `terms`. Computes the axes with their algorithms, and the sizes
-        that the module's docstring defines, such as `stream` and `wide`. Sums have float32 numbers
-        (4 bytes) or wider ones."""
+        """Takes the arguments of `terms`. `short` is the bytes that a number in `bfloat16` or
+        `float16` takes: 2, but 4 on CPUs, where XLA widens the numbers. Sets the attributes that
+        the module's docstring defines, such as `stream`. Also sets `self.axes`, a dict from an
+        axis's name to the axis with its algorithm. Gradients, norms and losses are summed and sent
+        in float32, or in the parameters' dtype if this dtype is wider. So `wide` is the larger of 4
+        bytes and `itemsize`."""
         self.config, self.layout, self.size = config, layout, size
         self.axes = recipe.axes_with_algorithms(layout, recipe.Compute(axes=axes or {}))
         self.shards = recipe.along(self.axes, recipe.SHARDED_OVER).names
@@ -222,11 +229,11 @@ class _Step:
         self.stream = self.size.tokens * config.width // self.parts * self.compute
 
     def term(self, what, axes, collective, nbytes, times, itemsize=None) -> Term:
-        """Returns a `Term` along `axes`, in the mesh's order, without axes of size 1.
+        """Returns a `Term`. Its axes are those of `axes` with several devices, in the mesh's order.
 
-        `what` is a name for the data, `nbytes` the bytes of the array that `collective` takes on
-        each device, and `times` the calls in a step. `itemsize` is the bytes of a number, by
-        default that of the dtype in which the model computes.
+        `what` names the moved data, `nbytes` is the bytes of the array that `collective` takes on
+        each device, and `times` the calls in a step. `itemsize` is the bytes of a number (None:
+        `self.compute`).
         """
         sizes = self.layout.axes
         axes = tuple(name for name in sizes if name in axes and sizes[name] > 1)
@@ -256,23 +263,25 @@ class _Step:
         return self.axes[group[0]].algorithm if group else ring
 
     def size_of(self, group) -> int:
-        """Returns the number of devices on the axes of a group together."""
+        """Returns the number of devices of a group of axes: the product of the axes' sizes."""
         return math.prod(self.layout.axes[name] for name in group)
 
     def all_reduce(self, what, axes, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of an all-reduce that takes `nbytes` bytes on each device and runs
-        `times` times in a step: one `Term` for each group of `axes`. `what` is a name for the data.
-        `itemsize` is the bytes of a number (None: `self.compute`)."""
+        `times` times in a step. `axes` are divided into groups of neighbouring axes with the same
+        algorithm, and each group has one `Term`. `what` names the moved data. `itemsize` is the
+        bytes of a number (None: `self.compute`)."""
         for group in self.groups(axes):
             yield self.term(what, group, self.algorithm(group).all_reduce, nbytes, times, itemsize)
 
     def reduce_scatter(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of a reduce-scatter that takes `nbytes` bytes on each device and runs
-        `times` times in a step: one `Term` for each group of the axes `over`, the first axis first.
+        `times` times in a step. The axes `over` are divided into groups of neighbouring axes with
+        the same algorithm. There is one `Term` for each group, in the order of the axes.
 
-        After the reduce-scatter over a group of n devices, each device has 1/n of the bytes for the
-        next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
-        `self.compute`).
+        The reduce-scatter over a group's axes leaves 1/n of the bytes on each device, where n is
+        the number of devices of these axes. The next group's reduce-scatter takes these bytes.
+        `what` names the moved data. `itemsize` is the bytes of a number (None: `self.compute`).
         """
         for group in self.groups(over):
             yield self.term(
@@ -282,11 +291,13 @@ class _Step:
 
     def all_gather(self, what, over, nbytes, times, itemsize=None) -> Iterator[Term]:
         """Yields the `Term`s of an all-gather that takes `nbytes` bytes on each device and runs
-        `times` times in a step: one `Term` for each group of the axes `over`, the last axis first.
+        `times` times in a step. The axes `over` are divided into groups of neighbouring axes with
+        the same algorithm. There is one `Term` for each group, and the `Term`s come in the reverse
+        order of the axes.
 
-        After the all-gather over a group of n devices, each device has n times as many bytes for
-        the next group. `what` is a name for the data. `itemsize` is the bytes of a number (None:
-        `self.compute`).
+        The all-gather over a group's axes gives each device n times as many bytes, where n is the
+        number of devices of these axes. The next group's all-gather takes these bytes. `what`
+        names the moved data. `itemsize` is the bytes of a number (None: `self.compute`).
         """
         for group in self.groups(over)[::-1]:
             yield self.term(what, group, self.algorithm(group).all_gather, nbytes, times, itemsize)
@@ -294,18 +305,20 @@ class _Step:
 
     def inside_layers(self) -> Iterator[Term]:
         """Yields the messages of tensor parallelism. Each pass of a layer, forward or backward, has
-        2 all-reduces. With `sequence` there are 2 all-gathers and 2 reduce-scatters instead. The
-        collectives that the backward pass runs again are added."""
+        2 all-reduces. With `sequence` there are 2 all-gathers and 2 reduce-scatters instead. If the
+        backward pass runs collectives of the forward pass again, these calls count too."""
         size, again, whole_stage = self.size, self.again, int(self.again.whole_stage)
         in_both_passes = 2 * size.layers * (size.forward + size.backward)
-        # A stage that runs again (`whole_stage`) runs its whole forward pass. The compiled program
-        # leaves out its last sum, which no gradient needs, only if there is no loop over layers.
-        gathers = in_both_passes + size.backward * (
-            size.layers * again.gathers + whole_stage * 2 * size.layers
-        )
-        sums = in_both_passes + size.backward * (
-            size.layers * again.sums + whole_stage * (2 * size.layers - (size.layers == 1))
-        )
+        # What one backward pass of a stage runs again: `again.gathers` and `again.sums` per layer,
+        # and with `whole_stage` the whole forward pass, 2 of each kind per layer.
+        gathers_again = size.layers * (again.gathers + 2 * whole_stage)
+        sums_again = size.layers * (again.sums + 2 * whole_stage)
+        # No gradient needs the last sum of `whole_stage`. The compiled program leaves the sum out
+        # only if the stage has one layer, and so no loop over layers.
+        if whole_stage and size.layers == 1:
+            sums_again -= 1
+        gathers = in_both_passes + size.backward * gathers_again
+        sums = in_both_passes + size.backward * sums_again
         if self.layout.sequence:
             yield from self.halves("tokens gathered", gathers, "sums scattered", sums)
         else:
@@ -313,9 +326,9 @@ class _Step:
 
     def halves(self, gathered: str, gathers: int, scattered: str, scatters: int) -> Iterator[Term]:
         """Yields all-gathers and reduce-scatters of the residual stream over the tensor axis. These
-        are the two halves into which sequence parallelism splits an all-reduce. `gathered` and
-        `scattered` are names for the data. `gathers` and `scatters` are how often a step calls each
-        half."""
+        are the two halves into which sequence parallelism splits an all-reduce. A step calls the
+        all-gather `gathers` times and the reduce-scatter `scatters` times. `gathered` names the
+        data of the all-gathers, and `scattered` the data of the reduce-scatters (`Term.what`)."""
         yield from self.all_gather(gathered, ("tensor",), self.stream, gathers)
         # A gather takes one part of the tokens, and a scatter all of them.
         yield from self.reduce_scatter(scattered, ("tensor",), self.stream * self.parts, scatters)
@@ -327,38 +340,40 @@ class _Step:
         # The numbers of the keys on a device. The values have as many, and go in messages of their
         # own, so each hop counts as two messages.
         keys = size.tokens * layer_of(self.config).keys // self.layout.tensor
+        # `again.sums` counts the sum of attention's result, so attention's forward pass runs again
+        # if `again.sums` is above 0, or if the whole stage runs again.
         passes_again = size.backward * size.layers * (self.again.sums > 0 or self.again.whole_stage)
         passes = size.layers * (size.forward + size.backward)
-        # `again.sums` counts the sum of attention's result, so attention's forward pass runs again
-        # if it is above 0, or if the whole stage runs again. Of the n - 1 messages of this pass,
-        # the first equals the first of the backward pass, and XLA sends it once. The others are in
-        # a loop. For n = 3 the loop has one trip: XLA unrolls it, and sends that message once too.
+        # Of the n - 1 messages of a pass that runs again, the first equals the first of the
+        # backward pass, and XLA sends it once. The others are in a loop. For n = 3 the loop has one
+        # trip: XLA unrolls the loop, and sends that message once too.
         hops = (n - 1) * passes + passes_again * (n - 2 if n > 3 else 0)
         yield self.term("keys and values", ("context",), send_next, keys * self.compute, 2 * hops)
         # The sum of a device's gradients starts at the next device, so n - 1 hops bring it home.
         gradients = 2 * (n - 1) * size.layers * size.backward
+        nbytes = keys * self.wide
         yield self.term(
-            "their gradients", ("context",), send_next, keys * self.wide, gradients, self.wide
+            "their gradients", ("context",), send_next, nbytes, gradients, itemsize=self.wide
         )
 
     def at_the_ends(self) -> Iterator[Term]:
         """Yields the messages of the embedding and the head, whose vocabulary is split over the
         axes stage and tensor. `between_stages` yields the messages with the stages' activations."""
         size, both = self.size, ("stage", "tensor")
-        # The embedding sums over tensor the rows that it looks up, and the head sums the cotangent
-        # of the head's input. With `sequence` the head gathers this input, and the transpose of the
-        # embedding gathers the cotangent.
-        ends = size.embeds + size.heads
+        # Each call of the embedding sums the rows that it looks up over tensor, and each call of
+        # the head sums the cotangent of its input. The sums over stage are in `between_stages`.
+        sums = size.embeds + size.heads
         if self.layout.sequence:
-            yield from self.halves(
-                "tokens at the ends", size.leaves + size.heads, "sums at the ends", ends
-            )
+            # The sums become reduce-scatters. Each call of the head gathers its input, and each
+            # call of the embedding's backward pass (`leaves`) gathers the cotangent.
+            gathers = size.heads + size.leaves
+            yield from self.halves("tokens at the ends", gathers, "sums at the ends", sums)
         else:
-            yield from self.all_reduce("vocabulary", ("tensor",), self.stream, ends)
-        # The loss is computed for blocks of at most `most` tokens. The devices of both axes split
-        # the logits of a block, so with more devices a block has more tokens. For each token the
-        # loss needs the largest logit and two sums (hence `2 * maxima`): the sum of exponentials,
-        # and the target's logit, which only one device has.
+            yield from self.all_reduce("vocabulary", ("tensor",), self.stream, sums)
+        # The loss is computed for blocks of at most `most` of the device's `size.tokens`. The
+        # devices of both axes split the logits of a block, so with more devices a block has more
+        # tokens. For each token the loss needs the largest logit and two sums (hence `2 * maxima`):
+        # the sum of exponentials, and the target's logit, which only one device has.
         most = default_block_tokens(self.layout.stage * self.layout.tensor)
         blocks = -(-size.tokens // most)  # rounded up
         block_tokens = -(-size.tokens // blocks)
@@ -390,10 +405,17 @@ class _Step:
             yield from self.all_gather(
                 "parts of hops gathered", ("tensor",), part, size.forward + size.backward
             )
-        # Each of these sums and copies takes log2(P) rounds of hops (`pipeline.ends`).
-        rounds = (self.layout.stage - 1).bit_length()
+        # The embeddings are summed to the first stage (`embeds`), and the cotangent of that stage's
+        # input is copied to all stages (`leaves`). The head has one copy, of its input, and one
+        # sum, of the cotangents. Between few stages each copy or sum takes log2(P) rounds of hops,
+        # and between many an all-reduce (`pipeline.ends`).
+        what, stages = "ends of the pipeline", self.layout.stage
         calls = size.embeds + size.leaves + 2 * size.heads
-        yield self.term("ends of the pipeline", ("stage",), send_next, self.stream, rounds * calls)
+        if stages <= FEW:
+            rounds = (stages - 1).bit_length()
+            yield self.term(what, ("stage",), send_next, self.stream, rounds * calls)
+        else:
+            yield from self.all_reduce(what, ("stage",), self.stream, calls)
         for leaf in self.leaves:
             # `leaf.axes` are the axes that split the leaf; along others the devices have copies.
             if "stage" not in leaf.axes:
@@ -403,8 +425,8 @@ class _Step:
 
     def shares_sums(self, leaf: state_bytes.Leaf) -> bool:
         """Returns whether a leaf's gradients are scattered after each microbatch. If so, a device
-        sums over the microbatches only the part of the gradients that ZeRO leaves on it; if not, it
-        sums whole gradients. `leaf.block` says whether the leaf belongs to the layers."""
+        adds up only its shares of the microbatches' gradients; if not, it adds up whole gradients.
+        `leaf.block` says whether the leaf belongs to the layers."""
         return self.layout.zero == 2 or (self.layout.zero == 3 and leaf.block)
 
     def gradient(self, what: str, leaf: state_bytes.Leaf, axis: str) -> Iterator[Term]:
@@ -423,17 +445,18 @@ class _Step:
             if not leaf.split:  # whole on each replica, also with ZeRO
                 yield from self.all_reduce("gradients", over, whole, 1, self.wide)
                 continue
-            # With ZeRO-1 each step scatters a leaf's gradients once, and gathers its updated shares
-            # once. The cases below differ. ZeRO-2 scatters the gradients of each microbatch, and so
-            # does ZeRO-3 for the layers; ZeRO-3 gathers and scatters the other leaves once in a
-            # step (`zero.gathered_once`). It gathers in the type of the computation.
+            # ZeRO-1: a step scatters a leaf's gradients once, and gathers its updated shares once.
+            # ZeRO-2: the same, but the gradients of each microbatch are scattered (`shares_sums`).
+            # ZeRO-3 (`shares_parameters`): the layers' leaves are scattered as often as in ZeRO-2,
+            # and gathered in each pass. The other leaves are gathered and scattered once in a step
+            # (`zero.gathered_once`). All are gathered in the type of the computation.
             gathered = self.compute if shares_parameters else self.itemsize
             scatters = self._scatters(leaf) if self.shares_sums(leaf) else 1
             gathers, part = 1, whole
             if leaf.block:
-                # Such a leaf has the layers of all chunks of the stage. With `shares_sums` a call
-                # scatters the layers of one chunk. ZeRO-3, which has `shares_sums` too, gathers and
-                # scatters each layer by itself, in the loop over the layers.
+                # A leaf of the layers stacks those of all chunks of the stage, `size.layers` for
+                # each chunk. In ZeRO-2 a call scatters the layers of one chunk. In ZeRO-3 a call
+                # gathers or scatters one layer, in the loop over the layers.
                 layers = self.size.layers if shares_parameters else 1
                 scatters *= layers
                 if self.shares_sums(leaf):
@@ -464,27 +487,27 @@ class _Step:
         unread = IDLE | ADDED if self.again.keeps == "everything" else IDLE
         in_backward = size.backward * (name not in unread)
         if size.layers <= layers_in_body(self.layout) and self.layout.chunks == 1:
-            # There is no loop over layers, and all calls read the same layers (with several chunks,
-            # the tick decides which). So XLA gathers once for all forward passes, also for those of
-            # a stage that runs again. On CPUs and GPUs, the barrier of `jax.checkpoint` keeps the
-            # gathers of the backward passes apart from these. TPUs are counted alike.
+            # There is no loop over layers, and with one chunk all calls read the same layers. So
+            # all gathers of forward passes are equal, also those of a stage that runs again, and
+            # XLA gathers once for all. On CPUs and GPUs, the barrier of `jax.checkpoint` keeps XLA
+            # from using this result in the backward passes. TPUs are counted alike.
             return 1 + in_backward
         return size.forward + in_backward + size.backward * self.again.whole_stage
 
     def _scatters(self, leaf: state_bytes.Leaf) -> int:
-        """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3: once per
-        microbatch, or in a pipeline in each tick that runs a kind of job (a lane) which computes
-        these gradients.
+        """Returns how often a step scatters a leaf's gradients under ZeRO-2 or ZeRO-3. Without a
+        pipeline, this is once per microbatch. A pipeline scatters them each time that a stage runs
+        a job of the kind (the lane) that computes these gradients.
 
-        A job that computes no gradient of the leaf scatters zeros. If a ring scatters the zeros,
-        XLA sends them only once in a step, for all leaves of the same shape. If `lax.psum_scatter`
-        scatters the zeros, XLA sends nothing.
+        A job that computes no gradient of the leaf scatters zeros. With a ring, all scatters of
+        zeros of the same shape are equal, so a compiled step runs only one scatter of zeros for
+        each shape. With `lax.psum_scatter`, XLA removes all scatters of zeros.
         """
         size = self.size
         if not self.layout.pipelined:
             return size.backward
         if leaf.block:
-            return size.weights
+            return size.weights  # calls of a stage for its weights' gradients
         ends = ends_of(self.config)
         scatters = size.leaves * (leaf.path in ends.embedding) + size.heads * (
             leaf.path in ends.head
@@ -496,8 +519,9 @@ class _Step:
         )
         if by_lax or leaf.path in ends.embedding & ends.head:
             return scatters
-        # The first leaf of each shape counts the zeros. In the model's two ends, leaves with as
-        # many elements have the same shape.
+        # A leaf that only one end reads (`^`) gets zeros from the jobs of the other end. There is
+        # one scatter of zeros for each shape. The first leaf of the shape (`alike[0]`) counts this
+        # scatter. In the two ends, leaves with as many elements have the same shape.
         alike = [
             other.path
             for other in self.leaves
@@ -518,6 +542,7 @@ class _Step:
         for leaf in self.leaves:
             axes = set(leaf.axes) | (set(axes_of(self.shards)) if leaf.split else set())
             axis_sets[frozenset(axes)] = None
+        # Each all-reduce has one number, of `self.wide` bytes, and runs once in a step.
         for axes in axis_sets:
             yield from self.all_reduce("squared norms", sorted(axes), self.wide, 1, self.wide)
         yield from self.all_reduce(

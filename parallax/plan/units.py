@@ -6,8 +6,9 @@ Number = float | int
 
 
 def quantity(number: Number, unit: str) -> str:
-    """Returns a number as text with three digits and a decimal prefix, such as "1.5 GB"; infinity
-    as "no limit"."""
+    """Returns a number as text, with a decimal prefix and the unit. The number is rounded to three
+    significant digits, and zeros at its end are dropped: 1,504,000,000 bytes are "1.5 GB". Infinity
+    is "no limit (B)"."""
     if math.isinf(number):
         return f"no limit ({unit})"
     # The power of 1,000 in the number after rounding: 999.9 is "1 k". E is the largest prefix.

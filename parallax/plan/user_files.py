@@ -18,9 +18,8 @@ FORM = (
 
 
 def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Runs the file that `program` names, a text such as "path/to/file.py:function", and calls the
-    function that `program` names, with the mesh `world`. Returns the step and the shapes of the
-    step's arguments.
+    """Returns a user's step and the shapes of the step's arguments. `program` is a text such as
+    "path/to/file.py:function": this file is run, and this function is called with the mesh `world`.
 
     Raises:
         ValueError: there is no such file, or the file has no such function, or the function does
@@ -40,19 +39,23 @@ def read(program: str, world: AbstractMesh) -> tuple[Callable[..., Any], tuple[A
         and isinstance(returned[1], tuple)
     ):
         raise ValueError(
-            f"plan needs {FORM}; {name} returned {type(returned).__name__}. Return the step and a "
-            "tuple of its arguments."
+            f"plan needs {FORM}; {name} returned {type(returned).__name__}. Return a pair: the "
+            "step, and a tuple of its arguments or their shapes."
         )
     return returned
 
 
 def world(sizes: str) -> AbstractMesh:
     """Returns the abstract mesh that a text such as `data=256,tensor=8` describes. Raises
-    `ValueError` if the text has another form."""
+    `ValueError` if the text has another form, or names an axis twice."""
     try:
         pairs = [part.split("=") for part in sizes.split(",")]
-        return mesh.abstract(**{name.strip(): int(size) for name, size in pairs})
+        named = {name.strip(): int(size) for name, size in pairs}
+        if len(named) < len(pairs):
+            raise ValueError("an axis is named twice")
+        return mesh.abstract(**named)
     except ValueError as error:
         raise ValueError(
-            f"--mesh needs axes and sizes of 1 or more, such as data=256,tensor=8; got {sizes!r}."
+            "--mesh needs axes, each named once, and sizes of 1 or more, such as "
+            f"data=256,tensor=8; got {sizes!r}."
         ) from error

@@ -1,18 +1,19 @@
 """Applies a rule to every leaf of a tree: finds the leaf's spec, the rules that gave the spec, and
-the errors in it.
+the errors in the rules and in the spec.
 
-A *refusal* is an error found in a rule or a spec, with which the program would not run, or would
-train another model. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
+A *refusal* is an error found in a rule or a spec. With this error the program would not run, or not
+do what was meant. `Refusal(kind, where, what, cure, fits)` has the error's text in `what`, and in
 `fits` a spec that would be right, if one is known. The *placement* of a leaf is its spec and the
 rules that gave it; the *wrappers* of a leaf are the `fsdp`s around its rule. `arrays` are the array
 leaves of a tree, as (path, leaf). A rule *places* a leaf if it gives the leaf a spec, and is *idle*
-if it places no leaf. The *parts* of a rule are the rules inside `first` and `fsdp`. The `keep` of
-an `fsdp` maps globs of paths to dims that the `fsdp` must not split.
+if it places no leaf. The rules `first` and `fsdp` contain other rules; the *parts* of a rule are
+the innermost rules, which contain no other rule. The `keep` of an `fsdp` maps globs of paths to
+dims that the `fsdp` must not split.
 """
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +42,7 @@ def specs(
     rule: Rule,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    batch_axes: Sequence[str] = (),
+    batch_axes: str | Iterable[Any] = (),
 ) -> Specs:
     """Returns the tree of the specs that `rule` gives the arrays of `tree`.
 
@@ -50,18 +51,20 @@ def specs(
     separated the arrays from the other leaves. Arrays may be `jax.ShapeDtypeStruct`s, so `tree` can
     come from `eqx.filter_eval_shape`.
 
-    `batch_axes` are the axes that split the batch. Without a mesh, errors that depend on the mesh's
-    axes and sizes are not found.
+    `batch_axes` are the axes that split the batch, the name of one, or the batch's spec. Only
+    `fsdp` and `experts` may split a leaf over these axes. If another rule did, each replica would
+    train a different model. Without a mesh, errors that depend on the mesh's axes and sizes are not
+    found.
 
     Raises:
         ValueError: the first of the errors below; `audit` returns all these errors. Errors of the
             rules come first: two arrays have the same path; a rule or a `keep` pattern matches no
             leaf; a rule is never used, since earlier rules match all its leaves; a leaf has no
-            rule; the `size` of an `fsdp` is not that of the mesh. Then come the errors of single
-            leaves: a spec has more entries than the leaf has dims, or has an axis twice; a rule
-            other than `fsdp` or `experts` splits a dim over one of `batch_axes`, so each replica
-            would train a different model (experts are excepted, since tokens of all replicas travel
-            to them); the mesh lacks an axis, or the size of an axis does not divide the dim.
+            rule; the mesh lacks one of `batch_axes`; the `size` of an `fsdp` is not the number of
+            devices along its axis. Then come the errors of single leaves: a spec has more entries
+            than the leaf has dims; a spec has an axis twice; a rule other than `fsdp` or `experts`
+            splits a dim over one of `batch_axes`; the mesh lacks an axis; the size of an axis does
+            not divide the dim.
     """
     # Leaves that are no arrays keep their places, with None, so that the specs fit the tree.
     leaves, treedef = jax.tree.flatten(tree)
@@ -91,26 +94,24 @@ def audit(
     rule: Rule,
     mesh: Mesh | AbstractMesh | None = None,
     *,
-    batch_axes: Sequence[str] = (),
+    batch_axes: str | Iterable[Any] = (),
 ) -> Audit:
     """Returns the valid specs that `rule` gives the arrays of `tree`, and all errors in the rules
     and in the other specs.
 
     `specs` would raise the first of the errors that `audit` returns. `batch_axes` are the axes that
-    split the batch, or the name of one. Without a mesh, errors that depend on the mesh's axes and
-    sizes are not found.
+    split the batch, the name of one, or the batch's spec. Without a mesh, errors that depend on the
+    mesh's axes and sizes are not found.
     """
-    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
+    entries = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
+    batch_axes = tuple(axis for entry in entries for axis in entry_axes(entry))
     placements, refusals = _placements(tree, rule)
+    if mesh is not None and (strange := [axis for axis in batch_axes if axis not in mesh.shape]):
+        what = no_axis("batch_axes", strange[0], mesh)
+        refusals.append(Refusal("no-such-axis", "batch_axes", what, "use some of these"))
     # Each `fsdp` around the rule of some leaf must have the size of its mesh axis.
     if mesh is not None:
-        for wrapper in {
-            # The key is the identity, so that an `fsdp` that is used twice gives one error, and
-            # needs no hash.
-            id(wrapper): wrapper
-            for p in placements
-            for wrapper in p.wrappers
-        }.values():
+        for wrapper in _each_once(p.wrappers for p in placements):
             refusals += _size_refusals(wrapper, mesh)
     # `stacked` are the axes that split the dim of layers in every leaf, such as the axis of a
     # pipeline's stages. A spec without such an axis is not advised: each device would run all
@@ -131,7 +132,8 @@ def _raise_first(refusals: list[Refusal]) -> None:
 
 
 def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
-    """Returns a text for each array, by path: the spec, the rule, and what each `fsdp` changed.
+    """Returns a text for each array, by path: the spec, the rule that gave the spec, and what each
+    `fsdp` around that rule changed.
 
     Raises:
         ValueError: there is an error in the rules, such as a rule that matches no leaf (see
@@ -148,13 +150,18 @@ def explain(tree: PyTree, rule: Rule) -> dict[str, str]:
 
 
 def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal]]:
-    """Returns for each array of `tree`, in order, its spec and the rules that gave it (its
-    `Placement`), and the errors of the rules.
+    """Returns two lists: the placements of the arrays of `tree`, in order, and the errors of the
+    rules. An array to which no rule gives a spec has no placement.
 
     The errors are: paths that occur twice, rules that return something other than a spec or None,
     rules that give no leaf a spec, `keep` patterns that match no leaf, and leaves without a spec.
     """
     arrays = [(path, leaf) for path, leaf in paths(tree) if is_array(leaf)]
+    if not arrays and any(map(is_array, jax.tree.leaves(rule))):
+        raise ValueError(
+            "The first argument is the tree and the second is the rule; got a tree without arrays "
+            "and a rule that has arrays. Exchange the two arguments."
+        )
     # The loop goes over the innermost rules (parts), not over the leaves, so that a rule that
     # places no leaf is found. `taken` maps the index of a leaf in `arrays` to its placement. In a
     # tree without arrays every rule would be idle, so none counts as idle.
@@ -168,7 +175,8 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
                 if not isinstance(given, PartitionSpec):
                     refusals.append(_no_spec(path, part, given))
                     unplaced.add(i)
-                    given = P()  # so that no later rule takes the leaf
+                    # No later rule may take the leaf. The result leaves this placement out.
+                    given = P()
                 fresh[i] = _placement(path, leaf, part, given, wrappers)
         # `SpecsByPath` is a rule made from a dict of specs. For a model without the layers of
         # `parallax.tensor`, `tensor.rule` returns an empty one. Such a rule may be idle, and so may
@@ -177,15 +185,10 @@ def _placements(tree: PyTree, rule: Rule) -> tuple[list[Placement], list[Refusal
         if not fresh and not may_be_idle:
             refusals.append(_idle(part, name_of(part, wrappers), arrays, taken))
         taken |= fresh
-    # Every glob in the `keep` of an `fsdp` must match a leaf. Each `fsdp` is checked once, by
-    # identity.
-    for wrapper in (
-        {id(wrapper): wrapper for _, wrappers in _parts(rule) for wrapper in wrappers}.values()
-        if arrays
-        else ()
-    ):
+    # Every glob in the `keep` of an `fsdp` must match a leaf.
+    for wrapper in _each_once(wrappers for _, wrappers in _parts(rule)):
         for pattern in wrapper.keep:
-            if not any(matches_glob(pattern, path) for path, _ in arrays):
+            if arrays and not any(matches_glob(pattern, path) for path, _ in arrays):
                 what = f"keep pattern {pattern!r} of rule {wrapper} {_no_match(pattern, arrays)}"
                 refusals.append(
                     Refusal(
@@ -267,6 +270,12 @@ def _parts(rule: Rule, wrappers: tuple[fsdp, ...] = ()) -> Iterator[tuple[Rule, 
         yield rule, wrappers
 
 
+def _each_once(groups: Iterable[tuple[fsdp, ...]]) -> list[fsdp]:
+    """Returns each `fsdp` of the groups once, so that each gives its errors once."""
+    # The key is the identity: an `fsdp` need not have a hash.
+    return list({id(wrapper): wrapper for group in groups for wrapper in group}.values())
+
+
 def _keeps_the_rest(rule: Rule, wrappers: tuple[fsdp, ...], taken: dict[int, Placement]) -> bool:
     """Returns whether `rule` is a `match("**", P())` that is accepted even if earlier rules give
     all leaves their specs.
@@ -334,16 +343,16 @@ def _size_refusals(rule: fsdp, mesh: Mesh | AbstractMesh) -> Iterator[Refusal]:
 
 
 def _no_match(pattern: str, arrays: list[tuple[str, Any]]) -> str:
-    """Returns the words for a pattern that matches no leaf, with the path whose spelling is closest
-    to the pattern."""
+    """Returns the end of an error's text for a pattern that matches no leaf. An example is "matches
+    none of the 12 leaves (the nearest is wte)", where "wte" is the path most like the pattern."""
     return (
         f"matches none of the {len(arrays)} leaves{_nearest(pattern, [path for path, _ in arrays])}"
     )
 
 
 def _nearest(text: str, choices: list[str]) -> str:
-    """Returns words that name the one of `choices` whose spelling is closest to `text`, or "" if
-    `choices` is empty."""
+    """Returns a part of an error's text, such as " (the nearest is wte)", which names the element
+    of `choices` whose spelling is closest to `text`. Returns "" if `choices` is empty."""
     return "".join(
         f" (the nearest is {choice})"
         for choice in difflib.get_close_matches(text, choices, n=1, cutoff=0)

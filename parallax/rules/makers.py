@@ -8,10 +8,10 @@ A rule is a function (path, leaf) -> `PartitionSpec`. It returns None to leave t
 rule. Any function of this form that you write is a rule too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
@@ -25,7 +25,7 @@ from parallax.rules.placement import free, padded, spec_of
 
 @dataclass(frozen=True)
 class match:
-    """The rule that gives `spec` to each path under the glob `pattern`, and None elsewhere.
+    """The rule that gives `spec` to paths that match the glob `pattern`, and None to other paths.
 
     Dots separate the parts of a pattern and of a path. `**` matches any number of parts, also none.
     Any other part of the pattern is a file-name glob for one part of the path: `*` matches any
@@ -49,7 +49,7 @@ class experts(match):
 
     Tokens of all replicas reach each expert, so `spec` may name an axis that splits the batch. An
     `fsdp` over the same axis does not change `spec`. If a `match` split any other leaf over such an
-    axis, each replica would train another model.
+    axis, the replicas would train different models.
     """
 
     def __repr__(self) -> str:
@@ -73,7 +73,8 @@ class first:
 
 @dataclass(frozen=True)
 class fsdp:
-    """The rule of ZeRO-3: the spec that `inside` gives, with one more dim split over `axis_name`.
+    """The rule of ZeRO-3: it takes the spec of another rule, `inside`, and splits one more dim over
+    `axis_name`.
 
     The split dim is the largest that no axis splits yet and that is a multiple of `size`; of
     equally large dims, the first. Two kinds of leaf keep the spec of `inside`: leaves of fewer than
@@ -83,13 +84,15 @@ class fsdp:
 
     `keep` maps globs to dims that are not split: `keep={"blocks.**": (0,)}` keeps dim 0 of the
     blocks whole. This is the dim of layers, over which a scan runs. If this dim were split, each
-    replica would run only some of the layers, and `zero.gathered` would raise an error.
+    replica would have only some of the layers, so `zero.gathered` would raise an error. A dim that
+    a leaf does not have keeps nothing in that leaf.
 
     `size` is the size of the mesh axis, or the product of the sizes for a tuple of axes. `size` is
     given here so that a rule needs no mesh; `specs` compares `size` with the mesh.
 
     Raises:
-        ValueError: `size` is below 1.
+        ValueError: `size` is below 1; or `axis_name` is a list; or a value of `keep` is no sequence
+            of whole numbers.
     """
 
     axis_name: str | tuple[str, ...]
@@ -101,12 +104,25 @@ class fsdp:
     inside: Rule = field(default=match("**", P()), kw_only=True)
 
     def __post_init__(self):
-        """Refuses a size below 1."""
+        """Raises `ValueError` if `size` is below 1, if `axis_name` is a list, or if a value of
+        `keep` is no sequence of whole numbers."""
+        if isinstance(self.axis_name, list):
+            raise ValueError(
+                f"fsdp needs the name of a mesh axis, or a tuple of names; got {self.axis_name!r}."
+            )
         if self.size < 1:
             raise ValueError(
                 f"fsdp({self.axis_name!r}) needs the size of its mesh axis, 1 or more; got "
                 f"{self.size}. Pass the number of devices along that axis."
             )
+        for pattern, dims in self.keep.items():
+            if not isinstance(dims, Iterable) or any(
+                isinstance(dim, bool) or not isinstance(dim, SupportsIndex) for dim in dims
+            ):
+                raise ValueError(
+                    f"fsdp({self.axis_name!r}) needs a tuple of dims, such as (0,), in `keep`; got "
+                    f"{dims!r} for {pattern!r}."
+                )
 
     def __call__(self, path: str, leaf: Any) -> PartitionSpec | None:
         """Returns the spec that `inside` gives, with one more dim split if a dim can be split."""
@@ -152,7 +168,8 @@ class fsdp:
 
 
 def matches_glob(pattern: str, path: str) -> bool:
-    """Returns whether the glob `pattern` of dotted parts matches the whole of `path`."""
+    """Returns whether the glob `pattern` matches the whole of `path`. In both, dots separate the
+    parts."""
 
     def fits(globs: list[str], parts: list[str]) -> bool:
         """Returns whether `globs`, the parts of a pattern, match `parts`, all parts of a path."""

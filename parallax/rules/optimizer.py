@@ -26,8 +26,7 @@ class GatheredOptState(eqx.Module):
     Attributes:
         groups: the state of each group of leaves; in all leaves of a group, the leading dims, over
             which layers are stacked, have the same sizes.
-        names: the axes along which matrices are whole; the layers are split over these axes instead
-            of the matrices.
+        names: axes that split no dim of a matrix. They split the dims of stacked layers instead.
         members: the paths of each group's leaves.
         leads: for each group, how many leading dims are dims of stacked layers, in the group's
             leaves and in every array of the group's state.
@@ -40,7 +39,8 @@ class GatheredOptState(eqx.Module):
 
 
 def check_axes(names: Sequence[str], mesh_axes: Sequence[str]) -> None:
-    """Raises `ValueError` if the mesh lacks one of the axes given to `parallax.optimizers`."""
+    """Raises `ValueError` if the mesh lacks one of the axes `names`, which the user has passed to
+    `optimizers.whole` or `optimizers.by_matrix`."""
     strange = [name for name in names if name not in mesh_axes]
     if strange:
         raise ValueError(
@@ -69,11 +69,13 @@ def optimizer_specs(
     If the moment has any other shape and an axis splits the parameter, `ValueError` is raised. If
     no axis splits the parameter, no axis splits the moment.
 
-    Leaves of `tree` that cannot be trained (integers, functions) are left out, and so are specs for
-    leaves that are not in `tree`, such as frozen ones. If some leaves are frozen, pass
-    `eqx.filter(tree, trained)`. An optimizer of `parallax.optimizers` keeps its state in matrices
-    that are whole along the axes given to it, and splits the layers over these axes; `mesh`, if
-    given, must have these axes.
+    Leaves of `tree` that cannot be trained (integers, functions) are left out. If some leaves are
+    frozen, pass only the trained leaves as `tree`, such as `eqx.filter(model, is_trained)`; `specs`
+    may have all leaves.
+
+    The state of `optimizers.whole` is not split over the axes given to `whole`. In the state of
+    `optimizers.by_matrix`, the axes given to `by_matrix` split only dims of stacked layers. `mesh`,
+    if given, must have these axes.
 
     The specs do not promise that an update on shards equals an update on whole leaves; `step.make`
     checks this.
@@ -90,10 +92,11 @@ def optimizer_specs(
     _check_given(paths, given, specs)
     leaves = dict(zip(map(dotted, paths), jax.tree.leaves(arrays), strict=True))
 
-    def spec_of_moment(path, moment, spec_of_leaf, spec_without_leaf):
-        """Returns the spec of one array of the state. `spec_of_leaf` gives the spec of a parameter
-        by its name, and `spec_without_leaf` is for an array that belongs to no parameter."""
-        i = parameter_index(path, paths)
+    def spec_of_moment(path, moment, of_state, spec_of_leaf, spec_without_leaf):
+        """Returns the spec of one array of a state; `of_state` has the paths of all arrays of this
+        state. `spec_of_leaf(name)` is the spec of a parameter. `spec_without_leaf` is the spec of
+        an array that belongs to no parameter, such as a count."""
+        i = parameter_index(path, paths, of_state)
         # A count belongs to no leaf.
         if i is None:
             return spec_without_leaf
@@ -102,8 +105,8 @@ def optimizer_specs(
 
     def specs_of_group(group, members, lead, names):
         """Returns the specs of one group's state. `members` are the paths of the group's leaves.
-        The first `lead` dims of these leaves stack layers. The matrices of the leaves are not split
-        over the axes `names`."""
+        The first `lead` dims of these leaves stack layers. The axes `names` may split other dims in
+        a leaf's own spec. In the returned specs, these axes split only the first `lead` dims."""
 
         # `given` has the parameters' specs and `leaves` the parameters, by path.
         def spec_of_leaf(name):
@@ -114,8 +117,10 @@ def optimizer_specs(
         # group.
         by_layer = P(*spec_of_leaf(members[0])[:lead])
 
+        of_group = {path for path, _ in jax.tree.leaves_with_path(group)}
+
         def spec_in_group(path, moment):
-            return spec_of_moment(path, moment, spec_of_leaf, by_layer)
+            return spec_of_moment(path, moment, of_group, spec_of_leaf, by_layer)
 
         return jax.tree.map_with_path(spec_in_group, group)
 
@@ -123,9 +128,10 @@ def optimizer_specs(
         """Returns the spec of an array of the state, or the specs of a `GatheredOptState`, which
         has one state for each group of leaves."""
         if not isinstance(node, GatheredOptState):
-            return spec_of_moment(path, node, given.get, P())
-        # With a misspelt axis in `names`, matrices would stay split over the right axis. In a group
-        # without layers, no spec would then have the misspelt name, and no error would say so.
+            return spec_of_moment(path, node, of_whole, given.get, P())
+        # Refuses a misspelt axis in `names`. Else matrices would stay split over the axis that the
+        # user meant, and in a group without layers no spec would have the misspelt name, so no
+        # later error would tell of the mistake.
         if mesh is not None:
             check_axes(node.names, mesh.axis_names)
         groups = [
@@ -136,6 +142,7 @@ def optimizer_specs(
 
     # Only shapes are computed, so the model may be larger than the memory of a device.
     state = jax.eval_shape(optimizer.init, arrays)
+    of_whole = {path for path, _ in jax.tree.leaves_with_path(state)}
     return jax.tree.map_with_path(specs_of_node, state, is_leaf=_is_gathered)
 
 
@@ -150,10 +157,11 @@ def _check_given(paths: Sequence[Any], given: dict[str, PartitionSpec], specs: S
     missing = [path for path in paths if dotted(path) not in given]
     if missing:
         raise ValueError(
-            f"optimizer_specs needs specs in the structure of the tree, one PartitionSpec for each "
-            f"of its {len(paths)} arrays; {dotted(missing[0]) or 'the tree itself'} has no spec "
-            f"in {jax.tree.structure(specs)}; pass the result of rules.specs(tree, rule) for the "
-            "same tree."
+            f"optimizer_specs needs `specs` with the structure of `tree`: one PartitionSpec for "
+            f"each of the {len(paths)} trainable arrays of `tree`. `specs` has no spec for "
+            f"{dotted(missing[0]) or 'the tree itself'}; the structure of `specs` is "
+            f"{jax.tree.structure(specs)}. Pass the result of rules.specs(tree, rule) for the same "
+            "tree."
         )
 
 
@@ -170,7 +178,7 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
     """
 
     def as_entry(axes):
-        """Returns a tuple of axes as JAX writes it in a spec: None, a name, or a tuple."""
+        """Returns the entry of a spec for a tuple of axes: None, a name, or a tuple of names."""
         if not axes:
             return None
         return axes[0] if len(axes) == 1 else axes
@@ -192,8 +200,8 @@ def _gathered_spec(entries: list, lead: int, names: Sequence[str]) -> PartitionS
 def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> PartitionSpec:
     """Returns the spec of a moment of the parameter `leaf`, which has `spec` and `path`.
 
-    Raises `ValueError` if the leaf is split, and the moment's shape is not the leaf's shape with
-    some dims dropped or reduced to size 1.
+    Raises `ValueError` if the leaf is split, and the moment has neither the leaf's shape nor this
+    shape with some dims dropped or reduced to size 1.
     """
     if moment.shape == leaf.shape:
         return spec
@@ -215,10 +223,10 @@ def _moment_spec(moment: Any, leaf: Any, spec: PartitionSpec, path: str) -> Part
     if not readings:
         raise ValueError(
             f"{path}: the optimizer keeps an array of shape {moment.shape} for this leaf of shape "
-            f"{leaf.shape}, which is not that leaf reduced over some dims, so the array cannot be "
-            f"split like the leaf, by {spec}; wrap the optimizer in optimizers.whole, which keeps "
-            "its state whole, replicate the leaf with P(), or write the specs of this state by "
-            "hand."
+            f"{leaf.shape}. The array's shape is not the leaf's shape with some dims dropped or "
+            f"reduced to size 1, so the array cannot be split like the leaf, by {spec}. Wrap the "
+            "optimizer in optimizers.whole, which keeps its state whole; or replicate the leaf "
+            "with P(); or write the specs of this state by hand."
         )
     # A dim stays split only if all readings split it alike.
     return spec_of(

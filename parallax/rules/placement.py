@@ -1,11 +1,11 @@
 """A leaf and the spec that a rule gave it: whether the spec fits, and the error if it does not.
 
 An entry of a spec says which mesh axes split one dim; `entry_axes` gives these axes as a tuple. The
-*wrappers* of a leaf are the `fsdp`s around its rule, which may split one more dim each. The *batch
-axes* split the batch. A parameter must be the same along these axes, unless an `fsdp` splits it. In
-a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the wrappers, and
-`p.by` is the name of the rule and its wrappers. *Stacked* axes are mesh axes that split the dim of
-stacked layers, in every leaf with stacked layers.
+*wrappers* of a leaf are the `fsdp`s around the leaf's rule. Each wrapper may split one more dim.
+The *batch axes* split the batch. A parameter must be the same along these axes, unless an `fsdp`
+splits it. In a placement `p`, `p.given` is the rule's own spec, `p.spec` is the spec after the
+wrappers, and `p.by` is the name of the rule and its wrappers. *Stacked* axes are mesh axes that
+split the dim of stacked layers, in every leaf with stacked layers.
 """
 
 import math
@@ -85,7 +85,7 @@ def refused(
     stacked: Collection[str] = (),
 ) -> list[Refusal]:
     """Returns the errors in the spec of a leaf. The `fits` of an error is a spec that the error's
-    message advises. It is None for a "does-not-divide" error if an axis in `stacked` splits the
+    message advises. `fits` is None for a "does-not-divide" error if an axis in `stacked` splits the
     leaf.
 
     Args:
@@ -103,8 +103,9 @@ def refused(
     splits_layers = any(axis in stacked for entry in p.spec for axis in entry_axes(entry))
 
     def advised(refusal):
-        """Returns the error with an advised spec in `fits`. A "does-not-divide" error gets no such
-        spec if an axis in `stacked` splits the leaf."""
+        """Returns `refusal` with the advised spec in its field `fits`. `stacked` are the axes that
+        seem to split layers. If one of them splits the leaf, a "does-not-divide" refusal is
+        returned unchanged."""
         if refusal.kind == "does-not-divide" and splits_layers:
             return refusal
         return replace(refusal, fits=_fitting(p, batch_axes, mesh))
@@ -154,8 +155,8 @@ def _entries_refused(p: Placement) -> Iterator[Refusal]:
 def _batch_refused(
     p: Placement, batch_axes: Sequence[str], mesh: Mesh | AbstractMesh | None
 ) -> Iterator[Refusal]:
-    """Yields an error for each dim that the rule, not an `fsdp` around it, splits over an axis that
-    splits the batch, unless the leaf belongs to experts."""
+    """Yields an error for each dim that the rule itself splits over an axis of the batch. An `fsdp`
+    around the rule may split a dim over such an axis, and so may a rule for experts."""
     for dim, entry in enumerate(p.given):
         for axis in entry_axes(entry):
             # `p.given` has no splits by `fsdp`: ZeRO-3 splits over the batch's axis on purpose.
@@ -198,16 +199,16 @@ def _sizes_refused(
         if p.leaf.shape[dim] % size:
             fit = free(p.leaf, padded(p.spec, p.leaf.ndim), size)
             others = (
-                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}"
+                f"split dim {' or '.join(map(str, fit))}, which is a multiple of {size}, or"
                 if fit
-                else f"no other free dim is a multiple of {size}"
+                else f"no other free dim is a multiple of {size}, so"
             )
             sizes = " x ".join(f"{axis!r} of size {mesh.shape[axis]}" for axis in entry_axes(entry))
             what = (
                 f"{subject} must be a multiple of {size}, the size of its mesh axes ({sizes}; "
                 f"rule {p.by})"
             )
-            cure = f"{others}, or replicate this leaf with P()"
+            cure = f"{others} replicate this leaf with P()"
             # In a leaf of stacked layers, another dim or P() would let each device run all layers.
             if set(entry_axes(entry)) & set(stacked):
                 more = -(-p.leaf.shape[dim] // size) * size
@@ -232,8 +233,8 @@ def _fitting(
     An axis does not fit the leaf if the mesh lacks it, or if an earlier dim is split over it. A dim
     may have several axes, which are added one by one. An axis also does not fit if the dim's size
     is no multiple of the number of devices along this axis and the axes that were added before it.
-    Two kinds of axes never fit: axes of the batch, which would make replicas differ, and the axes
-    of the `fsdp`s around the rule, since these `fsdp`s add their axes themselves.
+    The batch axes never fit, since replicas would differ. The axes of the wrappers (the `fsdp`s
+    around the leaf's rule) never fit either, since each `fsdp` adds its axis to the spec itself.
     """
     # The axes that no further dim may have.
     used = {

@@ -1,6 +1,6 @@
-"""What a training run needs to survive faults: many processes as one job, a lock on the run's
-folder, checkpoints, a comparison of replicas, a watchdog, and metrics. Each module is imported at
-its first use, so that `job` and `lock` work before JAX is imported.
+"""Modules for long training runs. They start and end the processes of a job together, lock the
+run's folder, save checkpoints, compare replicas, detect a step that hangs, and write metrics. Each
+module is imported at its first use, so that `job` and `lock` work before JAX is imported.
 """
 
 from importlib import import_module

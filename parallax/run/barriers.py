@@ -85,11 +85,11 @@ class Stages:
         process did not succeed, `end` sets `again` (whether all processes try again), and raises an
         error on every process.
 
-        When all processes have ended the stage, they tell each other how it went at two more
-        barriers, "well" and "again". A barrier carries no message, so a process answers by coming
-        to it, or by staying away. A process with an error does not come to "well", so the other
-        processes wait there until their deadline. A process whose error is not transient does not
-        come to "again" either.
+        When all processes have ended the stage, they use two more barriers, "well" and "again", to
+        tell each other how the stage went. A barrier carries no message, so a process answers by
+        coming to the barrier, or by staying away. A process with an error does not come to "well",
+        so the other processes wait there until their deadline. A process whose error is not
+        transient does not come to "again" either.
 
         Args:
             error: the error of this process in the stage, which `end` raises; or None.
@@ -131,7 +131,8 @@ class Stages:
         """Returns whether to try again after `error`, which was raised by `end`, or by the work of
         this process. All processes get the same answer.
         """
-        # No stage failed in `end`, so the work of this process did: `end` tells the others.
+        # `end` has not raised `error`: the work of this process did, before it called `end`. So
+        # `end` is called here, to tell the others and to set `self.again`.
         if not self._others_know:
             with contextlib.suppress(Exception):
                 self.end(error)
@@ -159,8 +160,9 @@ def _is_late(error: BaseException) -> bool:
 
 def transient(error: BaseException | None) -> bool:
     """Returns whether an error, or an error in its chain of causes, may go away by itself. Such an
-    error has an error number of `TRANSIENT`, says that a process came too late to a barrier, or
-    says that TensorStore, the library with which Orbax writes arrays, does not find a file.
+    error is one of three kinds: its number is in `TRANSIENT`; a process came too late to a barrier;
+    or TensorStore, the library with which Orbax writes arrays, does not find a file. A file may be
+    missing because a failed try's folder is removed while threads of Orbax still write.
     """
     while error is not None:
         written = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore writes it

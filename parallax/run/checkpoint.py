@@ -11,8 +11,9 @@ restored. A folder has these files:
     folder/00000100/contents.json    step, settings, note, plain numbers, names and shapes of the
                                      arrays; written first
     folder/00000100/manifest.json    the same, with the size and hash of every file; written last
-    folder/newest.json               the newest step that was ever finished: if all checkpoints are
-                                     gone, a run does not silently begin again
+    folder/newest.json               the newest step that the run has finished: if all checkpoints
+                                     are gone, a run does not silently begin again; and later steps
+                                     that the run gave up when it went back
 
 Each array is stored whole, under its path in the state's tree, so it can be restored to any mesh.
 """
@@ -30,7 +31,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from parallax import argument_checks
+from parallax import argument_checks, mesh
 from parallax._typing import PyTree
 from parallax.data import manifest
 from parallax.run import lock, retention, stored
@@ -60,7 +61,8 @@ class Restored(NamedTuple):
         state: the state, with the tree, shapes, dtypes and shardings of `like`, the argument of
             `Checkpoints.restore`.
         note: the JSON values that were saved with the state.
-        refused: for the step of each newer checkpoint, the reason why it was not restored.
+        refused: a dict from the step of each newer checkpoint to the reason why this checkpoint
+            was not restored.
     """
 
     step: int
@@ -92,19 +94,20 @@ class Checkpoints:
             Saves run in the background: one begins every `lose_at_most` / 2 steps, and must end
             before the next save begins.
         keep: says which finished checkpoints are not removed.
-        form: two functions that convert the state into the arrays that are stored, and back. The
-            stored arrays are the same for all layouts. With None, the state is stored unchanged. A
-            pipeline needs the form of `decoder.stored`, which joins the blocks of the pipeline's
-            chunks.
+        form: two functions that convert the state to the stored form, and back. The stored form
+            must be the same for all layouts. With None, the state is stored unchanged. A pipeline
+            needs `decoder.stored`, which joins the blocks of the pipeline's chunks.
         finite: a function that takes the path of an array, and returns whether the array must be
             finite. By default every array must be finite. Let the function return False, for
-            example, for a mask of -inf, or for an optimizer's best value that begins at inf.
+            example, for a mask of -inf, or for the lowest loss so far in an optimizer's state,
+            which begins at inf.
         tries: how often a save is tried if the storage fails for a while (no space, no permission,
             an error of the disk or of the network). Between two tries there is a pause, first of
             one second and then each time twice as long; 8 tries take two minutes. The run goes on
             meanwhile. With 2 tries or more, each process keeps a copy of its shards of the arrays
             in the host's memory until the save is finished.
-        say: prints a line on the first process, or on a process with an error.
+        say: a function that prints a line. The first process calls it. Any other process calls it
+            only for its own error in a save.
 
     Raises:
         ValueError: a number in `keep`, or `tries`, is below 1, or `lose_at_most` is below 2; or a
@@ -129,11 +132,11 @@ class Checkpoints:
         if keep.newest < 1 or (keep.every is not None and keep.every < 1):
             raise ValueError(f"Checkpoints: the numbers in `keep` must be 1 or more; got {keep}.")
         if tries < 1:
-            raise ValueError(f"Checkpoints needs tries of 1 or more; got {tries}.")
+            raise ValueError(f"Checkpoints: `tries` must be 1 or more; got {tries}.")
         if lose_at_most < 2:
             raise ValueError(
-                f"Checkpoints needs lose_at_most of 2 steps or more; got {lose_at_most}. To "
-                f"lose at most 1 step, call save and wait after each step."
+                f"Checkpoints: `lose_at_most` must be 2 steps or more; got {lose_at_most}. To "
+                f"lose at most 1 step, call save() and then wait() after each step."
             )
         self.folder = Path(folder).absolute()
         self.settings = _as_read_back("settings", settings)
@@ -143,17 +146,19 @@ class Checkpoints:
         # From the state in memory to its stored form.
         self._to_disk = None if form is None else eqx.filter_jit(form.to_disk)
         self._say = say if jax.process_index() == 0 else lambda line: None
-        # A barrier of all processes; its keys have this name, and the number of the meeting.
+        # The key of each barrier (`_come`): this name, and the number of the meeting.
         self._name, self._meetings = f"parallax checkpoints {next(_made)}", itertools.count()
+        # A function that waits at a barrier for all processes.
         self._meet = orbax().multihost.get_barrier_sync_fn()
         manifest.hasher()  # raises now if xxhash is not installed
 
         def make_room(step):
-            """Moves a bad checkpoint of `step` aside. `self.refused` is read at each call, and not
-            stored here, since `restore` replaces this dict.
+            """Moves a bad checkpoint of `step` aside. Each call reads `self.refused` again, because
+            `restore` replaces this dict by a new one.
             """
             retention.make_room(self.folder, step, self.settings, self.refused)
 
+        # The writer calls `sealed` after it has finished a checkpoint.
         self._writer = Writer(
             self.folder, self._name, make_room=make_room, sealed=self._sealed, tries=tries, say=say
         )
@@ -162,8 +167,8 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"{self.folder}: needed a folder for checkpoints; {error.strerror}. "
-                "Choose another one."
+                f"{self.folder}: cannot make this folder for checkpoints: {error.strerror}. "
+                "Choose another folder."
             ) from error
 
     def __enter__(self):
@@ -218,10 +223,12 @@ class Checkpoints:
                 checkpoint with a finite loss stays until there is a newer one with a finite loss.
 
         Raises:
-            ValueError: an array is not finite, or all arrays are empty; or `step` is no whole
-                number from 0 on, or `note` has a value that is no JSON value; or the folder holds a
-                finished checkpoint of this step or of a later one, and that checkpoint was not
-                refused.
+            ValueError: an array or a plain number is not finite, or all arrays are empty; or `step`
+                is no whole number from 0 on, or `note` has a value that is no JSON value; or the
+                folder holds a finished checkpoint of this step or of a later one (checkpoints that
+                `restore` refused do not count). If the `Checkpoints` were made with a `form` and
+                `jax_enable_x64` is off, `save` converts NumPy arrays to 32 bits, and refuses
+                numbers that do not fit.
             OSError: the storage failed, for example because the disk is full. The message names the
                 folder and the newest good checkpoint.
         """
@@ -229,15 +236,20 @@ class Checkpoints:
         if not records.is_step(step):
             raise ValueError(
                 f"Checkpoints.save needs a step from 0 to {records.STEPS - 1}; got {step}. Pass "
-                "the number of steps that the state has made."
+                "the number of training steps that led to this state."
             )
         self.wait()
         # The stored form is the same for all layouts: for example, a pipeline's chunks are joined.
         # `stored.stored` returns its arrays and its plain numbers, as two dicts by path.
-        in_stored_form = state if self._to_disk is None else self._to_disk(state)
+        in_stored_form = (
+            state
+            if self._to_disk is None
+            else self._to_disk(mesh.in_types_of_jax("Checkpoints.save with a `form`", state))
+        )
         arrays, numbers = stored.stored(in_stored_form)
         # `_lost` starts the search for nan and inf, which runs on the devices while Orbax begins to
-        # write. It returns a function that waits for the search.
+        # write. The returned function waits for the search. `_writer.write` below calls this
+        # function, and raises `ValueError` before this call of `save` returns.
         not_finite = self._lost(arrays)
         # A copy of the note: the writer's thread reads it later, when the caller may have changed
         # it.
@@ -275,10 +287,12 @@ class Checkpoints:
 
     def _sealed(self, step: int) -> None:
         """Forgets that the checkpoint of `step` was refused, if it was, since a new checkpoint has
-        replaced it. Then removes old checkpoints. The background thread that writes checkpoints
-        calls this method after it has finished the checkpoint of `step`.
+        replaced it. Stores that it is the newest. Then removes old checkpoints. The background
+        thread that writes checkpoints calls this method after it has finished the checkpoint of
+        `step`.
         """
         self.refused.pop(step, None)
+        retention.write_newest(self.folder, step, self.refused)
         retention.prune(self.folder, self.settings, self.refused, self.keep)
 
     def _lost(self, arrays: dict[str, Any]) -> Callable[[], list[str]]:
@@ -299,34 +313,31 @@ class Checkpoints:
         """Returns the newest good checkpoint of this run, or `None` if the folder never held a
         finished one.
 
-        All files are checked against the manifest before an array is read, at about 20 GB/s per
-        core; each process checks a share of the files, and no device waits in a collective during
-        the check.
+        Before any array is read, all files are checked against the manifest. Each process hashes a
+        share of the files with XXH3, at up to about 20 GB/s per core. No device waits in a
+        collective during the check.
 
         Args:
-            like: a state with the tree, shapes, dtypes and shardings to restore to, of arrays or
-                `jax.ShapeDtypeStruct`s.
+            like: a state of arrays or `jax.ShapeDtypeStruct`s, with the tree, shapes, dtypes and
+                shardings of the state to return.
             before: a step. The checkpoints of this step and of later ones are passed over, if there
                 is a checkpoint of an earlier step. When the run continues from the earlier
-                checkpoint, the run's saves remove the later ones.
+                checkpoint, the run's saves remove the later ones. The numbers of these later steps
+                are stored in the folder: by this call inside `with Checkpoints(...)`, and without
+                `with` by the next save. A `restore` without `before`, also in a new process, passes
+                over the stored steps. A `restore` with another `before` replaces them.
 
         Raises:
             Refused: there were checkpoints, and none is good; the message gives the reason for
                 each. So a run does not start from the beginning unnoticed. Only the first process
-                raises this error; the others wait for it, until `processes.run` ends them.
+                raises this error. The other processes wait for the first one at a barrier, until
+                `processes.run` ends them.
             ValueError: the checkpoint is good, but its arrays are not those of `like`; the message
                 names the leaf.
         """
         self.wait()
         self.refused = {}  # a file that could not be read before may be readable now
-        if before is not None and any(step < before for step in self.steps()):
-            asked = f"a checkpoint from before step {before} was asked for"
-            # `seen(...)[0]`: every step that has a folder, or is named as the newest.
-            later = (step for step in retention.seen(self.folder)[0] if step >= before)
-            # `Damaged`: `prune` removes such checkpoints as soon as there is a newer good one.
-            self.refused |= {
-                step: manifest.Damaged(f"{self._path(step)}: {asked}.") for step in later
-            }
+        goes_back = jax.process_index() == 0 and self._pass_over(before)
         # The first process proposes a step (`NONE`: there is no checkpoint), and all check its
         # files. If they are bad, the step is refused on all processes, and the next older one is
         # proposed.
@@ -345,19 +356,63 @@ class Checkpoints:
                 self._refuse(step, error)
                 continue
             self._say(f"restored step {step} from {self._path(step)}")
-            return Restored(
-                step, state, record.note, {other: str(why) for other, why in self.refused.items()}
-            )
+            if goes_back and self._lock is not None:  # a reader without the lock decides nothing
+                self._store_decision(step)
+            return Restored(step, state, record.note, self._refused_by_first())
 
-    def _of_first(self, step: int) -> int:
-        """Sends the `step` of the first process to all processes, and returns it."""
+    def _pass_over(self, before: int | None) -> bool:
+        """Refuses the checkpoints of step `before` and of later steps, and returns True, if there
+        is a finished checkpoint of an earlier step. If there is none, or `before` is None, refuses
+        the checkpoints that the run gave up in a previous `restore`, and returns False.
+        """
+        steps, given_up, _ = retention.seen(self.folder)
+        if before is not None and any(step < before for step in self.steps()):
+            asked = f"a checkpoint from before step {before} was asked for"
+            self.refused |= {
+                step: retention.GivenUp(f"{self._path(step)}: {asked}.")
+                for step in steps
+                if step >= before
+            }
+            return True
+        for step in sorted({*given_up} & {*steps}):
+            why = (
+                f"{self._path(step)}: the run went back to an earlier checkpoint. To use this one "
+                f"all the same, restore with before={step + 1}."
+            )
+            self._refuse(step, retention.GivenUp(why))
+        return False
+
+    def _store_decision(self, step: int) -> None:
+        """Stores that the run goes on from `step`, and which later checkpoints it has given up."""
+        try:
+            retention.write_newest(self.folder, step, self.refused)
+        except OSError as error:  # such as a full disk, which the run survives
+            unwritten = error.filename or self.folder / NEWEST
+            self._say(f"{unwritten}: cannot be written; {error.strerror}. The next save tries it.")
+
+    def _refused_by_first(self) -> dict[int, str]:
+        """Returns, on all processes, the reason for each step that the first process refused. The
+        other processes lack some reasons, since only the first compares names and sizes of files.
+        """
+        refused = {step: str(why) for step, why in self.refused.items()}
+        if jax.process_count() == 1:
+            return refused
+        text = json.dumps(list(refused.items())).encode()
+        size = self._of_first(len(text))
+        sent = multihost_utils.broadcast_one_to_all(
+            np.frombuffer(text[:size].ljust(size), np.uint8)
+        )
+        return dict(json.loads(np.asarray(sent).tobytes()))
+
+    def _of_first(self, number: int) -> int:
+        """Sends the `number` of the first process to all processes, and returns it."""
         # The first process may look at files for a long time. The others wait for it at this
         # barrier: a collective would hold their devices, and may have a deadline.
         self._come()
         return (
-            int(multihost_utils.broadcast_one_to_all(np.asarray(step, np.int32)))
+            int(multihost_utils.broadcast_one_to_all(np.asarray(number, np.int32)))
             if jax.process_count() > 1
-            else step
+            else number
         )
 
     def _come(self) -> None:
@@ -384,7 +439,7 @@ class Checkpoints:
         except OSError as error:  # not damage: the files may be good, and are never removed
             fault = f"unread: {_unreadable(error, self._path(step))}"
         if jax.process_count() > 1:
-            self._come()  # some processes hash longer than others
+            self._come()  # a barrier, since some processes hash longer than others
             # Each process sends a text of `TOLD` bytes; the first that is not blank counts.
             faults = multihost_utils.process_allgather(
                 np.frombuffer(fault.encode()[:TOLD].ljust(TOLD), np.uint8)
@@ -406,9 +461,9 @@ class Checkpoints:
         the folder never held a finished checkpoint. Raises `Refused` if the folder held finished
         checkpoints, and none is good.
         """
-        # Each step that has a folder, finished or not, or that `newest.json` names; and why that
-        # file cannot be read, or "".
-        steps, damage = retention.seen(self.folder)
+        # Each step that has a folder, finished or not, or is the newest in `newest.json`; and why
+        # that file cannot be read, or "".
+        steps, _, damage = retention.seen(self.folder)
         reasons = f"\n  {damage}" if damage else ""
         if damage:
             self._say(damage)
@@ -434,7 +489,7 @@ class Checkpoints:
             return NONE
         raise Refused(
             f"{self.folder} held finished checkpoints, and none of them may be restored:{reasons}\n"
-            "Put back the missing files, or choose another folder to begin again."
+            "Correct one of these faults, or choose another folder to begin again."
         )
 
     def _read(self, step: int, record: Record, like: PyTree) -> PyTree:
@@ -480,9 +535,9 @@ class Checkpoints:
                 f"{retention.listed(lost)}."
             )
         state = stored.found(wanted, found, record.numbers)
-        if self.form is None:
-            return state
-        return stored.placed(self.form.from_disk, state, like)
+        if self.form is not None:
+            state = stored.placed(self.form.from_disk, state, like)
+        return stored.as_weak(state, like)
 
     def _path(self, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`."""
@@ -491,14 +546,17 @@ class Checkpoints:
 
 def _as_read_back(what: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of JSON values, as they are read back from a record: for example, tuples
-    become lists. Raises `ValueError` for other values. `what` is the name of the argument."""
+    become lists. Numbers may be nan or infinite, which Python's json reads and writes too. Raises
+    `ValueError` if one of the `values` is no JSON value. `what` is the name of `values` in the
+    message: "settings" or "note"."""
     for name, value in values.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"Checkpoints needs JSON values in `{what}`: numbers, texts, lists and dicts; got "
-                f"a {type(value).__name__} as {name!r} ({error}). Convert an array by .tolist()."
+                f"Checkpoints: `{what}` needs JSON values (numbers, texts, lists and dicts); "
+                f"{name!r} is of type {type(value).__name__} ({error}). Convert an array by "
+                ".tolist()."
             ) from error
     return json.loads(json.dumps(dict(values)))
 

@@ -18,8 +18,7 @@ and the step's program stays the same. In a check, each device reads its blocks 
 contributes 8 bytes per array to the gather.
 
 An array cannot be compared if each device has a different block of the array; `uncompared` names
-such arrays. With ZeRO, arrays of the optimizer's state are of this kind, and in stage 3 parameters
-too.
+such arrays. ZeRO splits the optimizer's state in this way, and ZeRO-3 also splits the parameters.
 """
 
 import functools
@@ -107,15 +106,16 @@ def differing(tree: PyTree) -> list[Differs]:
     devices. The list is empty if no copies differ.
 
     The sharding of an array says which blocks should be equal: along each mesh axis that the spec
-    does not name, all devices should hold the same block. All processes must call the function, and
+    does not name, all devices should hold the same block. All processes must call the function. All
     get the same list. If copies differ, the bits that most devices hold are taken to be right. The
-    list begins with the copy whose bits the fewest devices hold. A later step may carry a wrong
-    value to other devices, for example from one tensor shard to another. The wrong value then most
-    likely began at the first copy in the list.
+    list begins with the copy whose bits the fewest devices hold. With tensor parallelism, each
+    tensor device holds a copy of some arrays, such as the weight of a norm. A wrong value in one of
+    these copies spreads to many arrays on many devices in later steps. The fault then most likely
+    began at the first copy in the list.
 
     One changed bit is always found, and other differences are missed about once in 2^64. A
-    difference that a later step rounds away is no longer in memory, and is not found. NumPy arrays
-    and other leaves are not compared.
+    difference that a later step rounds away is no longer in memory, and is not found. Only JAX
+    arrays are compared.
 
     Raises:
         ValueError: there are no arrays; an array is not on a mesh, or is on another mesh than the
@@ -184,12 +184,12 @@ def compared(
     names = axes(axis.names)
     sizes = tuple(axis_size(name) for name in names)
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    leaf_specs = jax.tree.leaves(specs, is_leaf=mesh.is_spec)
+    leaf_specs = jax.tree.leaves(specs)
     if not leaves or len(leaf_specs) != len(leaves):
         raise ValueError(
             f"fingerprint.compared needs arrays, and a PartitionSpec for each; got "
             f"{len(leaves)} arrays and {len(leaf_specs)} specs. "
-            "Use the specs of rules.specs or step.init."
+            "Use the specs that rules.specs or step.init returns."
         )
     # `of` is the checksum, of `WORDS` words; `_plain` makes numbers of random keys. The blocks are
     # typed as varying: if the type said that replicas are equal, JAX could read just one of them.
@@ -209,7 +209,7 @@ def compared(
 
 def _same(words: UInt32[Array, "*devices leaves words"], along: tuple[int, ...]) -> Bool[Array, ""]:
     """Returns whether the checksums of all copies are equal. `words` has the checksums of some
-    leaves on all devices, and `along` the dims of `words` (mesh axes) along which the devices hold
+    leaves on all devices. `along` has the dims of `words` (mesh axes) along which the devices hold
     copies of these leaves.
     """
     first = words
@@ -319,7 +319,8 @@ def _placed(tree: PyTree) -> _Placed:
     ]
     if not arrays:
         raise ValueError(
-            "fingerprint needs a tree with JAX arrays, such as a step.State; got one without."
+            "fingerprint needs a tree with JAX arrays, such as a step.State; got a tree without "
+            "JAX arrays."
         )
     paths, leaves = [path for path, _ in arrays], [leaf for _, leaf in arrays]
     specs, meshes = zip(*(_spec_and_mesh(path, leaf) for path, leaf in arrays), strict=True)
@@ -328,8 +329,8 @@ def _placed(tree: PyTree) -> _Placed:
         if _places(leaf_mesh) != _places(first_mesh):
             raise ValueError(
                 f"fingerprint compares arrays of one mesh; {path} is on {leaf_mesh}, and "
-                f"{paths[0]} on {first_mesh}. Call it on "
-                "the arrays of each mesh separately, or place all on one mesh: mesh.place."
+                f"{paths[0]} on {first_mesh}. Compare the arrays of each mesh separately, or place "
+                "all arrays on one mesh with mesh.place."
             )
     return _Placed(leaves, paths, specs, first_mesh)
 
@@ -372,9 +373,9 @@ def _split(spec: PartitionSpec) -> set[str]:
 def _program(
     leaves: tuple[Any, ...], *, specs: tuple[PartitionSpec, ...], over: Mesh
 ) -> tuple[Array, Array]:
-    """Returns two results: whether the copies of each leaf are equal; and the checksums of all
-    leaves on all devices, an array [*mesh, leaves, words]. A checksum has two words. `over` is the
-    mesh.
+    """Returns two results: one boolean, true if no leaf has copies that differ; and the checksums
+    of all leaves on all devices, an array [*mesh, leaves, words]. A checksum has two words. `over`
+    is the mesh.
     """
 
     def local(*blocks):
@@ -385,9 +386,9 @@ def _program(
 
 
 def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
-    """Returns the copies of leaves that differ from other copies. First come the copies whose bits
-    the fewest devices hold. `words` has the checksums of all devices, and the shape [*mesh, leaves,
-    words].
+    """Returns the copies of leaves that differ from other copies, sorted by the number of devices
+    that hold the same bits, the smallest number first. `words` has the checksums of all devices,
+    and the shape [*mesh, leaves, words].
     """
     differences = []
     for number, (path, spec) in enumerate(zip(placed.paths, placed.specs, strict=True)):
@@ -400,7 +401,6 @@ def _named(words: np.ndarray, placed: _Placed) -> list[Differs]:
                 {place: tuple(words[place][number].tolist()) for place in places},
                 placed.mesh,
             )
-    # The copies that the fewest devices have come first.
     return sorted(differences, key=lambda difference: difference.alike)
 
 
@@ -432,7 +432,7 @@ def _strays(
     strays = [place for place, words in words_of.items() if most == second or words != usual]
 
     def alike(place):
-        """Returns how many devices of the group have the same checksum as the device at `place`."""
+        """Returns how many devices in `words_of` have the checksum of the device at `place`."""
         return counts[words_of[place]]
 
     return [

@@ -10,12 +10,12 @@ The lock is a `filelock.FileLock` on FOLDER/.lock, which uses the kernel's `floc
 releases the lock when the process is gone, also after kill -9. The file may then stay behind, and
 the next run takes the file over. Processes that only read the folder need no lock.
 
-Of the network file systems, NFS (Linux 2.6.12 and newer, not mounted with `local_lock` or
-`nolock`), CephFS, GPFS, SMB and Lustre mounted with `flock` enforce the lock between the processes
-of all machines. A machine that dies keeps the lock until the server notices (with NFSv4, after some
-90 s). Lustre with `localflock`, and BeeGFS by default, enforce the lock only between the processes
-of one machine. On a file system without locks, a line is printed, and nothing keeps a second run
-out.
+These network file systems enforce the lock between the processes of all machines: CephFS; GPFS;
+SMB; Lustre, if it is mounted with `flock`; NFS on Linux 2.6.12 or newer, if it is not mounted with
+`local_lock` or `nolock`. A machine that dies keeps the lock until the server notices (with NFSv4,
+after some 90 s). Lustre with `localflock`, and BeeGFS by default, enforce the lock only between the
+processes of one machine. On a file system without locks, a line is printed, and nothing keeps a
+second run out.
 """
 
 import atexit
@@ -45,8 +45,8 @@ class Held(OSError):
 
 
 class Lock:
-    """The lock on `folder`, which `take` returns. If a `with` statement uses the object, the lock
-    is released at the end of the block.
+    """The lock on a folder; `take` returns it. A `with` statement releases the lock at the end of
+    its block.
 
     Args:
         folder: the folder.
@@ -105,13 +105,15 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
     created: list[Path] = []
     try:
         for _ in range(TRIES):
-            # Another run that releases its lock meanwhile may remove the folder or the file.
-            with contextlib.suppress(FileNotFoundError):
+            # Another run that releases its lock meanwhile may remove the folder or the file. If the
+            # folder is gone just after `mkdir` found it, filelock raises `FileExistsError`.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
                 _make(folder, created)
                 file_lock.acquire()
                 return Lock(folder, file_lock, created)
             time.sleep(0.01)
-        raise FileNotFoundError(errno.ENOENT, "it cannot be made")  # caught below
+        reason = "a file has its name" if folder.exists() else "it cannot be made"
+        raise FileNotFoundError(errno.ENOENT, reason)  # caught below
     except filelock.Timeout:
         raise Held(
             f"{folder} belongs to another run: {_holder(folder)} holds it. Wait until it has "
@@ -127,9 +129,9 @@ def take(folder: str | Path, *, say: Callable[[str], Any] = print) -> Lock:
         _remove(created)
         reason = error.strerror
         if error.errno == errno.ELOOP:  # the lock's file is a link: it may lead to a user's file
-            reason = f"{FILE} there is a link, and a lock is a file"
+            reason = f"the lock's file {FILE} is a link, not a regular file"
         raise OSError(
-            f"{folder}: needed a folder to write to; {reason}. Choose another one."
+            f"{folder}: the run cannot write to this folder ({reason}). Choose another folder."
         ) from error
 
 
@@ -154,7 +156,8 @@ def _remove(created: list[Path]) -> None:
 
 def _sign(path: Path, descriptor: int) -> None:
     """Writes into the lock's open file which host and process hold the lock. If the write fails,
-    the file is removed, because an old record in the file would name another run.
+    removes the file, whose old record would name another run, and raises the error. filelock then
+    releases the lock.
     """
     record = {
         "host": socket.gethostname(),

@@ -40,8 +40,8 @@ class Skipped:
 
     Args:
         budget: the number of steps that may be skipped in a run.
-        steps: the steps that were skipped so far, oldest first; a resumed run passes the list that
-            it stored in the checkpoint, in the note (the JSON values of the training loop).
+        steps: the numbers of the skipped steps, oldest first. A resumed run passes the list from
+            the checkpoint's note (JSON values that the training loop saves with the state).
     """
 
     budget: int
@@ -100,8 +100,11 @@ class Clock:
     count as not productive.
 
     Args:
-        note: the values that `note` returned and that the checkpoint stored; `None` for a new run.
+        note: the result of the method `note()`, from the checkpoint; `None` for a new run.
         productive: the names of the activities whose time counts as productive.
+
+    Raises:
+        ValueError: `productive` is one text, not a tuple of names.
 
     Attributes:
         seconds: a dict from the name of each activity to its seconds so far, including the seconds
@@ -112,8 +115,13 @@ class Clock:
         self, note: Mapping[str, Any] | None = None, *, productive: tuple[str, ...] = ("steps",)
     ):
         """Starts the clock of a new run now, or continues from the times in the `note` of a
-        checkpoint.
+        checkpoint. Of all activities, `goodput` counts those that `productive` names.
         """
+        if isinstance(productive, str):
+            raise ValueError(
+                f"Clock needs a tuple of names as `productive`; got {productive!r}. Pass "
+                f"({productive!r},)."
+            )
         self.began: float = time.time() if note is None else note["began"]
         self.seconds: dict[str, float] = {} if note is None else dict(note["seconds"])
         self.productive = productive
@@ -183,11 +191,12 @@ def recorded(
 def jsonl(
     path: str | Path, *, after: int = 0, say: Callable[[str], Any] = print, patience: float = 120.0
 ) -> Sink:
-    """Returns a sink that appends one line `{"step": ..., ...}` per call to a file. When a call
-    returns, the operating system has the line.
+    """Returns a sink: each call of the sink appends one line `{"step": ..., ...}` to a file. Unless
+    the storage fails, the operating system has the line when the call returns.
 
     If the storage fails for a while, lines wait in memory, and are written together with the next
-    line that can be written. An error that will not go away by itself is raised at once.
+    line that can be written. An error that will not go away by itself is raised at once. Lines that
+    wait when the run ends, or when another sink takes the place of this one, are lost.
 
     Args:
         path: the file.
@@ -219,7 +228,8 @@ def jsonl(
         an error is raised.
         """
         nonlocal failed_since
-        waiting.append(json.dumps({"step": step, **values}) + "\n")
+        # The step comes first in the line, and no value of this name takes its place.
+        waiting.append(json.dumps({"step": step, **values} | {"step": step}) + "\n")
         try:  # if it fails, `_append` tries to remove the lines that it has written
             _append(path, "".join(waiting))
         except OSError as error:

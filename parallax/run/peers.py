@@ -50,8 +50,8 @@ class Peers:
         client: `collectives.types.coordination_client()`.
         limit: the seconds within which rank 0 must write its first entry.
 
-    Two jobs that were given one port may share JAX's service. So a rank ends, and prints why, if
-    its environment variables `NAMES` differ from those of rank 0.
+    Two jobs that were given one port may share JAX's service. So a rank prints an error and ends if
+    an environment variable listed in `NAMES` has another value than on rank 0.
     """
 
     def __init__(self, job: jobs.Job, client: Any, limit: float):
@@ -206,8 +206,8 @@ def _likely(before: dict[str, Any], after: dict[str, Any], rank: int) -> str:
 
     The first choice is a process that has finished its work (`leave`). The second is a process that
     wrote no entry between the two readings, `before` and `after`. The third is a process in a phase
-    that does not wait for others. `rank` is the rank of this process, which is left out. Each
-    reading is a dict from a process's key to the process's entry.
+    that does not wait for others. The process of rank `rank`, which calls this function, is never
+    chosen. Each reading is a dict from a process's key to the process's entry.
     """
     left, silent, working = [], [], []
     for key, entry in after.items():
@@ -229,7 +229,9 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     results = []
 
     def run() -> None:
-        """Runs `call` in a thread, because a call of JAX's service cannot be interrupted."""
+        """Calls `call`, the argument of `_within`, and appends its result to `results`. Runs in a
+        thread of its own: `_within` cannot interrupt the call, but can stop waiting for the thread.
+        """
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             results.append(call())
 

@@ -3,8 +3,8 @@
 There is no launcher here. `srun`, `mpirun`, Kubernetes or Cloud TPU starts the same program on
 every machine; `jax.distributed` reads the launcher's variables and connects the processes. With
 JAX's defaults, if one process raises an error, the others wait several minutes; `run` ends the job
-at once. JAX's preemption service catches SIGTERM; `preemption` asks this service, so that all
-processes stop after the same step.
+at once. JAX's preemption service catches SIGTERM. `preemption` yields a function that asks this
+service whether to stop, so all processes stop after the same step.
 
     job = processes.initialize()
     processes.run(lambda: train(job), job)
@@ -54,7 +54,7 @@ def initialize(
 
     `jax.distributed.initialize` detects the launchers Slurm, Open MPI, Kubernetes and Cloud TPU.
     For other launchers pass `coordinator`, `processes` and `rank`, or set JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. If you pass only `coordinator`, it replaces the address
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. You may pass `coordinator` alone, in place of the address
     that JAX detects. A process that no launcher started is a job of one process, and connects to
     nothing.
 
@@ -68,16 +68,17 @@ def initialize(
         local_device_ids: the accelerators of this machine that this process uses. Under Slurm and
             Open MPI the default is one accelerator per process, the one whose number is the rank of
             the process on its machine.
-        initialization_timeout: the seconds within which all processes must connect; a process that
-            still waits then prints a message and ends. The seconds are counted from the start of
-            the process, imports included, since the other processes also wait for this process's
-            imports; but this call gets at least half of the seconds.
+        initialization_timeout: the seconds within which all processes must connect. After this time
+            a process that still waits prints a message and ends. The seconds are counted from the
+            start of the process, so they include its imports. If the imports take long, this call
+            still gets half of the seconds.
         heartbeat_timeout: the seconds without a heartbeat after which JAX ends the job.
         say: prints the number of processes, on rank 0.
 
     Raises:
-        ValueError: only some of `coordinator`, `processes` and `rank` are given, the launcher's
-            variables are incomplete, or the number of processes does not divide `cpu_devices`.
+        ValueError: `processes` or `rank` is given without the other two arguments; `coordinator`
+            has no port; the launcher's variables are incomplete; or the number of processes does
+            not divide `cpu_devices`.
     """
     # `_told` checks the arguments. Without a number and a rank it takes the JAX_... variables.
     coordinator, processes, rank = _told(coordinator, processes, rank)
@@ -99,6 +100,13 @@ def initialize(
         # `ALONE` is JAX's error if it finds no launcher: then this is a job of one process.
         if coordinator or rank is not None or ALONE not in str(error):
             raise
+        # With only one of the variables, each process would train alone.
+        if given := [name for name in (NUMBER, RANK) if name in os.environ]:
+            raise ValueError(
+                f"initialize found no launcher, and needs both {NUMBER} and {RANK}; only "
+                f"{given[0]} is set. Set the other one and JAX_COORDINATOR_ADDRESS too. For a job "
+                f"of one process, unset {given[0]}."
+            ) from error
         connected = False
     job = Job(*types.rank_and_processes()) if connected else Job()  # `Job()`: of one process
     if cpu_devices is not None:
@@ -124,10 +132,10 @@ def initialize(
 def _told(
     coordinator: str | None, processes: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None]:
-    """Returns the coordinator, the number of processes and the rank. If the arguments have neither
-    a number nor a rank, and both are set as JAX_... variables, the variables are taken, and a given
-    coordinator replaces that of the variables. Refuses a number of processes or a rank if one of
-    the three is missing, and a coordinator without a port.
+    """Returns the coordinator, the number of processes and the rank. If `processes` and `rank` are
+    None, they are read from JAX_NUM_PROCESSES and JAX_PROCESS_ID, provided that both variables are
+    set. A missing coordinator is then read from JAX_COORDINATOR_ADDRESS. Raises `ValueError` for a
+    coordinator without a port, and if the number or the rank is known, but not all three values.
     """
     if processes is None and rank is None and {NUMBER, RANK} <= os.environ.keys():
         processes, rank = int(os.environ[NUMBER]), int(os.environ[RANK])
@@ -167,7 +175,7 @@ def _age() -> float:
 @contextlib.contextmanager
 def _start_limit(seconds: float) -> Iterator[None]:
     """Prints a message and ends the process if the `with` block has not ended `seconds` after the
-    start of the process. The block has at least half of these seconds.
+    start of the process. If the block begins late, it still gets `seconds` / 2.
     """
     # A thread ends the process, because a call that waits inside JAX cannot be interrupted.
     timer = threading.Timer(
@@ -234,11 +242,12 @@ def run(main: Callable[[], Any], job: Job) -> None:
 
 def _fail(job: Job, message: str, why: str, code: int = FAILED) -> None:
     """Prints `message`, tells the other processes `why` this process ends, and ends it."""
+    # One system call, so that the lines of several processes do not mix.
     with contextlib.suppress(OSError):
         os.write(2, message.encode(errors="replace"))
     if job.peers:
         job.peers.tell(why)
-    end("", code)
+    end("", code)  # "": the message is already printed
 
 
 def _shut_down(job: Job) -> None:
@@ -253,8 +262,8 @@ def _shut_down(job: Job) -> None:
 
 
 def of_peers(error: BaseException) -> bool:
-    """Returns whether another process may have caused `error`: the error, or an error in its chain
-    of causes, is a runtime error of JAX.
+    """Returns whether another process may have caused `error`, that is, whether `error` or an error
+    in its chain of causes is a runtime error of JAX.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
@@ -302,32 +311,40 @@ class StopRequest:
         several: whether the job has several processes.
 
     Attributes:
-        by: the name of the signal; SIGTERM if this process has heard no other signal.
+        by: the name of the first signal that `hear` has handled in this process. Before that, it is
+            "SIGTERM".
     """
 
     def __init__(self, several: bool):
         self.by = signal.SIGTERM.name
         self._several = several
+        self._reached = 0  # the last number that `__call__` gave to JAX's service
         self._came = threading.Event()
 
     def __call__(self, step: int) -> bool:
-        """Returns whether to save and end after `step`. All processes get the same answer, from
-        JAX's preemption service; a single process looks for its own signal.
+        """Returns whether to save and end after `step`. In a job of several processes, JAX's
+        preemption service gives all of them the same answer. In a job of one process, the answer is
+        whether this process has heard a signal.
         """
+        # The service stops the job at one number, the one after the latest that a process has
+        # reached. A run that goes back to an earlier step would have to reach that step again, so
+        # the number that the service gets always rises.
+        self._reached = max(self._reached + 1, step)
         return (
-            multihost_utils.reached_preemption_sync_point(step)
+            multihost_utils.reached_preemption_sync_point(self._reached)
             if self._several
             else self._came.is_set()
         )
 
     def hear(self, number: signal.Signals, count: int) -> None:
         """Handles a signal, for `signals.listening`: asks the run to save and to end. `count` is
-        the number of signals so far. A Ctrl-C after another signal ends the process at once.
+        the number of signals so far, with this one. A Ctrl-C that is not the first signal ends the
+        process at once.
         """
         if count > 1 and number == signal.SIGINT:
             interrupted(number, count)
         if number == signal.SIGHUP:
-            signals.leave_terminal()
+            signals.leave_terminal()  # discards output, since the terminal is gone
         if count == 1:
             self.by = number.name
             signals.say(
@@ -335,7 +352,8 @@ class StopRequest:
                 f"at once, with no save."
             )
         if self._several:
-            # JAX's preemption service catches SIGTERM, and tells all processes.
+            # JAX's preemption service catches SIGTERM, and tells all processes. In a job of several
+            # processes, `preemption` does not have `hear` called for SIGTERM.
             os.kill(os.getpid(), signal.SIGTERM)
         self._came.set()
 
@@ -351,10 +369,11 @@ def preemption() -> Iterator[StopRequest]:
                 if preempted(i):
                     checkpoints.save(i, state); break
 
-    In a job of several processes, all must call the function at every step, from the same step on:
-    JAX's preemption service stops all of them after the latest step that any process has reached.
-    The service itself catches SIGTERM, as soon as `initialize` has run. A Ctrl-C after another
-    signal ends the process at once.
+    In a job of several processes, each must call the function at every step, and all must begin at
+    the same step. JAX's preemption service stops all processes after the latest step that any
+    process has reached. The service itself catches SIGTERM, as soon as `initialize` has run. A
+    Ctrl-C after a first Ctrl-C or SIGHUP ends the process at once, without a save. In a job of one
+    process, a Ctrl-C after SIGTERM does so too.
     """
     several = jax.distributed.is_initialized()
     asked = StopRequest(several)

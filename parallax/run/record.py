@@ -1,5 +1,5 @@
-"""`Record`, the contents of a checkpoint's manifest. If a malformed manifest is read, an error
-names the file, and the checkpoint is passed over.
+"""`Record` has the contents of a checkpoint's manifest. If the manifest is malformed, `read` raises
+an error that names the file, and `Checkpoints.restore` tries an older checkpoint.
 
 contents.json    the record alone, written first: it says to which run the folder belongs.
 manifest.json    the record and, as `files`, the size and hash of every other file,
@@ -81,9 +81,9 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
     """Returns whether `folder` is a checkpoint, finished or not, of `step` of the run with these
     settings.
 
-    A record in the folder must have this step and these settings. A link, the folder of another
-    run, and a folder of other files do not belong to this run. An empty folder counts as this
-    run's, since nothing is lost if it is removed.
+    If a record in the folder can be read, it must have this step and these settings. If no record
+    can be read, the folder must be empty, except for records that were only partly written: nothing
+    is lost if such a folder is removed. If `folder` is a link, the result is False.
     """
     if folder.is_symlink():
         return False
@@ -93,8 +93,8 @@ def is_of(folder: Path, step: int, settings: Mapping[str, Any]) -> bool:
             entries.pop("files", None)
             record = _typed(entries, folder / name)
             return (record.step, record.settings) == (step, settings)
-    # No record could be read. The folder counts as this run's only if it is empty, or has nothing
-    # but a record that was only partly written.
+    # No record could be read. `PARTIAL` matches the names that files have while they are written,
+    # so a damaged file with its final name gives False.
     return all(path.match(manifest.PARTIAL) for path in folder.iterdir())
 
 
@@ -103,7 +103,8 @@ def read(folder: Path) -> tuple[Record, dict[str, list]]:
     name. The files themselves are not read.
 
     Raises `manifest.Damaged` if the manifest is missing or malformed, or lists more bytes than the
-    arrays of the record can need. Raises a plain `ValueError` if the manifest has another format.
+    arrays of the record can need. Raises a plain `ValueError` if the manifest's entry `format` is a
+    number other than `FORMAT`.
     """
     path = folder / MANIFEST
     entries = manifest.read(path)
@@ -165,13 +166,13 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
     names and sizes of the files are checked, but not their hashes.
 
     Raises:
-        manifest.Damaged: the checkpoint was not finished, or a file is missing or was changed.
+        manifest.Damaged: the checkpoint was not finished, its manifest is wrong, or a file is
+            missing or has another size than in the manifest.
         ValueError: the checkpoint is of another run, or has another format.
     """
     if not folder.exists():
         raise manifest.Damaged(
-            f"{folder}: needed a folder, found none. The folder was removed or renamed after the "
-            "checkpoint was written."
+            f"{folder}: needed a folder, found none. The folder may have been removed or renamed."
         )
     # A link to a missing file is not this case: `read` says what is wrong with it.
     if not os.path.lexists(folder / MANIFEST):
@@ -187,8 +188,8 @@ def verify(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
         )
     if differing := differences(record.settings, settings):
         raise ValueError(
-            f"{folder}: it is of another run, which had {differing}. Use the settings of that run, "
-            f"or choose another folder."
+            f"{folder}: this checkpoint comes from another run, which had {differing}. Use the "
+            f"settings of that run, or choose another folder."
         )
     check_form(folder, record, files)
 
@@ -207,34 +208,44 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
         (name, theirs.get(name, absent), ours.get(name, absent))
         for name in sorted({*theirs, *ours})
     )
-    return ", ".join(f"{name}={words(a)} (here {words(b)})" for name, a, b in pairs if a != b)
+    return ", ".join(
+        f"{name}={words(a)} (here {words(b)})"
+        for name, a, b in pairs
+        if a != b and words(a) != words(b)  # nan differs from itself
+    )
 
 
 def check_form(folder: Path, record: Record, files: dict[str, list]) -> None:
-    """Raises `manifest.Damaged` if a file of `files`, which are those that the manifest lists, is
-    missing in the folder or has another size, or if `files` lacks a file of the folder's arrays.
-    Raises this error too if `record`, which is from the manifest, differs from the record in
-    `contents.json`. Hashes are not checked.
+    """Raises `manifest.Damaged` if a file that the manifest lists is missing in the folder or has
+    another size. Raises this error too if a file of an array is not listed in the manifest, or if
+    the manifest's record differs from the record in `contents.json`. `record` and `files` are from
+    the manifest. Hashes are not checked.
     """
     # `arrays_of` gives all files below `arrays`. Other files that are not listed are no error.
     manifest.check_all_listed(folder, files, arrays_of(folder))
     manifest.check_sizes(folder, files)
     if _typed(manifest.read(folder / CONTENTS), folder / CONTENTS).text != record.text:
         raise manifest.Damaged(
-            f"{folder / MANIFEST}: needed the record in {CONTENTS}, which was written with "
-            f"the arrays; got another record. The manifest is damaged."
+            f"{folder / MANIFEST}: needed the same record as in {CONTENTS}, got another record. "
+            f"The manifest is damaged."
         )
 
 
-def newest(path: Path) -> int:
-    """Returns the step stored at `path`. Raises `manifest.Damaged` if no step is stored there."""
-    step = manifest.read(path).get("step")
+def newest(path: Path) -> tuple[int, list[int]]:
+    """Returns two entries of the JSON file `path`: `step`, and `given_up`, the steps that the run
+    gave up ([] if the file has no such entry). Raises `manifest.Damaged` if `step` is missing or
+    not a step, or if `given_up` is not a list of steps.
+    """
+    entries = manifest.read(path)
+    step, given_up = entries.get("step"), entries.get("given_up", [])
     manifest.need(is_step(step), f"{path}: step", "a step, from 0 on", step)
-    return step  # pyright: ignore[reportReturnType]
+    are_steps = isinstance(given_up, list) and all(map(is_step, given_up))
+    manifest.need(are_steps, f"{path}: given_up", "a list of steps", given_up)
+    return step, given_up  # pyright: ignore[reportReturnType]
 
 
 def is_step(value: Any) -> bool:
-    """Returns whether a JSON value is the number of a step."""
+    """Returns whether a JSON value can be the number of a step: an int from 0 to `STEPS` - 1."""
     return type(value) is int and 0 <= value < STEPS
 
 
@@ -252,6 +263,7 @@ def _is_number(value: Any) -> bool:
     number.
     """
     parts = value if isinstance(value, list) and len(value) == 2 else [value]
+    # A state's plain numbers may be bools, which are stored as JSON's true and false.
     return all(
         isinstance(part, bool | int) or (isinstance(part, float) and math.isfinite(part))
         for part in parts

@@ -25,12 +25,21 @@ class Retention(NamedTuple):
 
     Attributes:
         newest: the number of newest checkpoints that stay.
-        every: finished checkpoints that were not refused, and whose step is a multiple of this
-            number, also stay, for ever. With None, no checkpoint stays for this reason.
+        every: a number of steps. A finished checkpoint whose step is a multiple of this number also
+            stays, for ever, unless `restore` refused it. With None, no checkpoint stays for this
+            reason.
     """
 
     newest: int = 3
     every: int | None = None
+
+
+class GivenUp(manifest.Damaged):
+    """The error of a checkpoint that is refused because the run went back to an earlier checkpoint.
+
+    The class is a subclass of `Damaged`, so that `prune` treats the checkpoint as a damaged one,
+    and removes it as soon as the run has saved a good checkpoint with a larger step.
+    """
 
 
 class Later(ValueError):
@@ -59,26 +68,38 @@ def finished(folder: Path) -> list[int]:
     return sorted(step for path, step in steps if step is not None and (path / MANIFEST).is_file())
 
 
-def seen(folder: Path) -> tuple[list[int], str]:
-    """Returns two things: every step that has a folder or is named in `newest.json`, oldest first;
-    and the text of the error if `newest.json` cannot be read, or "".
+def seen(folder: Path) -> tuple[list[int], list[int], str]:
+    """Returns three things: every step that has a folder or is the newest in `newest.json`, oldest
+    first; the steps that `newest.json` lists as given up (the run went back to earlier ones); and
+    the text of the error if `newest.json` cannot be read, or "".
     """
-    steps, wrong = (
-        {
-            step
-            for path in folder.iterdir()
-            if path.is_dir() and (step := step_of(path)) is not None
-        },
-        "",
-    )
+    steps = {
+        step for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None
+    }
+    given_up, wrong = [], ""
     if os.path.lexists(folder / NEWEST):
         try:
-            steps.add(records.newest(folder / NEWEST))
+            newest, given_up = records.newest(folder / NEWEST)
+            steps.add(newest)
         except manifest.Damaged as error:
             wrong = str(error)
         except OSError as error:
             wrong = f"{folder / NEWEST}: it cannot be read; {error.strerror}."
-    return sorted(steps), wrong
+    return sorted(steps), given_up, wrong
+
+
+def write_newest(folder: Path, step: int, refused: Mapping[int, ValueError]) -> None:
+    """Stores in `newest.json` that `step` is the newest step of the run, and which other
+    checkpoints the run has given up, so that the next process passes over them too.
+    """
+    given_up = [
+        other
+        for other, why in refused.items()
+        if other != step and isinstance(why, GivenUp) and path_of(folder, other).exists()
+    ]
+    manifest.write(
+        folder / NEWEST, {"step": step} | ({"given_up": sorted(given_up)} if given_up else {})
+    )
 
 
 def newest_in_words(folder: Path) -> str:
@@ -99,10 +120,12 @@ def listed(names: list[str]) -> str:
 def make_room(
     folder: Path, step: int, settings: Mapping[str, Any], refused: Mapping[int, ValueError]
 ) -> None:
-    """Moves aside an unfinished or refused checkpoint of `step`, which is in the way of a new one.
-    It is not removed here, since it may be of another run, and the new one is not yet written.
-    After that, `prune` removes the folder, such as 00000100.replaced, if it is of this run. A
-    folder with a further number, such as 00000100.replaced.2, stays.
+    """Moves aside an unfinished or refused checkpoint of `step`, so that a new one can be written:
+    the folder 00000100, for example, is renamed to 00000100.replaced. The folder is not removed
+    here, since it may be of another run, and the new checkpoint is not yet written. When the new
+    checkpoint is finished, `prune` removes 00000100.replaced if it is of this run. If another run's
+    folder already has this name, the new name is 00000100.replaced.2, or has the next free number.
+    `prune` does not look for names with such a number, so this folder stays.
 
     Raises:
         Later: there is a finished checkpoint of this step or a later one.
@@ -110,8 +133,9 @@ def make_room(
     later = [number for number in finished(folder) if number >= step and number not in refused]
     if later:
         raise Later(
-            f"{folder} holds a finished checkpoint of step {later[-1]}, which is not before step "
-            f"{step}: restore it before you save step {step}, or choose another folder."
+            f"{folder} holds a finished checkpoint of step {later[-1]}, so step {step} cannot be "
+            f"saved. Restore the newest checkpoint, and go on from its step. To go back to an "
+            f"earlier checkpoint, restore with before={step}. Or choose another folder."
         )
     path = path_of(folder, step)
     if path.is_symlink() or path.exists():
@@ -167,8 +191,9 @@ def prune(
     to_remove = {
         path: step for path, step in ours.items() if path.name.endswith(OLD) or not stays(step)
     }
-    # The checkpoint that stays for its measured loss may be one of these. Those that `every` keeps
-    # are not looked at, so a measured one among them does not let an older one go.
+    # `_measured` returns the folder that stays for its measured loss. It looks in `newest`, then in
+    # `older`. It passes over the checkpoints that only `every` keeps: if one of them has a measured
+    # loss, an older one with a measured loss stays too.
     older = {step for step in to_remove.values() if step not in refused}
     for path in to_remove.keys() - _measured(folder, newest, older):
         remove(path)
@@ -193,14 +218,14 @@ def remove(path: Path) -> None:
 
 
 def _measured(folder: Path, newest: list[int], others: set[int]) -> set[Path]:
-    """Returns the folders that stay because of a measured loss. One of them is the folder of the
-    newest checkpoint whose loss was measured. The search begins with the steps `newest` (newest
-    first), and goes on with the steps `others`. The function also returns the folders of
-    checkpoints of another format that are newer than that checkpoint, since a loss may have been
-    measured for these too. Damaged checkpoints are left out.
+    """Returns the folders that stay because of a measured loss. One is the folder of the newest
+    checkpoint whose manifest has a measured loss. The search goes through the steps `newest`
+    (newest first), then through `others`, and ends at this checkpoint. A manifest whose `format` is
+    not `record.FORMAT` cannot be read here, but may have a measured loss. So a folder with such a
+    manifest is returned too, if the search reaches it. A damaged manifest's folder is left out.
 
-    Raises `OSError` if a manifest cannot be read now. This function runs in the last part of a
-    save; after the error `writer.Writer` repeats that part.
+    Raises `OSError` if the storage fails while a manifest is read. This function runs in the last
+    part of a save; after the error `writer.Writer` repeats that part.
     """
     stay = set()
     for step in (*newest, *sorted(others, reverse=True)):

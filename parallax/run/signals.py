@@ -20,8 +20,8 @@ Hear = Callable[[signal.Signals, int], None]
 
 @contextlib.contextmanager
 def listening(hear: Hear, *numbers: signal.Signals) -> Iterator[None]:
-    """Calls `hear(signal, count)` in a thread for each signal of `numbers` that comes during the
-    `with` block; `count` is the number of such signals so far.
+    """Calls `hear(signal, count)` for each signal of `numbers` that comes during the `with` block.
+    One thread makes all calls, one after another, and `count` is the number of the call, from 1 on.
 
     A signal that was ignored before, as by nohup, stays ignored. Only the main thread can listen;
     in another thread this function does nothing.

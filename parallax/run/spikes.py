@@ -10,8 +10,9 @@ after some such steps the run goes back to an older checkpoint.
 
 Some batches, at a certain state of the optimizer, may raise the loss for many steps. PaLM (arXiv
 2204.02311) went back to an older checkpoint, and skipped these batches. Here `past` counts the
-skipped batches, and the batch of a step is a function of the seed and of step + `past`. `note`
-stores `past` in each checkpoint, so a resumed run takes the same batches.
+skipped batches, and the batch of a step is a function of the seed and of step + `past`. Store the
+result of `spikes.note()` in each checkpoint: it contains `past`, so a resumed run takes the same
+batches.
 """
 
 import math
@@ -20,6 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from parallax import argument_checks
 
 WINDOW = 64  # steps over which the median is taken, and spikes are counted
 LEAST = 16  # the fewest losses for which there is a limit
@@ -46,13 +49,24 @@ class Spikes:
         factor: a loss is a spike if it is above `factor` times the median of the last 64 losses
             that were no spikes.
         budget: the number of spikes in 64 steps at which `count` raises `Spiked`.
-        note: the values that `note` returned and that the checkpoint stored; `None` for a new run.
+        note: the result of the method `note()`, from the checkpoint; `None` for a new run.
+
+    Raises:
+        ValueError: `factor` is not finite or not above 1, or `budget` is no whole number from 1 on.
 
     Attributes:
         past: the number of batches that the run skipped: step i takes batch i + `past`.
     """
 
     def __init__(self, factor: float, budget: int, note: Mapping[str, Any] | None = None):
+        (budget,) = argument_checks.whole_numbers("Spikes", budget=budget)
+        if not 1 < factor < math.inf:
+            raise ValueError(
+                f"Spikes needs a finite factor above 1; got {factor}. Pass, for example, 2.0: a "
+                "loss above twice the median is then a spike."
+            )
+        if budget < 1:
+            raise ValueError(f"Spikes needs a budget of 1 spike or more; got {budget}.")
         note = note or {"losses": [], "at": [], "past": 0}
         self.factor, self.budget, self.past = factor, budget, int(note["past"])
         # The last losses that were no spikes, and the steps of the last spikes.
@@ -81,8 +95,8 @@ class Spikes:
         self._at = [step for step in self._at if step > number - WINDOW] + [number]
         if len(self._at) >= self.budget:
             raise Spiked(
-                f"step {number}: the loss is {loss:.4g}, above {self.limit:.4g}, "
-                f"{self.factor:g} times its running median; there were "
+                f"step {number}: the loss is {loss:.4g}, above the limit {self.limit:.4g} "
+                f"({self.factor:g} times the running median of the losses). There were "
                 f"spikes at {len(self._at)} of the last {WINDOW} steps "
                 f"(the last ones: {', '.join(map(str, self._at[-5:]))}).",
                 step=number,
@@ -101,9 +115,12 @@ class Spikes:
         `first`.
 
         The new `Spikes` has the losses and the spikes in the checkpoint's `note`. The run then
-        skips the batches of the steps after `first`, up to and including `step`. `past`, the number
-        of skipped batches, is not taken from the `note`: all batches that the run had skipped when
-        it went back stay skipped, also those that it skipped after the checkpoint.
+        skips the batches of the steps after `first`, up to and including `step`. The new `past`,
+        the number of skipped batches, is `self.past` plus the number of these batches. `past` is
+        not taken from the `note`, which does not count the batches skipped after the checkpoint.
+        The new `past` is only in memory until the run's next save. If the run is killed before
+        that save, it goes on from the same checkpoint without the new `past`, and takes the skipped
+        batches again.
         """
         guard = Spikes(self.factor, self.budget, note)
         guard.past = self.past + step - first

@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 
 from parallax import mesh
 from parallax._typing import PyTree
@@ -30,7 +31,7 @@ KEYS = {
 
 def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays and the Python numbers of a tree, each as a dict by path. A complex number
-    becomes a list of its two parts.
+    becomes a list of its real and its imaginary part.
 
     Raises:
         ValueError: two leaves have the same path, or a Python number is not finite.
@@ -53,7 +54,9 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"are stored by path."
             )
     for name, number in numbers.items():
-        if not all(map(math.isfinite, number if isinstance(number, list) else [number])):
+        parts = number if isinstance(number, list) else [number]
+        # `math.isfinite` would convert a whole number to a float, which may be too large for that.
+        if not all(isinstance(part, int) or math.isfinite(part) for part in parts):
             raise ValueError(
                 f"{name}: a plain number to store must be finite; got {number}. Store it as "
                 f"an array."
@@ -63,22 +66,25 @@ def stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def shapes(tree: PyTree) -> PyTree:
     """Returns the tree with a `jax.ShapeDtypeStruct` in place of each array on devices, with the
-    same sharding.
+    same sharding and weak type.
     """
 
     def shape(leaf):
-        """Returns the shape, dtype and sharding of an array, and other leaves unchanged."""
+        """Returns the shape, dtype, weak type and sharding of an array, and other leaves
+        unchanged."""
         if not isinstance(leaf, jax.Array):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.aval.weak_type
+        )
 
     return jax.tree.map(shape, tree)
 
 
 def converted(to_disk: Callable[[PyTree], PyTree], like: PyTree) -> PyTree:
-    """Returns `to_disk(like)` as shapes, with the shardings that the compiler chooses: the stored
-    arrays may have other shapes than those of `like`, whose shardings then do not fit. `like` holds
-    arrays or shapes; nothing is computed.
+    """Returns `to_disk(like)` with a `jax.ShapeDtypeStruct` in place of each array. `like` holds
+    arrays or shapes. `to_disk` is compiled but not run, and each `ShapeDtypeStruct` has the
+    sharding that the compiler chose. A sharding of `like` may not fit, since shapes may change.
     """
     arrays, convert, statics = _of_arrays(to_disk, like)
     lowered = jax.jit(convert).lower(arrays)
@@ -97,8 +103,30 @@ def placed(from_disk: Callable[[PyTree], PyTree], state: PyTree, like: PyTree) -
     arrays, convert, statics = _of_arrays(from_disk, state)
     arrays_like = eqx.filter(like, mesh.is_array)
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), arrays_like)
-    # The call of `convert` comes first; its trace adds the leaves that are no arrays to `statics`.
-    return eqx.combine(jax.jit(convert, out_shardings=shardings)(arrays), statics[-1])
+    placed_arrays = jax.jit(convert, out_shardings=shardings)(arrays)
+    # When this call traced `convert`, that added the leaves that are no arrays to `statics`.
+    return eqx.combine(placed_arrays, statics[-1])
+
+
+def as_weak(state: PyTree, like: PyTree) -> PyTree:
+    """Returns `state`, with its arrays made weakly typed where the arrays of `like` are.
+
+    A restored array is not weakly typed. With a bfloat16 `p` and the weakly typed
+    `lr = jnp.asarray(0.1)`, `p - lr * p` is bfloat16; after a restore without this function, it
+    would be float32.
+    """
+
+    def leaf(x, like):
+        """Returns one array, with its sharding."""
+        if not isinstance(x, jax.Array) or not getattr(like, "weak_type", False):
+            return x
+
+        def weak(x):
+            return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+        return jax.jit(weak, out_shardings=x.sharding)(x)
+
+    return jax.tree.map(leaf, state, like)
 
 
 def _of_arrays(
@@ -106,14 +134,14 @@ def _of_arrays(
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], list]:
     """Returns three things: the arrays of `tree`; `f` as a function from these arrays to arrays,
     which `jax.jit` can trace; and a list. When the function is traced, one tree is added to the
-    list: the result of `f` with None in place of its arrays.
+    list: the result of `f`, in which None replaces each array.
     """
     arrays, static_in = eqx.partition(tree, mesh.is_array)
     statics = []
 
     def of_arrays(arrays):
-        """Returns the arrays of the result of `f` for the whole tree: `arrays`, and the leaves that
-        are no arrays. Adds the other leaves of the result, as a tree, to the list `statics`."""
+        """Calls `f` on `tree` with `arrays` in place of its arrays, and returns the arrays of the
+        result. Adds the other leaves of the result, as a tree, to the list `statics`."""
         result, static_out = eqx.partition(f(eqx.combine(arrays, static_in)), mesh.is_array)
         statics.append(static_out)
         return result
@@ -130,10 +158,14 @@ def check_same(
 
     def kinds(numbers):
         """Returns a dict from the name of each Python number to `[type, shape]`, the form that
-        `Record.arrays` has for arrays. A complex number is stored as a list of its two parts.
+        `Record.arrays` has for arrays. In `numbers`, a complex number is a list: its real and
+        its imaginary part.
         """
+        # By `isinstance`, since a subclass such as an IntEnum is stored as its number. A bool is an
+        # int too.
+        kinds = {bool: "bool", int: "int", float: "float", list: "complex"}
         return {
-            name: ["complex" if isinstance(number, list) else type(number).__name__, []]
+            name: [next(word for kind, word in kinds.items() if isinstance(number, kind)), []]
             for name, number in numbers.items()
         }
 
@@ -165,9 +197,10 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
     """
 
     def leaf(path, leaf):
-        """Returns the stored number or array with this path, in the type of `leaf`, the leaf of
-        `like` at this path. A complex number was stored as a list of its parts, and random keys as
-        integers.
+        """Returns the value that was stored for `leaf`, the leaf of `like` at this path; `leaf`
+        itself if none was. A number is converted to the type of `leaf`; a complex number was stored
+        as a list of its real and its imaginary part. Random keys were stored as integers. Other
+        arrays need no conversion: `check_same` has compared their dtypes with those of `like`.
         """
         name = mesh.dotted(path) or "state"
         if name in numbers:
@@ -186,8 +219,9 @@ def found(like: PyTree, arrays: dict[str, Any], numbers: dict[str, Any]) -> PyTr
 
 
 def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
-    """Starts to search the arrays for nan and inf on the devices. Returns a function that waits for
-    the search, and returns the names of the arrays with a nan or an inf.
+    """Starts to search the arrays for nan and inf on the devices; NumPy's arrays are searched on
+    the host. Returns a function that waits for the search, and returns the names of the arrays with
+    a nan or an inf.
 
     The arrays may be donated before the returned function is called. All processes get the same
     names.
@@ -195,7 +229,11 @@ def not_finite(arrays: dict[str, Any]) -> Callable[[], list[str]]:
     numbers = {
         name: leaf for name, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
-    are_finite = _all_finite(numbers)
+    on_host = {name: leaf for name, leaf in numbers.items() if not isinstance(leaf, jax.Array)}
+    on_devices = {name: leaf for name, leaf in numbers.items() if name not in on_host}
+    # On devices NumPy's float64 would become float32, in which a large number is inf.
+    are_finite = {name: np.isfinite(leaf).all() for name, leaf in on_host.items()}
+    are_finite |= _all_finite(on_devices)
 
     def names():
         """Returns the names of the arrays that are not finite."""
@@ -246,7 +284,8 @@ def empty(arrays: dict[str, Any]) -> dict[str, Any]:
     """
 
     def array(leaf):
-        """Returns an array unchanged, and a new array for a `jax.ShapeDtypeStruct`."""
+        """Returns `leaf` if it is an array. For a `jax.ShapeDtypeStruct`, returns a new array with
+        its shape, dtype and sharding."""
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)

@@ -35,11 +35,11 @@ class Watchdog:
     work, so that the argument `first` limits the whole start.
 
     Every rank watches itself. A phase that communicates is marked `waits`: the rank cannot end such
-    a phase without the other ranks. A rank that waits is probably held up by another rank, so it
-    prints its message `peers.GRACE` seconds after the time limit of the step. The rank at fault
-    prints first, at the time limit itself. It prints the stacks of its threads too, and ends the
-    job. If that rank cannot print, because it is stopped, is gone or holds Python's lock, the other
-    ranks name it, by `Peers.culprit`.
+    a phase without the other ranks. A rank that waits is probably held up by another rank. So after
+    the step's time limit, the waiting rank lets `peers.GRACE` seconds pass before it prints its
+    message. The rank at fault prints first, at the time limit itself. It prints the stacks of its
+    threads too, and ends the job. If that rank cannot print, because it is stopped, is gone or
+    holds Python's lock, the other ranks name it, by `Peers.culprit`.
 
     Args:
         job: the job that `processes.initialize` returned.
@@ -81,8 +81,8 @@ class Watchdog:
 
     def step(self, number: int, phase: str = "begin") -> None:
         """Notes that step `number` begins now, and sets the phase of this rank to `phase`. The time
-        of the step is counted from now on. The steps are also counted, since the first step after
-        a start, whatever its number, is compiled and may take longer.
+        of the step is counted from now on. The steps are also counted, because the first step after
+        a start is compiled and may take longer, whatever its number.
         """
         self._number, self._steps, self._step_began = number, self._steps + 1, time.monotonic()
         self._arm()
@@ -98,7 +98,7 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        """The seconds that the current step may take. Until the second step begins the limit is
+        """The seconds that the current step may take. Until the second step begins, the limit is
         `first`, because the first step is compiled.
         """
         return self.seconds if self._steps > 1 else self.first
@@ -110,8 +110,8 @@ class Watchdog:
 
     def _arm(self) -> None:
         """Sets a timer in C code that ends the process `LAST_RESORT` seconds after the step's
-        limit. It does so even while one thread holds Python's lock, and no other thread of Python
-        can run.
+        limit. While another thread holds Python's lock (GIL), the watchdog's thread cannot run,
+        but the timer works.
         """
         faulthandler.dump_traceback_later(
             min(self._limit + LAST_RESORT, YEAR), exit=True, file=sys.__stderr__ or 2
@@ -120,7 +120,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Waits, in a thread, until a step takes too long; then prints which rank is at fault and
         ends the process. If the step ends during the search for the rank, the thread goes on
-        waiting.
+        waiting; if the work ends, so does the thread.
         """
         while True:
             while (seconds_left := self._step_began + self._limit - time.monotonic()) > 0:
@@ -131,6 +131,8 @@ class Watchdog:
             # A rank that waits is probably held up by another rank. It searches for that rank, and
             # the search takes `GRACE` seconds, so the other rank prints its message first.
             culprit = self._culprit() if waits else ""
+            if self._left.is_set():  # the work ended during the search
+                return
             if self._step_began == began:  # still the same step: it is really late
                 break
         with contextlib.suppress(Exception):
@@ -143,9 +145,10 @@ class Watchdog:
             f"{now - began:.1f} s of the {self._limit:g} s allowed, "
             f"{now - self._phase_began:.1f} s of them in phase {phase!r}. The job ends."
         )
-        # A rank above 0 tells the others: a rank 0 that has left the work would otherwise wait at
-        # its exit until JAX misses this rank. A rank 0 at fault tells them too, so that they name
-        # it. A rank 0 that waits tells nobody: JAX's service ends with it, and so do the others.
+        # A rank above 0 tells the others that it ends. Rank 0 may have finished its work; at its
+        # exit it would wait for this rank until JAX's heartbeats time out. A rank 0 at fault tells
+        # the others too, so that they name rank 0. A rank 0 that only waits tells nobody: JAX's
+        # service ends with rank 0, and then the others end too.
         if self.job.peers and (self.job.rank or not waits):
             did = "waited too long for the other ranks" if waits else "held up the job"
             self.job.peers.tell(f"{did} {self._where}, in phase {phase!r}")

@@ -1,6 +1,6 @@
 """Writes checkpoints while the run takes further steps. Orbax writes the arrays. Then the
-checkpoint is *sealed*: all files are hashed, and the manifest is written. At the end old
-checkpoints are removed.
+checkpoint is *sealed*: all files are hashed, and the manifest is written. After each save, the
+caller's function `sealed` stores the step as the newest one and removes old checkpoints.
 
 If the storage fails for a while, the save is tried again, after longer and longer pauses. All
 processes go through the same `Stages`, and agree on how each stage ended. `Stages.first(work)` is a
@@ -18,12 +18,10 @@ from typing import Any
 
 import jax
 
-from parallax.data import manifest
 from parallax.run import record as records
 from parallax.run import retention, stored
 from parallax.run.barriers import Elsewhere, Stages
 from parallax.run.record import ARRAYS, Record
-from parallax.run.retention import NEWEST
 
 PAUSE = 1.0  # seconds until a save is tried again for the first time; each time twice as long
 PART = 128 * 1024**2  # approximate bytes of a file of arrays: several files use several cores
@@ -39,7 +37,8 @@ class Writer:
             this step is written; it moves aside a checkpoint of the same step that is unfinished or
             cannot be restored.
         sealed: called on the first process, in the writer's thread, with the number of a step whose
-            checkpoint is finished.
+            checkpoint is finished; it stores that this is the newest step, and removes old
+            checkpoints.
         tries: the number of times that a save is tried.
         say: prints a line about an error of this process.
 
@@ -100,8 +99,8 @@ class Writer:
         if names := lost():
             self._drop(record.step)
             raise ValueError(
-                f"The state of step {record.step} is not finite, and was not saved: "
-                f"{retention.listed(names)}. "
+                f"The state of step {record.step} was not saved, because these arrays are not "
+                f"finite: {retention.listed(names)}. "
                 f"{retention.newest_in_words(self._folder)}"
             )
         arguments = name, record, copies, error
@@ -136,7 +135,7 @@ class Writer:
 
         def make():
             """Moves away a checkpoint of this step that is unfinished or cannot be restored, and
-            makes the new folder, on the first process.
+            makes the new folder. Only the first process calls `make`.
             """
             self._make_room(record.step)
             records.begin(self._path(record.step), record)
@@ -201,8 +200,8 @@ class Writer:
                         self._begin_again(record, copies())
                 if not written:
                     self.arrays.wait_until_finished()
-                    # Equal on all processes: the last barrier of Orbax's save is a stage (`meet` in
-                    # `_checkpointer`), which fails on all processes or on none.
+                    # `written` is equal on all processes: at the end of its save, Orbax waits for
+                    # all processes by `meet` (in `_checkpointer`), which raises on all or on none.
                     written = True
                 self._stages.first(lambda: self._seal(record))
                 return
@@ -222,12 +221,11 @@ class Writer:
             time.sleep(pause)
 
     def _seal(self, record: Record) -> None:
-        """Writes the manifest of a checkpoint, stores its step as the newest one, and calls
-        `sealed`, a function of the caller that removes old checkpoints. This is the work of a stage
-        (`Stages.first`), on the first process only.
+        """Writes the manifest of a checkpoint, and calls `sealed`, a function of the caller that
+        stores its step as the newest one, and removes old checkpoints. Only the first process runs
+        this method, by `Stages.first`, while the other processes wait.
         """
         records.seal(self._path(record.step), record)
-        manifest.write(self._folder / NEWEST, {"step": record.step})
         self._sealed(record.step)
 
     def _checkpointer(self) -> Any:
@@ -245,9 +243,9 @@ class Writer:
         )
 
         def meet(key: str, timeout_ms: int) -> None:
-            """Replaces a barrier of Orbax: ends a stage of the save, so that all processes learn if
-            one of them has failed. `key` and `timeout_ms` are not used: the stage has keys and time
-            limits of its own.
+            """Waits for all processes, by `Stages.end`. Orbax calls `meet` in place of its own
+            barrier. If a process has failed, `Stages.end` raises an error on every process. `key`
+            and `timeout_ms` are not used: `Stages` has keys and time limits of its own.
             """
             self._stages.end()
 
@@ -261,8 +259,8 @@ class Writer:
         )
 
     def _failed(self, step: int, error: BaseException) -> OSError:
-        """Returns an error that says which checkpoint was not saved, and which finished one is the
-        newest. The cause of the returned error is `error`.
+        """Returns an error that names the checkpoint that was not saved, and the newest finished
+        checkpoint. The cause of the returned error is `error`.
         """
         words = f"The checkpoint of step {step} in {self._path(step)} was not saved: {error}"
         failure = OSError(f"{words} {retention.newest_in_words(self._folder)}")

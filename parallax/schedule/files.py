@@ -8,9 +8,9 @@ gradient. In lockstep (see the module `table`) a stage may have several jobs in 
 Files of `torch.distributed.pipelining` can be read too: they have one row per rank (a stage) and
 one cell per job, and no header.
 
-A place is the position of a chunk of layers in the model; a placement, [chunks, stages], gives each
-chunk's place. A `Job` is (lane, microbatch, place); its lane is "forward" for F, "backward" for I
-and "weight" for W. B stands for two jobs, one in the lane "backward" and one in the lane "weight".
+In the code, a `Job` is (lane, microbatch, place). F is a `Job` in the lane "forward", I in the lane
+"backward" and W in the lane "weight". B is read as two `Job`s: one in the lane "backward" and one
+in the lane "weight". A placement, [chunks, stages], has the place of each chunk of each stage.
 """
 
 import csv
@@ -58,7 +58,7 @@ def to_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 
 
 def from_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Reads the schedule that `to_csv`, a person or torch wrote to `path`.
+    """Returns the schedule in the file `path`, which was written by `to_csv`, by torch or by hand.
 
     The places of the chunks are read from the cells. A file of `torch.distributed.pipelining` gives
     only the order of each rank's jobs: each job gets the first tick in which it can run.
@@ -107,7 +107,8 @@ def _by_tick(header: list[str], rows: list[list[str]]) -> Schedule:
         line = f"line {tick + 2}"
         if len(row) != len(columns) or row[0].strip() != str(tick):
             raise ValueError(
-                f"{line}: needs tick {tick} and {len(columns)} cells, got {_short(row)}."
+                f"{line}: needs {len(columns)} cells, and the first cell must be the tick, {tick}; "
+                f"got {_short(row)}."
             )
         # In lockstep a cell may have several jobs.
         for stage, cell in enumerate(row[1:]):
@@ -138,12 +139,12 @@ def _is_of_torch(header: list[str]) -> bool:
 
 
 def _by_rank(rows: Sequence[Sequence[str]]) -> Schedule:
-    """Returns the schedule of a file in torch's form, one row per rank with its jobs in order.
-    Each job gets the first tick in which it can run.
+    """Returns the schedule of a file in torch's form. Each row of the file has the jobs of one
+    rank, in their order. Each job gets the first tick in which it can run.
 
     A whole backward job (B) is read as an input-gradient job (I) and then a weight-gradient job
-    (W), since a file of torch may have B beside I and W. If a cell has two jobs that torch
-    overlaps, the job that is listed first runs first.
+    (W): one file of torch may have B, I and W, and a `Schedule` with W cannot have B. If a cell has
+    two jobs that torch overlaps, the job that is listed first runs first.
     """
     orders = []  # the jobs of each rank
     for rank, row in enumerate(rows):
@@ -190,16 +191,17 @@ def _jobs(words: Sequence[str], where: str) -> list[Job]:
             jobs += [Job(lane, int(match[3]), int(match[1])) for lane in LANES_OF[match[2]]]
         elif not MOVES.fullmatch(word):
             raise ValueError(
-                f"{where}: {_short([word])} is no job. Write a job as 5F3: the place, one of F, I, "
-                "W and B, and the microbatch."
+                f"{where}: {_short([word])} is no job. Write a job as 5F3: the place, then a "
+                "letter (F, I, W or B), then the microbatch."
             )
     return jobs
 
 
 def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"]:
-    """Returns the placement that the jobs of all stages, one sequence per stage, imply: a stage's
-    chunks have the places that occur among its jobs, in ascending order. Raises `ValueError` if
-    this is no placement."""
+    """Returns the placement: the place in the model of each chunk of each stage. `jobs` has one
+    sequence of jobs for each stage. The places that occur in a stage's jobs, in ascending order,
+    are the places of its chunks 0, 1 and so on. Raises `ValueError` if the stages have different
+    numbers of chunks, or if a place has no stage or two stages."""
     places = [sorted({job.place for job in of_stage}) for of_stage in jobs]
     counts = [len(of_stage) for of_stage in places]
     if len(set(counts)) != 1 or not counts[0]:
@@ -211,8 +213,8 @@ def _placement(jobs: Sequence[Sequence[Job]]) -> Int[np.ndarray, "chunks stages"
     for expected, (place, stage) in enumerate(homes):
         if place != expected:
             raise ValueError(
-                f"Each place of the model, from 0 on, needs one stage; stage {stage} has place "
-                f"{place}, and the next place without a stage is {expected}. Number the places "
+                "The places of all stages, in ascending order, must be 0, 1, 2 and so on; got "
+                f"place {place} of stage {stage} instead of place {expected}. Number the places "
                 "without a gap, and put each on exactly one stage."
             )
     # `places` is [stages, chunks].

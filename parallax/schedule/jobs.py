@@ -53,8 +53,9 @@ def start_times(
 
     Args:
         orders: the jobs of each stage.
-        homes: the stage of each place of the model.
-        costs: for each lane, the time of one job, which is one chunk of one microbatch.
+        homes: the stage of each place. A place is the position of a chunk of layers in the model.
+        costs: the time of one job (one chunk of layers for one microbatch), by the kind of job:
+            "forward", "backward" or "weight".
         hop: the time of a message to another stage, in the unit of `costs`.
 
     Raises:

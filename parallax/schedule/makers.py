@@ -26,13 +26,13 @@ Jobs = tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Returns the schedule that runs all forwards, and then all backwards from the last microbatch
-    to the first.
+    """Returns the schedule of GPipe (arXiv 1811.06965): all forwards, and then all backwards from
+    the last microbatch to the first.
 
-    With P stages, the bubble (the idle time of a stage) is (P-1)(F+B), where F and B are the times
-    of the forward and the backward pass of one microbatch on a stage. Every stage holds the
-    residuals of all microbatches at once. `jax.grad` of a scan over forward ticks runs in this
-    order (arXiv 1811.06965).
+    With P stages, the bubble (the idle time of a stage) is (P-1)(F+B). F and B are the times of one
+    microbatch's forward and backward pass on a stage. Every stage holds the residuals of all
+    microbatches at once. `jax.grad` of a scan over the forward ticks gives the same order, since
+    the backward pass of a scan runs the ticks in reverse.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or the schedule's table would have
@@ -49,13 +49,13 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
     """Returns the schedule of one forward and one backward per tick, whose memory does not depend
     on the number of microbatches.
 
-    With P stages of v chunks each, the bubble (the idle time of a stage) is (P-1)(F+B)/v, where F
-    and B are the times of the forward and the backward pass of one microbatch on a stage. Stage s
-    holds the residuals of at most P + (P-1-2s)/v microbatches; for v = 1 that is 2(P-1-s) + 1. With
-    v > 1, each group of P microbatches passes all stages v times. The bubble is then v times
-    smaller than with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If the
-    number of microbatches, M, is a multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the
-    last group is not full, which adds (P - M mod P)(v-1)(F+B)/v to the bubble.
+    With P stages of v chunks each, the bubble (the idle time of a stage) is (P-1)(F+B)/v. F and B
+    are the times of one microbatch's forward and backward pass on a stage. Stage s holds the
+    residuals of at most P + (P-1-2s)/v microbatches; for v = 1 that is 2(P-1-s) + 1. With v > 1,
+    each group of P microbatches passes all stages v times. The bubble is then v times smaller than
+    with one chunk, and there are v times as many exchanges (arXiv 2104.04473). If the number of
+    microbatches, M, is a multiple of P, there are M v + (v+1)P - 2 ticks. Otherwise the last group
+    is not full, which adds (P - M mod P)(v-1)(F+B)/v to the bubble.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or the schedule's table would have
@@ -66,21 +66,24 @@ def one_f_one_b_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Sch
 
 
 def zero_bubble_lockstep(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns 1F1B with separate jobs for the input gradient (I) and the weight gradient (W).
+    """Returns the schedule of `one_f_one_b_lockstep`, but with separate jobs for the input gradient
+    (I) and the weight gradient (W), as in arXiv 2401.10241.
 
-    With P stages of v chunks each, the bubble (the idle time of a stage) is (P-1)(F+I)/v, where F
-    and I are the times of the forward pass and the input gradient of one microbatch on a stage: no
-    stage is idle while W runs. W needs no exchange, so stage s runs each W s ticks after the I of
-    the same chunk and microbatch. With this delay all stages run W in the same M v ticks, where M
-    is the number of microbatches. The delay costs memory: stage s holds residuals of up to P +
-    (P-1-s)/v microbatches, no more than the first stage of 1F1B (arXiv 2401.10241).
+    With P stages of v chunks each, the bubble (the idle time of a stage) is (P-1)(F+I)/v. F and I
+    are the times of one microbatch's forward pass and input gradient on a stage. W needs no
+    exchange, so it may run late: on stage s it runs s ticks after the I of the same chunk and
+    microbatch. With this delay all stages run W in the same M v ticks, where M is the number of
+    microbatches. So W adds nothing to the bubble. The delay costs memory: stage s holds the
+    residuals of up to P + (P-1-s)/v microbatches. In `one_f_one_b_lockstep` it holds the
+    residuals of up to P + (P-1-2s)/v microbatches.
 
     Raises:
         ValueError: a size is below 1 or is not a whole number, or the schedule's table would have
             more than about 2^26 cells.
     """
     P, M, v = _checked(stages=stages, microbatches=microbatches, chunks=chunks)
-    # Stage s runs I s ticks before stage 0 does, so with a delay of s all stages run W together.
+    # Stage s runs a job I earlier than stage 0 does, by s ticks. So with a delay of s ticks all
+    # stages run W together.
     tick, job = _backwards(P, M, v)
     return _schedule(P, v, _forwards(P, M, v), (tick, job), (tick + np.arange(P), job))
 
@@ -115,14 +118,14 @@ def checked_sizes(**sizes: int) -> tuple[int, ...]:
                 "int."
             )
         if size < 1:
-            raise ValueError(f"A schedule needs {name} of at least 1, got {name}={size}.")
+            raise ValueError(f"A schedule needs {name} >= 1, got {name}={size}.")
     return tuple(int(size) for size in sizes.values())
 
 
 def _forwards(P: int, M: int, v: int) -> Jobs:
-    """Returns the ticks and the numbers of the forward jobs (see `Jobs`), for P stages, M
-    microbatches and v chunks per stage. Each group of P microbatches passes chunk 0 of all stages,
-    then chunk 1 of all stages, and so on."""
+    """Returns the tick and the number, microbatch * v + chunk, of each forward job (see `Jobs`),
+    for P stages, M microbatches and v chunks per stage. Each group of P microbatches goes through
+    chunk 0 of all stages, then through chunk 1 of all stages, and so on."""
     # All microbatches m, chunks c and stages s; the ticks are [M, v, P].
     m, c, s = np.ogrid[:M, :v, :P]
     # `m // P` is the number of the group. A group takes v P ticks, a chunk P of them, and each
@@ -131,9 +134,10 @@ def _forwards(P: int, M: int, v: int) -> Jobs:
 
 
 def _backwards(P: int, M: int, v: int) -> Jobs:
-    """Returns the ticks and the numbers of the backward jobs (see `Jobs`), for P stages, M
-    microbatches and v chunks per stage. They pass the model from its last chunk to its first. The
-    first backward job is in tick v P - 1, in which the first microbatch ends its forward pass."""
+    """Returns the tick and the number, microbatch * v + chunk, of each backward job (see `Jobs`),
+    for P stages, M microbatches and v chunks per stage. In its backward pass, a microbatch goes
+    through the model from the last chunk to the first. The first backward job is in tick v P - 1,
+    in which the first microbatch ends its forward pass."""
     # The ticks are [M, v, P], as in `_forwards`, but the last chunk and the last stage come first.
     m, c, s = np.ogrid[:M, :v, :P]
     return v * P - 1 + m // P * v * P + (v - 1 - c) * P + m % P + P - 1 - s, m * v + c

@@ -2,8 +2,8 @@
 jobs, and `from_orders`, which makes the table.
 
 The legend: P stages, M microbatches, v chunks per stage, F forward, I input gradient, W weight
-gradient; the lanes of F, I and W are "forward", "backward" and "weight". A place is a chunk's
-position in the model, and `places`, [v, P], gives the place of each chunk of each stage.
+gradient. A job's lane is its kind: "forward" (F), "backward" (I) or "weight" (W). A place is a
+chunk's position in the model, and `places`, [v, P], gives the place of each chunk of each stage.
 """
 
 import heapq
@@ -25,9 +25,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Returns 1F1B with at most as many microbatches in flight as there are stages.
 
     Of P stages, stage s runs P - 1 - s microbatches forward, and then alternates one forward (F)
-    and one backward, in which the weight gradient (W) follows the input gradient (I) at once (arXiv
-    2104.04473, section 2.2). If F, I and W take the same time, the bubble (the idle time of a
-    stage) is (P - 1)(F + I). `one_f_one_b_lockstep` has up to 2P - 1 microbatches in flight.
+    and one backward (arXiv 2104.04473, section 2.2). A backward is an input-gradient job (I) and,
+    right after it, a weight-gradient job (W). If F, I and W take the same time, the bubble (the
+    idle time of a stage) is (P - 1)(F + I). W does not add to the bubble, since no stage waits for
+    the W of another stage. `one_f_one_b_lockstep` has up to 2P - 1 microbatches in flight.
 
     Raises:
         ValueError: a size is below 1, or is not a whole number.
@@ -41,9 +42,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         # By microbatch, its jobs on this stage, whose one chunk is at place s.
         forward = [[Job("forward", m, s)] for m in range(M)]
         backward = [[Job("backward", m, s), Job("weight", m, s)] for m in range(M)]
-        # A forward and a backward in turn; after the last forward only backwards are left.
-        pairs = itertools.zip_longest(forward[ahead:], backward, fillvalue=[])
-        orders.append(list(itertools.chain(*forward[:ahead], *itertools.chain(*pairs))))
+        # A forward and a backward in turn, each as a list of jobs; after the last forward only
+        # backwards are left.
+        in_turn = itertools.chain(*itertools.zip_longest(forward[ahead:], backward, fillvalue=[]))
+        orders.append(list(itertools.chain(*forward[:ahead], *in_turn)))
     return from_orders(orders, looped_placement(P))
 
 
@@ -77,13 +79,13 @@ def greedy(
     Stage s runs no F while it holds the residuals of `max_chunks[s]` forward jobs. It holds the
     residuals of an F until it runs the W of the same chunk and microbatch.
 
-    If several jobs of a lane are ready, the earliest microbatch goes first, and among jobs of one
+    If several jobs of a kind are ready, the earliest microbatch goes first, and among jobs of one
     microbatch the job whose chunk is last in the model. `places` has the position in the model (the
     place) of each chunk of each stage.
 
     Raises:
-        ValueError: no stage may run a job: the only ready jobs are forwards, and their stages
-            already hold `max_chunks` chunks.
+        ValueError: no stage may run a job, since only forward jobs are ready, and each stage s
+            that has a ready job already holds the residuals of `max_chunks[s]` forward jobs.
     """
     P, last = places.shape[1], places.size - 1
     homes = homes_of(places)
@@ -92,8 +94,8 @@ def greedy(
     ready: list[dict[str, list[tuple[int, int]]]] = [
         {lane: [] for lane in URGENCY} for _ in range(P)
     ]
-    # The chunks whose residuals each stage holds, from F to W; and the number of jobs left to run:
-    # F, I and W of each microbatch at each place.
+    # The number of forward jobs whose residuals each stage holds, from F to W; and the number of
+    # jobs left to run: F, I and W of each microbatch at each place.
     held, left = [0] * P, 3 * microbatches * places.size
     # The jobs that have become ready since the last tick; at first, all F of place 0.
     newly_ready = [Job("forward", m, 0) for m in range(microbatches)]
@@ -116,10 +118,11 @@ def greedy(
                 newly_ready += followers(job, last)
                 left -= 1
         if left == left_before:
-            # Every ready job is an F, on a stage that holds too many chunks to start it.
+            # Every ready job is an F, on a stage that may hold no further residuals.
             raise ValueError(
-                f"No stage can run a job if the stages hold at most {max_chunks} chunks. Let them "
-                "hold more."
+                f"No stage can run another job: max_chunks={max_chunks} is too small. Each number "
+                "is the largest number of forward jobs whose residuals one stage may hold. Use "
+                "larger numbers."
             )
     return from_orders(orders, places)
 
@@ -131,17 +134,30 @@ def from_orders(
     tick in which its inputs exist and the stage is free.
 
     Raises:
-        ValueError: a stage has a job of a chunk that is on another stage; or a job waits for a job
-            that never runs, or for a job that the order of a stage puts too late.
+        ValueError: a microbatch is not a whole number of 0 or more; a stage has a job of a chunk
+            that is on another stage; or a job waits for a job that never runs, or for a job that
+            the order of a stage puts too late.
     """
     homes = homes_of(places)
     # A wrong place would otherwise be reported as a deadlock.
     for stage, order in enumerate(orders):
         for job in order:
-            if homes.get(job.place) != stage:
+            # The tables have -1 for no job.
+            if not isinstance(job.microbatch, int | np.integer) or job.microbatch < 0:
                 raise ValueError(
-                    f"stage {stage} has a job at place {job.place}, which is on stage "
-                    f"{homes.get(job.place)}. Move the job to that stage, or the place to this one."
+                    f"stage {stage} has {job}. Microbatches are whole numbers of 0 or more: number "
+                    "the first one 0."
+                )
+            home = homes.get(job.place)
+            if home is None:
+                raise ValueError(
+                    f"stage {stage} has a job at place {job.place}, but the chunks of all stages "
+                    f"have only the places 0 to {len(homes) - 1}."
+                )
+            if home != stage:
+                raise ValueError(
+                    f"stage {stage} has a job at place {job.place}, which is on stage {home}. Move "
+                    f"the job to stage {home}, or move place {job.place} to stage {stage}."
                 )
     # Each job costs 1 and messages cost 0, so the start times are ticks.
     starts = start_times(orders, homes, dict.fromkeys(LANES, 1))
@@ -154,13 +170,14 @@ def tables_of(
     places: Shaped[np.ndarray, "chunks stages"],
     ticks: int | None = None,
 ) -> Int[np.ndarray, "lanes ticks stages"]:
-    """Returns the tables of jobs given as pairs (tick, job): one table per lane. An entry is
-    microbatch * v + chunk, where v is the number of chunks per stage, or -1 for no job.
+    """Returns three tables, [ticks, stages], one for each kind of job: "forward", "backward" and
+    "weight". `jobs` has each job with its tick, as (tick, job). An entry of a table is -1 for no
+    job, else microbatch * v + chunk, where v is the number of chunks per stage.
 
     The tables have `ticks` rows; by default the last row is the tick of the last job.
 
     Raises:
-        CannotRun: a stage has two jobs of a lane in one tick.
+        CannotRun: a stage has two jobs of the same kind in one tick.
     """
     jobs = list(jobs)
     count = 1 + max((tick for tick, _ in jobs), default=-1) if ticks is None else ticks

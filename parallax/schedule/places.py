@@ -51,6 +51,12 @@ def v_placement(stages: int) -> Int[np.ndarray, "chunks stages"]:
     return np.stack([np.arange(stages), 2 * stages - 1 - np.arange(stages)])
 
 
+def is_looped(placement: Placement) -> bool:
+    """Returns whether the placement is that of `looped_placement`. If it is, an array [chunks,
+    stages, ...], read row by row, has the chunks in the order of the model."""
+    return np.array_equal(np.ravel(placement), np.arange(np.size(placement)))
+
+
 class Interval(NamedTuple):
     """The ticks, `start` to `stop` - 1, in which a slot (memory for one job's array) is in use."""
 
@@ -80,14 +86,15 @@ def fewest(intervals: Sequence[Interval]) -> list[int]:
 def coloured(
     lanes: Mapping[str, Int32[np.ndarray, "ticks stages"]],
 ) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-    """Returns the slot of each job: by lane, a table [ticks, stages] of slots.
+    """Returns the slot of each job: for each lane, a table [ticks, stages] of slots.
 
-    `lanes` has two or more tables of jobs, such as "forward" and "backward". A job of the first
-    lane writes a slot, and the jobs with the same number in the other lanes read it. The job of the
-    last lane is the last reader: from the next tick on the slot is free. In a tick in which the
-    first lane has no job, it has the lowest free slot; another lane without a job has -1. (Each
-    job's array needs its slot in an interval of ticks. To find the fewest slots for such intervals
-    is to colour an interval graph.)
+    `lanes` has a table of jobs for each of two or more lanes (kinds of job), such as "forward" and
+    "backward". A job of the first lane writes a slot, and the jobs with the same number in the
+    other lanes read the slot. The job of the last lane is the last reader, so the slot is free from
+    the next tick on. Where a stage has no job of the first lane in a tick, the first lane's table
+    has the lowest free slot, since in lockstep an idle stage writes too. The tables of the other
+    lanes have -1 for no job. (Each job's array needs its slot in an interval of ticks. To find the
+    fewest slots for such intervals is to colour an interval graph.)
     """
     first, *_, last = lanes
     slots = {lane: np.full_like(table, -1) for lane, table in lanes.items()}

@@ -1,30 +1,34 @@
 """A pipeline schedule: tables of integers that say which job each stage runs in each tick. The
 tables are checked when they are made.
 
-The legend: P stages, M microbatches, v chunks per stage, F forward, B backward, I input gradient, W
-weight gradient. A job is one chunk of one microbatch, numbered microbatch * v + chunk. Its lane is
-its kind: "forward", "backward" (B or I) or "weight" (W). Each lane has a table, ticks x stages, of
-jobs, with -1 for an idle stage. The forward table [[0, -1], [1, 0], [-1, 1]] has two stages: in
-tick 1, stage 0 runs microbatch 1, and stage 1 runs microbatch 0. The placement, [v, P], has the
-place in the model, 0 to vP - 1, of each chunk of each stage.
+The legend: P stages, M microbatches, v chunks of layers per stage, F forward, B backward, I input
+gradient, W weight gradient. A job is the work of one chunk for one microbatch. The job's number is
+microbatch * v + chunk, and its lane is its kind: "forward", "backward" (B or I) or "weight" (W).
+Each lane has a table, ticks x stages, of jobs, with -1 for an idle stage. An example with v = 1 is
+the forward table [[0, -1], [1, 0], [-1, 1]]: in tick 1, stage 0 runs microbatch 1, and stage 1 runs
+microbatch 0. The placement, [v, P], has each chunk's place (position) in the model, 0 to vP - 1.
 
-There are two ways to run a table, and the table decides which (`per_stage`):
+A schedule runs in lockstep or per stage. `Schedule.per_stage` finds from the tables whether it runs
+per stage.
 
 * In *lockstep*, all stages run the lanes of a tick in the same order: a stage runs at most one
-  forward, then at most one backward, then at most one weight job. So a full pipeline runs a forward
-  and a backward job in every tick. The next stage must use the output of tick t in tick t + 1, so
-  outputs need no buffers (slots). The placement is looped: chunk c of stage s, of P stages, is at
-  place c P + s.
-* *Per stage*: each stage has at most one job of its own in each tick. The output of tick t is
-  available from tick t + 1 on, and waits in a slot until it is used. Any chunk may be at any place
-  of the model.
+  forward, then at most one backward, then at most one weight job. In the middle of 1F1B, for
+  example, each stage runs one forward and one backward job in every tick. The next stage must use
+  the output of tick t in tick t + 1, so outputs need no buffers (slots). The placement is looped:
+  chunk c of stage s, of P stages, is at place c P + s.
+* *Per stage*: in each tick a stage runs at most one job, and other stages may run jobs of other
+  lanes. The output of tick t is available from tick t + 1 on, and waits in a slot until it is used.
+  Any chunk may be at any place of the model.
 
-The head computes the loss from the output of the model's last place. The head has no table, but it
-makes the cotangent with which the backward pass begins. This is a `Message` of the lane "head".
+The head computes two results from the output of the last chunk of the model: the loss, and the
+cotangent with which the backward pass begins. The head is no lane: it has no table, and runs in the
+tick of that chunk's forward job. A `Message` is a result that a later job uses. The head's
+cotangent is a `Message` too, and its field `lane` is "head".
 
 Everything else (`phases`, `makespan`, `in_flight`, the slots, the messages) is derived from the
-tables. `lanes` has the table of each lane, `_costs` the time of one chunk in each lane, `_homes`
-the stage and the chunk of each place, and `_when` for each lane the ticks of its jobs, [M, places].
+tables. `lanes` has the table of each lane, and `_costs` returns the time of one chunk in each lane.
+`_homes` has the stage and the chunk of each place. `_when` has, for each lane, the ticks of its
+jobs, [M, places].
 """
 
 import dataclasses
@@ -44,13 +48,14 @@ from parallax.schedule.places import (
     checked_placement,
     coloured,
     fewest,
+    is_looped,
     looped_placement,
 )
 
 
 class Phase(NamedTuple):
-    """As many successive ticks as possible in which the same set of lanes runs. A lane runs in a
-    tick if at least one stage has a job of it.
+    """As many successive ticks as possible in which the same set of lanes runs. A lane is a kind of
+    job; it runs in a tick if at least one stage has a job of this kind.
 
     Attributes:
         start: the first tick.
@@ -64,15 +69,15 @@ class Phase(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One job on one stage.
+    """One job on one stage. The times are in the unit of the costs that `Schedule.lockstep` or
+    `Schedule.asynchronous` gets, and are counted from the start of the schedule.
 
     Attributes:
         stage: the number of the stage that runs the job, from 0.
         lane: "forward", "backward" or "weight".
         microbatch: the number of the microbatch, from 0.
         chunk: the number of the chunk of the stage's layers, from 0.
-        start: the time, in the unit of the costs, at which the job begins; the first one begins at
-            0.
+        start: the time at which the job begins.
         stop: the time at which the job ends.
     """
 
@@ -132,7 +137,8 @@ class Schedule:
 
     Raises:
         CannotRun: a table breaks a rule; the message names the job, the tick and the stage.
-        ValueError: an array is not a table, the tables differ in shape, or a job is missing.
+        ValueError: a table is not an array of integers `[ticks, stages]`, the tables differ in
+            shape, the placement is not possible, or a job is missing.
     """
 
     forward: Shaped[np.ndarray, "_ticks _stages"]
@@ -152,13 +158,14 @@ class Schedule:
         placement = checked_placement(f"A schedule of {P} stages", placement)
         if placement.shape[1] != P:
             raise ValueError(
-                f"The placement must be [chunks, {P}], since the tables have {P} stages; got "
-                f"{placement.tolist()}."
+                f"The placement must have the shape [chunks, {P}], since the tables have {P} "
+                f"stages; got the array {placement.tolist()}."
             )
         if placement[:, 0].min() != 0:
             raise ValueError(
-                "Place 0 of the model must be on stage 0, which has the batch; got "
-                f"{placement.tolist()}. Number the stages so that stage 0 has place 0."
+                "The placement must give stage 0 the first chunk of the model (place 0), since "
+                f"stage 0 has the batch; got {placement.tolist()}. Number the stages so that "
+                "stage 0 has place 0."
             )
         # The record is frozen, so this is the way to set a field.
         object.__setattr__(self, "placement", placement)
@@ -170,8 +177,9 @@ class Schedule:
 
     @property
     def lanes(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """The tables by the names of the lanes, in the order in which the lanes run within a
-        tick."""
+        """A dict from each lane, which is a kind of job, to its table. The keys are "forward",
+        "backward" and, if the weight gradient is a separate job, "weight". They are in the order in
+        which the lanes run within a tick."""
         tables = {lane: getattr(self, lane) for lane in LANES}
         return {lane: table for lane, table in tables.items() if table is not None}
 
@@ -208,14 +216,14 @@ class Schedule:
 
     @cached_property
     def microbatches(self) -> int:
-        """The number of microbatches, M, which is computed from the largest job number in the
-        tables. `Schedule` refuses tables that lack a smaller job number."""
+        """The number of microbatches, M. It is computed from the largest job number in the tables,
+        since `Schedule` refuses tables in which a job number from 0 to the largest is missing."""
         return int(max(table.max() for table in self.lanes.values())) // self.chunks + 1
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches of ticks in which the same lanes run, in order; in lockstep each stretch is
-        compiled as one loop over its ticks, without a conditional.
+        """The successive stretches of ticks in which the same lanes (kinds of job) run. In lockstep
+        each stretch is compiled as one loop over its ticks, without a conditional.
 
         In lockstep, 1F1B has three stretches (forward; forward and backward; backward). The
         zero-bubble schedule has four (F; F and I; F, I and W; I and W), where F is the forward
@@ -226,15 +234,17 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> Int32[np.ndarray, "ticks stages"]:
-        """The kind of each stage's job in each tick: 0 none, 1 forward, 2 input gradient, 3 weight
-        gradient. Valid only if the schedule runs per stage (`per_stage`), since a stage then has at
-        most one job in a tick."""
+        """The kind of each stage's job in each tick: 0 none, 1 forward (F), 2 input gradient (I), 3
+        weight gradient (W). Valid only if the schedule runs per stage (`per_stage`): a stage then
+        has at most one job in a tick, and no job computes both gradients."""
+        # `lanes` is in the order forward, backward, weight. `_frozen` makes a read-only int32 copy.
         numbered = enumerate(self.lanes.values(), 1)
         return _frozen(sum((table >= 0) * number for number, table in numbered))
 
     @property
     def last(self) -> int:
-        """The stage of the last place of the model; the first place is always on stage 0."""
+        """The stage that has the model's last chunk of layers. The first chunk is always on stage
+        0."""
         return int(self._homes[0][-1])
 
     def makespan(
@@ -243,39 +253,46 @@ class Schedule:
         """Returns the total time of the ticks. Each tick ends with an exchange of messages that
         takes the time `hop`.
 
-        In lockstep, the time of a tick is the sum of the times of all lanes of which any stage runs
-        a job. Per stage, a tick takes the time of its most expensive job. A cost is the time of one
-        microbatch through a whole stage, in any unit; one chunk costs this time divided by the
-        number of chunks per stage. By default `backward` is 1 if a backward job is only the input
-        gradient, and 2 if it is both gradients, so that schedules of the same work can be compared.
+        In a schedule that runs per stage (`per_stage`), a tick takes the time of its most expensive
+        job. In any other schedule the stages run in lockstep: in each tick first all forward, then
+        all backward, then all weight jobs. Such a tick takes the sum of the times of the kinds of
+        job that at least one stage runs in the tick. A cost is the time of one microbatch through a
+        whole stage, in any unit; one chunk costs this time divided by the number of chunks per
+        stage. By default `backward` is 1 if a backward job is only the input gradient, and 2 if it
+        is both gradients, so that schedules of the same work can be compared.
         """
         costs = self._costs(forward, backward, weight)
+        # `timed_ticks` has, for each lane (kind of job), the number of ticks that take its cost.
         return float(np.dot(self.timed_ticks(forward, backward, weight), costs)) + hop * self.ticks
 
     def bubble(self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1) -> float:
         """Returns the idle time of a stage: `makespan` without messages, minus the time of the
-        stage's jobs. For each microbatch, these jobs take the costs of all lanes of the schedule
-        together. The costs are those of `makespan`."""
+        stage's jobs. For each microbatch, the stage's jobs take the time `forward` + `backward`,
+        plus `weight` if the weight gradient is a separate job. The arguments are those of
+        `makespan`."""
         work = self.microbatches * self.chunks  # the jobs of each lane on a stage
-        # Every stage has the same work, so its idle time is the same for all.
+        # `timed_ticks` has, for each lane, the number of ticks in which `makespan` counts a job of
+        # the lane. Every stage has the same work, so all stages have the same idle time.
         idle = np.subtract(self.timed_ticks(forward, backward, weight), work)
         return float(idle @ self._costs(forward, backward, weight))
 
     def timed_ticks(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1
     ) -> tuple[int, ...]:
-        """Returns, for each lane, the number of ticks whose time in `makespan` includes one job of
-        the lane.
+        """Returns, for each lane, the number of ticks in which `makespan` counts the time of a job
+        of that lane.
 
-        In lockstep, these are the ticks in which any stage runs the lane. Per stage (`per_stage`),
-        these are the ticks whose most expensive job, over all stages, is of the lane. The costs are
-        those of `makespan`; in lockstep they make no difference here.
+        A lane is a kind of job: forward, backward and, if it is separate, weight. In a schedule
+        that runs per stage (`per_stage`), a tick counts for the lane of its most expensive job. In
+        any other schedule, where the stages run in lockstep, a tick counts for each lane of which
+        at least one stage has a job. The costs are those of `makespan`; in lockstep they make no
+        difference here.
         """
         if not self.per_stage:
             return tuple(int((table >= 0).any(axis=1).sum()) for table in self.lanes.values())
-        # The costs by `kinds`, [ticks, stages]: 0 nothing, 1 F, 2 I, 3 W. An idle stage (-1) is
-        # cheaper than any job, even one of cost 0. Of equal costs the first counts: any would do,
-        # since the tick takes the same time.
+        # The costs by `kinds`: 0 nothing, 1 F, 2 I, 3 W. There is no B: a schedule that runs per
+        # stage has W. An idle stage (cost -1) is cheaper than any job, even one of cost 0. Of equal
+        # costs the first counts: any would do, since the tick takes the same time.
         costs = np.concatenate([[-1.0], self._costs(forward, backward, weight)])
         tick = np.arange(self.ticks)
         most_expensive_kinds = self.kinds[tick, costs[self.kinds].argmax(axis=1)]  # by tick
@@ -285,15 +302,15 @@ class Schedule:
     def lockstep(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the begin and end of every job (a `Span`) under one assumption: all devices run
-        one program, and exchange messages after each tick. The spans are sorted by their start, and
-        then by stage.
+        """Returns the start and end of every job (a `Span`), under the assumption that all devices
+        run one program and exchange messages after each tick. The spans are sorted by their start,
+        and then by stage.
 
-        A cost is the time of one microbatch through all chunks of a stage, and `hop` is the time of
-        the exchange after a tick. By default `backward` is 1 if the weight gradient is a separate
-        job, and else 2. So the arguments are those of `makespan`, and with `hop=0` the last job
-        ends at the makespan. `lockstep` also works for a schedule that runs per stage: there, all
-        stages start the jobs of a tick together.
+        The arguments are those of `makespan`: a cost is the time of one microbatch through all
+        chunks of a stage, and `hop` is the time of the exchange after a tick. With `hop=0` the last
+        job ends at the makespan. By default `backward` is 1 if the weight gradient is a separate
+        job, and else 2. A schedule that runs per stage (`per_stage`) can be timed too: in each
+        tick, the jobs of all stages start together, and the longest of them ends the tick.
         """
         costs = self._costs(forward, backward, weight).tolist()
         spans, now = [], 0.0
@@ -314,13 +331,15 @@ class Schedule:
     def asynchronous(
         self, forward: Cost = 1, backward: Cost | None = None, weight: Cost = 1, *, hop: Cost = 0
     ) -> tuple[Span, ...]:
-        """Returns the begin and end of every job (a `Span`) if no stage waits for the end of a
-        tick. This is the case if each stage is a separate program that exchanges messages.
+        """Returns the start and end of every job (a `Span`), under the assumption that no stage
+        waits for the end of a tick. This is the case if each stage is a separate program that
+        exchanges messages.
 
-        Each stage runs its jobs in the order in which the tables have them. A stage starts a job
-        once the stage is free and the job's input has arrived: `hop` after another stage made the
-        input, or at once if this stage made it. The costs are those of `makespan`. With `hop=0` no
-        job is later than in `lockstep`.
+        Each stage runs its jobs in the order in which the tables have them. A job starts once its
+        stage is free and its input is there. The output of a job is on its own stage at once, and
+        on other stages after the time `hop`, which is in the unit of the costs. The costs are those
+        of `makespan`: by default `backward` is 1 if the weight gradient is a separate job, and else
+        2. With `hop=0` no job starts later than in the result of the method `lockstep`.
         """
         costs = dict(zip(self.lanes, self._costs(forward, backward, weight).tolist(), strict=True))
         stages, chunks = self._homes  # the stage and the chunk of each place
@@ -361,9 +380,9 @@ class Schedule:
         """For each lane, the slot of each job's residuals, [ticks, stages], or -1 for no job. The
         forward lane writes a slot, and the other lanes read it.
 
-        Two jobs whose residuals are held at one time never share a slot, and no assignment needs
-        fewer slots: each job gets the lowest free slot when it starts. A slot freed in tick t is
-        written again in tick t + 1 at the earliest.
+        Jobs whose residuals are held at the same time have different slots. Each forward job gets
+        the lowest free slot when it starts, so no other assignment needs fewer slots than this one.
+        A slot freed in tick t is written again in tick t + 1 at the earliest.
         """
         # `saved_slots` also has a slot for each tick in which the forward lane has no job.
         return {
@@ -380,13 +399,12 @@ class Schedule:
 
     @cached_property
     def deferred_slots(self) -> dict[str, Int32[np.ndarray, "ticks stages"]]:
-        """For each lane, the slots of the arrays that I (the input gradient) stores for W (the
-        weight gradient) of the same microbatch and chunk. The dict is empty if there is no weight
-        lane.
+        """The slots of the arrays that I (the input gradient) stores for W (the weight gradient) of
+        the same microbatch and chunk. The dict is empty if W is not a separate job.
 
-        I ("backward") writes the slots, and W ("weight") reads them. In a tick without I,
-        "backward" has the lowest free slot, since in lockstep an idle stage writes too; in a tick
-        without W, "weight" has -1.
+        The table "backward" has the slots that I writes, and the table "weight" the slots that W
+        reads. Where a stage has no I in a tick, "backward" has the lowest free slot, since in
+        lockstep an idle stage writes too. Where a stage has no W, "weight" has -1.
         """
         if self.weight is None:
             return {}
@@ -394,8 +412,8 @@ class Schedule:
 
     @property
     def slot_count(self) -> int:
-        """The number of `slots` on the stage that needs the most slots. Each slot is for one chunk
-        of one microbatch.
+        """The number of `slots` on the stage that needs the most slots. A slot holds the residuals
+        of one microbatch in one chunk of layers.
 
         For 1F1B in lockstep, with P stages of one chunk each, the number is at most 2P - 1, however
         many microbatches there are.
@@ -404,8 +422,8 @@ class Schedule:
 
     @property
     def deferred_count(self) -> int:
-        """The number of `deferred_slots` on the stage that needs the most slots. Each slot is for
-        one chunk of one microbatch.
+        """The number of `deferred_slots` on the stage that needs the most slots. A slot holds the
+        arrays that one input-gradient job (I) stores for its weight-gradient job (W).
 
         For the zero-bubble schedule in lockstep the number is at most the number of stages, however
         many microbatches there are.
@@ -419,12 +437,13 @@ class Schedule:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All activations and cotangents that one job leaves for another, even if both jobs are on
-        one stage.
+        """All activations and cotangents that one chunk passes to the next or the previous chunk of
+        the model, even on the same stage, and the head's cotangents. What a chunk keeps for its own
+        later jobs is no message: see `slots` and `deferred_slots`.
 
-        The head computes the loss from the output of the last place of the model. The head's
-        cotangent is made in the tick of the forward job at that place, and on the stage of that
-        place (`last`). The cotangent waits there for the backward job, so it is a message from a
+        The head computes the loss from the output of the model's last chunk of layers. The head's
+        cotangent is made in the tick of that chunk's forward job, and on the same stage (`last`).
+        The cotangent waits there for the chunk's backward job, so the cotangent is a message from a
         stage to itself.
         """
         stages, _ = self._homes  # the stage of each place
@@ -458,7 +477,8 @@ class Schedule:
         waiting = [m for m in self.messages if self.per_stage or m.lane == "head"]
         for s in range(self.stages):
             to_stage = [message for message in waiting if message.target == s]
-            # An interval does not contain its second number.
+            # An interval does not contain its second number. `fewest` returns a slot for each
+            # interval, with as few slots as possible: intervals that overlap get different slots.
             intervals = [Interval(message.sent, message.used + until) for message in to_stage]
             slots |= zip(to_stage, fewest(intervals), strict=True)
         return slots
@@ -470,29 +490,33 @@ class Schedule:
 
     @cached_property
     def _homes(self) -> tuple[Int[np.ndarray, " places"], Int[np.ndarray, " places"]]:
-        """The stage and the chunk of each place of the model: a pair of arrays, [places] each."""
+        """For each place (position of a chunk in the model), the stage that has the chunk, and the
+        number of the chunk on that stage: a pair of arrays, [places] each."""
         # `argsort` gives for each place the index of its chunk in the flattened [chunks, stages].
         chunks, stages = np.divmod(np.argsort(self.placed, axis=None), self.stages)
         return stages, chunks
 
     @cached_property
     def _when(self) -> dict[str, Int[np.ndarray, "microbatches places"]]:
-        """For each lane, the tick of each job, in an array [microbatches, places]."""
+        """For each lane (kind of job), the tick of each of its jobs, in an array [microbatches,
+        places]. A place is the position of a chunk of layers in the model."""
         return {lane: _once(self, lane) for lane in self.lanes}
 
     def _costs(
         self, forward: Cost, backward: Cost | None, weight: Cost
     ) -> Float[np.ndarray, " lanes"]:
-        """Returns the time of one chunk of one microbatch for each lane that the schedule has. The
-        arguments are the times of one microbatch through a whole stage, as in `makespan`."""
+        """Returns, for each lane (kind of job) of the schedule, the time of one job: one chunk of
+        layers, for one microbatch. The arguments are the times of a whole stage, for one
+        microbatch, as in `makespan`."""
         # A chunk is 1/v of a stage's layers. A schedule without W has only the first two lanes.
         costs = forward, backward_cost(self, backward), weight
         return np.array(costs[: len(self.lanes)], dtype=np.float64) / self.chunks
 
 
 def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """Divides the ticks into stretches, each as long as possible, in which the same lanes run.
-    `runs` has for each lane an array [ticks] that says whether any stage runs the lane."""
+    """Divides the ticks into stretches, each as long as possible, in which the same lanes (kinds of
+    job) run. For each lane, `runs` has an array of bools, [ticks]: whether at least one stage has a
+    job of this lane in the tick."""
     table = np.stack(list(runs.values()), axis=1)  # [ticks, lanes]
     # A phase starts in tick 0 and in each tick that differs from the tick before.
     starts = [0, *(np.flatnonzero((table[1:] != table[:-1]).any(axis=1)) + 1).tolist()]
@@ -502,8 +526,8 @@ def phases_of(runs: Mapping[str, Any]) -> tuple[Phase, ...]:
 
 
 def job_name(microbatch: int, chunk: int, chunks: int) -> str:
-    """Returns the name of a job in pictures: `3` for microbatch 3, or `3.1` for its chunk 1 if a
-    stage has several chunks."""
+    """Returns the label of a job in a picture: `3` for microbatch 3 if a stage has one chunk, else
+    `3.1` for microbatch 3 and chunk 1."""
     return str(microbatch) if chunks == 1 else f"{microbatch}.{chunk}"
 
 
@@ -523,8 +547,8 @@ def _frozen(table) -> Int32[np.ndarray, "..."]:
 
 
 def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Refuses, with a `ValueError` or `CannotRun`, an array `table` that is not a table of jobs of
-    the shape `shape`: ticks x stages whole numbers, each -1 or a possible job."""
+    """Raises `ValueError` or `CannotRun` if `table` is not a table of jobs: whole numbers of the
+    shape `shape`, [ticks, stages], each -1 or the number of a possible job."""
     if table.ndim != 2 or table.size == 0 or table.dtype.kind not in "iu":
         raise ValueError(
             f"The {lane} table must be whole numbers, ticks x stages, got {table.dtype} of shape "
@@ -548,20 +572,23 @@ def _check_table(lane: str, table: np.ndarray, shape: tuple[int, ...]) -> None:
 
 
 def _check(schedule: Schedule) -> None:
-    """Refuses, with a `ValueError` or `CannotRun`, a schedule without a job, or with a job that is
-    missing, runs twice or runs before a job that it needs. In lockstep it also refuses a job that
-    uses a neighbouring place's output later than in the next tick, a placement other than
-    `looped_placement`, and a tick in which no stage has a job.
+    """Raises `ValueError` or `CannotRun` if a schedule has no jobs, or if a job is missing, runs
+    twice, or runs before a job that it needs. If the schedule runs in lockstep (`per_stage` is
+    False), there are three more conditions. The placement must be that of `looped_placement`. Each
+    tick must have a job on at least one stage. A job that needs the job of a neighbouring chunk
+    must run in the tick right after that job.
     """
     if not schedule.microbatches:
         raise ValueError(
-            f"The tables have no job in {schedule.ticks} ticks on {schedule.stages} stages. Add a "
-            "microbatch."
+            f"The tables ({schedule.ticks} ticks, {schedule.stages} stages) have no job: every "
+            "entry is -1. Add a microbatch."
         )
     # `when` has for each lane the tick of each job, [M, places]; `_when` raises an error for a job
     # that runs twice or never. `last` is the last place of the model.
     per_stage, when, last = schedule.per_stage, schedule._when, schedule.placed.size - 1
-    if not per_stage and not np.array_equal(schedule.placed.reshape(-1), np.arange(last + 1)):
+    # Only a schedule that runs per stage may have another placement. To run so, it needs a weight
+    # table, and at most one job of a stage in a tick: the error asks for these.
+    if not per_stage and not is_looped(schedule.placed):
         raise ValueError(
             f"The placement {schedule.placed.tolist()} is not that of looped_placement, so the "
             "schedule needs a table of weight gradients, and no stage may have two jobs in one "
@@ -575,7 +602,7 @@ def _check(schedule: Schedule) -> None:
     # microbatch passes them, so that its first fault in this order is the one that is reported.
     needed = [
         ("forward", places[1:], "forward", places[:-1]),
-        ("backward", places[-2::-1], "backward", places[:0:-1]),
+        ("backward", places[-2::-1], "backward", places[:0:-1]),  # last - 1 to 0, last to 1
         ("backward", places[-1:], "forward", places[-1:]),
         ("weight", places, "backward", places),
     ]
@@ -599,33 +626,33 @@ def _check(schedule: Schedule) -> None:
 
 
 def _wrong_tick(schedule: Schedule, lane: str, cause: str, tick: int) -> str:
-    """Returns the words that follow a job's name in the error for a job of `lane` that runs too
-    early, or in lockstep too late. The job that it needs is of the lane `cause` and runs in the
-    tick `tick`."""
+    """Returns the words that follow a job's name in the error for a job in a wrong tick. The job,
+    of the lane `lane`, needs another job, of the lane `cause`, which runs in the tick `tick`. If
+    the lanes differ, the job runs too early. If they are the same, the job runs too early or, in a
+    lockstep schedule, too late."""
     if lane != cause:
-        return (
-            f"comes before its {cause}, which runs in tick {tick}. Move it to that tick or a later "
-            "one."
-        )
-    source = "before" if lane == "forward" else "after"
+        # Per stage, the two jobs cannot share a tick.
+        ticks = "a later tick" if schedule.per_stage else "that tick or a later one"
+        return f"comes before its {cause}, which runs in tick {tick}. Move it to {ticks}."
+    source = "previous" if lane == "forward" else "next"
     return (
-        f"needs its {lane} at the place {source}, which runs in tick {tick}. Move it to tick "
-        f"{tick + 1}{' or later' if schedule.per_stage else ''}."
+        f"must run in tick {tick + 1}{' or later' if schedule.per_stage else ''}, since the {lane} "
+        f"of this microbatch at the {source} place of the model runs in tick {tick}."
     )
 
 
 def _cannot_run(schedule: Schedule, lane: str, microbatch: int, place: int, why: str) -> CannotRun:
-    """Returns the error for a job at a place of the model. The message has the job's tick, stage
-    and name, and ends with `why`."""
+    """Returns the error for the job of `microbatch` in the chunk of layers at `place`, a position
+    in the model. The message has the job's tick, stage and name, and ends with `why`."""
     stage, chunk = (int(home[place]) for home in schedule._homes)
     tick = int(schedule._when[lane][microbatch, place])
     return CannotRun(tick, stage, f"{_job(schedule, lane, microbatch, chunk)} {why}")
 
 
 def _once(schedule: Schedule, lane: str) -> Int[np.ndarray, "microbatches places"]:
-    """Returns the tick of every job of `lane`, in an array [microbatches, places of the model].
-    Refuses a job that runs twice, with `CannotRun`, and one that never runs, with a
-    `ValueError`."""
+    """Returns the tick of every job of `lane`, in an array [microbatches, places]. A place is the
+    position of a chunk of layers in the model. Raises `CannotRun` if a job runs twice, and
+    `ValueError` if a job never runs."""
     P, M, v = schedule.stages, schedule.microbatches, schedule.chunks
     when = np.full((M, v * P), -1, np.int32)
     jobs = schedule.lanes[lane].reshape(-1)

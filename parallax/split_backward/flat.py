@@ -3,12 +3,14 @@
 Loops and conditionals are not inlined: their equations still contain programs. The body of each
 `lax.scan` is flat too.
 
-A call is an equation that runs a program of its own, such as `jit`; a jaxpr is a list of equations.
-Words of this file: a place is the index of an equation in a jaxpr; a trip is one iteration of a
-loop; an atom is a variable or a literal. `values` maps each variable to its value. From `jaxprs`:
-`opened(program)` is the jaxpr of a program, which may be closed or not; `closed(params)` are the
-programs among an equation's parameters; `called(eqn)` is the program of an equation that has
-exactly one, or None if this program takes or returns another number of values than the equation.
+A call is an equation that only runs one program, once, such as `jit`. A jaxpr is a list of
+equations. Words of this file: a place is the index of an equation in a jaxpr; a trip is one
+iteration of a loop; an atom is a variable or a literal. `values` maps each variable to its value.
+
+Three functions come from `parallax.jaxprs`. `opened(program)` is the jaxpr of `program`; `program`
+may be a closed jaxpr or a plain one. `closed(params)` are the programs among an equation's
+parameters. `called(eqn)` is the only program among the equation's parameters, if that program takes
+and returns as many values as the equation does; otherwise None.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,7 +23,17 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from parallax.collectives.types import varying_axes
-from parallax.jaxprs import called, closed, every, inner, is_literal, opened, scan_parts, types
+from parallax.jaxprs import (
+    called,
+    closed,
+    every,
+    has_effects,
+    inner,
+    is_literal,
+    opened,
+    scan_parts,
+    types,
+)
 
 CALLS = frozenset(
     {
@@ -126,7 +138,8 @@ def read(atoms: Sequence[Any], values: Values) -> list[Any]:
 
 
 def apply(jaxpr: Jaxpr, eqn: JaxprEqn, values: Values) -> list[Any]:
-    """Returns the results of `eqn`, an equation of `jaxpr`, on the values of its variables.
+    """Returns the results of `eqn`, an equation of `jaxpr`. `values` has the value of each variable
+    that `eqn` reads.
 
     The equation runs as a jaxpr of its own, so that it keeps its source line and its name scope.
     """
@@ -176,7 +189,7 @@ def live(program: Flat, outputs: Collection[int]) -> tuple[dict[int, frozenset[i
     needed_results: dict[int, frozenset[int]] = {}
     for place, eqn in reversed(list(enumerate(jaxpr.eqns))):
         results = frozenset(i for i, variable in enumerate(eqn.outvars) if variable in needed)
-        if results or eqn.effects:
+        if results or has_effects(eqn):
             needed_results[place], operands = _reach(program, place, results)
             needed |= set(variables_of([eqn.invars[i] for i in operands]))
     return dict(sorted(needed_results.items())), needed
@@ -188,14 +201,15 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
     scan must compute more results than the wanted ones: the carries on which the wanted results
     depend."""
     eqn, loop = program.jaxpr.eqns[place], program.loops.get(place)
-    if is_barrier(eqn):  # result i needs only operand i
+    if is_barrier(eqn):  # each result i is operand i, and needs no other operand
         return results, set(results)
     if loop is None:
         return results, set(range(len(eqn.invars)))
-    # If a trip reads a carry, the trip before must compute it, and may read more carries for this.
-    # So carries are added until no more are found. Carry i is operand consts + i and result i;
-    # `inits()` are the indices of the carries among the operands.
+    # If a trip reads a carry, the trip before must compute that carry, and may read more carries
+    # for it. So carries are added to `results` until no more are found. Carry i is operand
+    # consts + i of the scan, the same argument of the body, and result i of both.
     while True:
+        # `needed` are the variables of the body that the results depend on within one trip.
         _, needed = live(loop.body, results)
         operands = {i for i, variable in enumerate(loop.body.jaxpr.invars) if variable in needed}
         with_carries = results | {i - loop.consts for i in operands if i in loop.inits()}
@@ -206,7 +220,7 @@ def _reach(program: Flat, place: int, results: frozenset[int]) -> tuple[frozense
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a barrier, whose result i is operand i."""
+    """Returns whether an equation is an `optimization_barrier`."""
     return eqn.primitive.name == "optimization_barrier"
 
 

@@ -1,29 +1,30 @@
-"""A backward pass in two halves: I computes the cotangents of the inputs, and then W the gradients
-of the weights.
+"""A backward pass in two halves: the first half computes the cotangents of the inputs, and the
+second half computes the gradients of the weights.
 
-The backward pass of `y = tanh(x @ w)` is an example. The first half, I, takes `ct`, the cotangent
-of y, and computes `c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. The second half, W,
-computes `x.T @ c`, the gradient of w. W does not have `ct`, so I hands c over to W.
+The backward pass of `y = tanh(x @ w)` is an example. The first half takes `ct`, the cotangent of y,
+and computes `c = ct * (1 - y**2)` and `c @ w.T`, the cotangent of x. The second half computes
+`x.T @ c`, the gradient of w. The second half does not take `ct`, so it takes c from the first half.
 
-A value that only the second half, W, needs is computed in W if it is a matmul, or depends on a
-matmul that is computed in W. It is also computed in W if the operands that the first half, I, must
-hand over for it have fewer bytes than the value. All other values, such as the sums over tokens
-that are the gradient of a bias, are computed in I. If both halves need the result of a cheap
-operation (`CHEAP`) that uses no value from I, both compute it; no matmul is computed twice. A scan
-becomes two scans: the first scan stacks, over its iterations, the values that the second scan
-reads.
+A value that only the second half needs is computed there if it is a matmul, or depends on a matmul
+that is computed there. Otherwise the first half could hand over the value, or those operands of the
+value that only the first half has. If these operands have fewer bytes than the value, the second
+half computes the value; otherwise the first half does. So the first half computes the gradient of a
+bias, a sum over tokens. If both halves need the result of a cheap operation (`CHEAP`) that uses no
+value from the first half, both compute it; no matmul is computed twice. A scan becomes two scans:
+the first scan stacks, over its iterations, the values that the second scan reads.
 
-Words of this file: "first" or half 0 is I (the cotangents of the inputs), "second" or half 1 is W
-(the gradients of the weights). `handed` arrays go from I to W. `made` variables exist only in I;
-those that W reads come to W as `handed` arrays. `late` variables exist only in W. A `Step` is an
-equation of a half, and a `Cut` has the steps of both halves, `first` and `second`. A `CutLoop` is a
-scan in two halves; its `trip` is the `Cut` of a trip, that is, of one iteration. `Step.places` are
-indices of operands; any other place is the index of an equation in a jaxpr. `values` maps each
-variable to its value. The operands of a scan are its constants, the initial values of its carries
-(indices: `inits()`), and its slices. A barrier is an `optimization_barrier`, whose result i is
-operand i.
+Words of this file: the first half is half 0, or the job `I` of a schedule; the second half is half
+1, or `W`. `handed` arrays go from the first half to the second. `made` variables exist only in the
+first half; those that the second half reads come to it as `handed` arrays. `late` variables exist
+only in the second half. A `Step` is an equation of a half, and a `Cut` has the steps of both
+halves, `first` and `second`. A `CutLoop` is a scan in two halves; its `trip` is the `Cut` of a
+trip, that is, of one iteration. `Step.places` are indices of operands, while a variable named
+`place` is the index of an equation in a jaxpr. `values` maps each variable to its value. The
+operands of a scan are its constants, the initial values of its carries (`Loop.inits` returns their
+indices), and the arrays that the scan slices. A barrier is an `optimization_barrier`, whose result
+i is operand i.
 
-Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for I and W. The method
+Source: Qi et al., Zero bubble pipeline parallelism (arXiv 2401.10241), for the split. The method
 here, dead-code elimination on any traced program, is our own.
 """
 
@@ -34,7 +35,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from parallax.jaxprs import ELEMENTWISE, LAID_OUT, is_literal, opened, types
+from parallax.jaxprs import ELEMENTWISE, LAID_OUT, has_effects, is_literal, opened, types
 from parallax.split_backward.flat import (
     Flat,
     Loop,
@@ -71,24 +72,26 @@ CHEAP |= {
 def split(
     backward: ClosedJaxpr, *, cotangents: int, inputs: int
 ) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Returns the two halves of a backward pass, I and W. Other stages of a pipeline wait only for
-    I, so W may run later.
+    """Returns the two halves of a backward pass. Other stages of a pipeline wait only for the
+    first half, so the second half may run later.
 
     Args:
-        backward: a jaxpr that takes the cotangents first, and then the arrays that both I and W may
-            read. It returns the cotangents of its inputs, and then the gradients of the weights.
+        backward: the backward pass, as a jaxpr. It takes the cotangents of the forward pass's
+            outputs, and then the arrays that both halves may read. It returns the cotangents of
+            the forward pass's inputs, and then the gradients of the weights.
         cotangents: the number of cotangents that `backward` takes.
-        inputs: the number of inputs whose cotangents `backward` returns.
+        inputs: the number of cotangents that `backward` returns.
 
     Returns:
-        `(I, W)`. I takes what `backward` takes, and returns the cotangents of the inputs and then
-        the arrays that it hands to W. W takes the arguments of `backward` without the cotangents,
-        followed by the arrays from I, and returns the gradients of the weights.
+        A pair of jaxprs. The first half takes the arguments of `backward`, and returns the
+        cotangents of the inputs and then the arrays for the second half. The second half takes the
+        arguments of `backward` without the cotangents, followed by the arrays from the first half,
+        and returns the gradients of the weights.
     """
-    program = flat(backward)
+    program = flat(backward)  # with all calls, such as `jit`, inlined
     arguments = program.jaxpr.invars
     results = range(len(program.jaxpr.outvars))
-    # The cotangents are arguments of I only.
+    # The cotangents are arguments of the first half only.
     halves = _cut(program, results[:inputs], results[inputs:], made=set(arguments[:cotangents]))
 
     def first(*values):
@@ -104,18 +107,21 @@ def split(
         """Runs the second half of the backward pass, and returns the gradients of the weights.
         `values` has the arrays that both halves may read, and then the arrays from the first
         half."""
-        # `cotangents` counts the first arguments, which only I takes; W takes the `shared` others.
+        # The first arguments, `cotangents` in number, belong to the first half only; the second
+        # half takes the others, `shared` in number.
         shared = len(arguments) - cotangents
         known = dict(zip(arguments[cotangents:], values[:shared], strict=True))
         return halves.run_second(known, values[shared:], results[inputs:])
 
     half_of_inputs = jax.make_jaxpr(first)(*types(arguments))
+    # The results after the cotangents are the handed arrays. `opened` takes the jaxpr out of the
+    # closed jaxpr that `make_jaxpr` returns.
     handed = types(opened(half_of_inputs).outvars[inputs:])
     return half_of_inputs, jax.make_jaxpr(second)(*types(arguments[cotangents:]), *handed)
 
 
 class Step(NamedTuple):
-    """An equation that one half of a backward pass, I or W, runs.
+    """An equation that one half of a backward pass runs.
 
     Attributes:
         eqn: the equation.
@@ -130,10 +136,10 @@ class Step(NamedTuple):
     places: tuple[int, ...]
 
     def reads(self, half: int) -> list[Any]:
-        """Returns the variables that the step reads in a half of the backward pass. `half` is 0 for
-        the first half and 1 for the second."""
-        # The indices of the operands that it reads: all of them, except that a scan and a barrier
-        # read only those that this half needs.
+        """Returns the variables that the equation reads in one half of the backward pass. `half` is
+        0 for the first half and 1 for the second."""
+        # The indices of the operands that the equation reads: all operands, except that a scan and
+        # a barrier read only those that this half needs.
         operands: Collection[int] = range(len(self.eqn.invars))
         if self.loop is not None:
             operands = self.loop.reads(half)
@@ -142,8 +148,8 @@ class Step(NamedTuple):
         return variables_of([self.eqn.invars[i] for i in operands])
 
     def run(self, jaxpr: Jaxpr, values: Values) -> None:
-        """Runs the step's equation, an equation of `jaxpr` that is not a scan, and adds its results
-        to `values`."""
+        """Runs the equation of this step, and adds the equation's results to `values`. The equation
+        must be one of `jaxpr`, and must not be a scan."""
         if is_barrier(self.eqn):
             # Only on the operands that this half has; result i of a barrier is operand i.
             results = barrier(read([self.eqn.invars[i] for i in self.places], values))
@@ -159,9 +165,10 @@ class Cut(NamedTuple):
         program: the whole program.
         first: the steps of the first half.
         second: the steps of the second half.
-        handed: the variables of the first half that the second half reads. The first half hands
-            over their values, and then the arrays that its scans stack.
-        made: all variables that only the first half has.
+        handed: those variables in `made` that the second half reads. The first half returns the
+            values of these variables, followed by the arrays that its scans stack.
+        made: the variables whose values only the first half has: its own arguments, and the results
+            that only this half computes.
         reads: the arguments that the first half reads, and the arguments that the second half
             reads, as a pair of sets.
     """
@@ -175,10 +182,11 @@ class Cut(NamedTuple):
 
     @property
     def handed_count(self) -> int:
-        """The number of arrays that go from the first half to the second, including the arrays that
-        scans of the first half stack for the second half."""
-        # A scan stacks each array that its trips hand over, and hands it over too. All such scans
-        # are in `first`: to a scan that runs only in the second half, nothing is handed.
+        """The number of arrays that go from the first half to the second. If the first half has
+        scans, the number includes the arrays that the scans stack for the second half."""
+        # A scan stacks each array that its trips hand over, and hands over the stacks. These are
+        # not in `self.handed`. All such scans are in `first`: to a scan that runs only in the
+        # second half, nothing is handed.
         return len(self.handed) + sum(
             step.loop.trip.handed_count for step in self.first if step.loop is not None
         )
@@ -200,26 +208,30 @@ class Cut(NamedTuple):
     ) -> list[Any]:
         """Runs the second half: returns the results at the indices `outputs`, from the arguments
         that this half reads and the arrays that the first half handed over."""
-        # `strict=False`, since `handed` is longer: the arrays of the scans come last.
+        # `handed` has first the values of `self.handed`, and then the arrays that each scan of the
+        # first half stacked, scan after scan. `strict=False`: only the first part belongs here.
         values = self.program.constants | arguments | dict(zip(self.handed, handed, strict=False))
-        # The arrays of each scan, by the variable of its first result: both halves keep the
-        # equation of the whole scan, so this variable is the same in both.
-        of_scans: dict[Any, Sequence[Any]] = {}
+        # The second part of `handed`, cut into the arrays of each scan. The key is the identity of
+        # the whole scan's equation: both halves keep this equation. A result would be no key, since
+        # a scan that only prints has none.
+        of_scans: dict[int, Sequence[Any]] = {}
         begin = len(self.handed)
         for step in self.first:
             if step.loop is not None:
                 end = begin + step.loop.trip.handed_count
-                of_scans[step.eqn.outvars[0]], begin = handed[begin:end], end
+                of_scans[id(step.eqn)] = handed[begin:end]
+                begin = end
+        # Each step adds its results to `values`.
         for step in self.second:
             if step.loop is None:
                 step.run(self.program.jaxpr, values)
             else:
                 # `()` for a scan that runs only in the second half.
-                step.loop.run_second(step.eqn, values, of_scans.get(step.eqn.outvars[0], ()))
+                step.loop.run_second(step.eqn, values, of_scans.get(id(step.eqn), ()))
         return self._results(outputs, values)
 
     def _results(self, outputs: Collection[int], values: Values) -> list[Any]:
-        """Returns the values of the program's results at these indices."""
+        """Returns the values of the program's results at the indices `outputs`."""
         return read([self.program.jaxpr.outvars[i] for i in outputs], values)
 
 
@@ -284,14 +296,15 @@ class CutLoop(NamedTuple):
     ) -> list[Any]:
         """Runs the scan of one half, and adds its results to `values`.
 
-        `one_trip(arguments, handed)` runs this half of one iteration of the scan, and returns the
-        results of the iteration and the arrays for the other half. `handed` has the arrays from the
-        other half for all iterations, [iterations, ...] each. `_run` returns the arrays for the
-        other half, stacked: [iterations, ...] each.
+        `one_trip(arguments, handed)` runs this half of one iteration of the scan. It returns the
+        results, and the arrays that the first half hands to the second (none from the second half).
+        `handed` has these arrays for all iterations, [iterations, ...] each (none for the first
+        half). `_run` returns the arrays that this half hands on, stacked: [iterations, ...] each.
         """
-        # Each i is an index. Operand i of the scan is argument i of a trip. The carries come after
-        # the first `loop.consts` operands, and are the first results. `results` are the indices of
-        # this half's results, sorted, so that carries come before stacked results.
+        # `results` are indices of results of the scan; sorted, the carries come before the stacked
+        # results. `inits` and `sliced` are indices of operands of the scan: this half's carries and
+        # slices. Inside a trip, operand i is the variable `variables[i]`. The operands are the
+        # constants, the carries and the slices, so carry i is operand `loop.consts + i`.
         loop, results = self.loop, sorted(self.results[half])
         variables = loop.body.jaxpr.invars  # one for each operand of the scan
         carry_count = sum(i < loop.carries for i in results)
@@ -301,17 +314,15 @@ class CutLoop(NamedTuple):
         sliced = [i for i in operands if i >= loop.consts + loop.carries]
 
         def trip(carry, slices):
-            """Runs one half of one iteration, as the body of `lax.scan`. Returns the carry, and a
-            pair to stack: the other results, and the arrays for the other half. `inits` and
-            `sliced` are the indices of this half's carries and slices among the arguments of an
-            iteration, `variables`."""
-            sliced_values, handed = slices
+            """Runs this half of one iteration, as the body of `lax.scan`. Returns the carry, and a
+            pair to stack: the results that are no carry, and the arrays that this half hands on."""
+            sliced_values, handed_to_trip = slices
             arguments = consts | dict(
                 zip(
                     (variables[i] for i in [*inits, *sliced]), [*carry, *sliced_values], strict=True
                 )
             )
-            trip_results, handed_on = one_trip(arguments, handed)
+            trip_results, handed_on = one_trip(arguments, handed_to_trip)
             return trip_results[:carry_count], (trip_results[carry_count:], handed_on)
 
         # The trips keep the order of the original scan, so that sums round in the same way.
@@ -330,15 +341,15 @@ def _cut(
     made: set[Any],
     late: Collection[Any] = (),
 ) -> Cut:
-    """Returns the program in two halves: the first makes the results `first`, the second the
-    results `second`. Each half gets only the equations that it needs.
+    """Returns the program in two halves: the first half computes the results `first`, and the
+    second half computes the results `second`. Each half has only the equations that it needs.
 
     Args:
         program: the whole program.
         first: the indices of results that the first half returns.
         second: the indices of results that the second half returns.
-        made: the arguments that only the first half is given.
-        late: the arguments that only the second half is given; no result of `first` needs them.
+        made: the arguments that exist only in the first half.
+        late: the arguments that exist only in the second half; no result in `first` needs them.
     """
     jaxpr = program.jaxpr
     # `live` returns the needed equations, as a dict from the place of each to the indices of its
@@ -350,15 +361,15 @@ def _cut(
     plan: list[tuple[Step, tuple[bool, bool]]] = []
     for place, results in needed_results.items():
         eqn, loop, runs_in = jaxpr.eqns[place], None, (True, True)
-        # A barrier and a scan may run in both halves, in each with a part of the operands. Their
-        # results that only one half has are added to `made` or `late`: `_chosen` keeps these from
-        # the other half. `_cut_loop` does not get `made`: if the scan's second half reads an
-        # operand that is in `made`, then `handed` has this operand. The arrays that the scan's
-        # first half stacks for the second are not in `handed`; `Cut.handed_count` counts them too.
+        # A barrier and a scan may run in both halves, in each with a part of the operands. So
+        # `runs_in` stays (True, True), and each of their results that only one half computes is
+        # added to `made` or `late`. `_chosen` does not let the other half compute such a result.
         if is_barrier(eqn):
             made |= _behind_barrier(eqn, made)
             late |= _behind_barrier(eqn, late)
         elif place in program.loops:
+            # The first half cannot read operands in `late`, so `_cut_loop` gets `late`. The second
+            # half can read operands in `made`, since they are handed over.
             loop = _cut_loop(
                 program.loops[place], eqn, needed_first.get(place, frozenset()), results, late
             )
@@ -394,12 +405,12 @@ def _cut(
 
 
 def _outputs(jaxpr: Jaxpr, places: Collection[int]) -> set[Any]:
-    """Returns the variables of a jaxpr's results at these indices."""
+    """Returns the variables of a jaxpr's results at the indices `places`."""
     return set(variables_of([jaxpr.outvars[i] for i in places]))
 
 
 def _behind_barrier(eqn: JaxprEqn, variables: Collection[Any]) -> set[Any]:
-    """Returns those results of a barrier whose operand is in `variables`."""
+    """Returns the results of a barrier that belong to the operands in `variables`."""
     # Result i of a barrier depends only on operand i.
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
     return {out for atom, out in pairs if not is_literal(atom) and atom in variables}
@@ -439,10 +450,10 @@ def _may_run_in(
 def _cut_loop(
     loop: Loop, eqn: JaxprEqn, first: frozenset[int], results: frozenset[int], late: Collection[Any]
 ) -> CutLoop:
-    """Returns a scan, whose equation is `eqn`, as two scans: the first half computes the results
-    `first`, and the second half the rest of `results`. `first` and `results` are sets of indices.
-    `late` are the variables that only the second half has. There is no argument for the operands
-    that only the first half has, since the first half hands them over to the second.
+    """Returns the scan `loop`, whose equation is `eqn`, as two scans: the first half computes the
+    results `first`, and the second half the rest of `results`. `first` and `results` are sets of
+    indices. `late` are the variables whose values exist only in the second half, so the first
+    half cannot read them.
 
     A stacked result moves to the first half if the first half computes its values anyway.
     """
@@ -455,9 +466,8 @@ def _cut_loop(
     }
 
     def carried(results):
-        """Of the results with these indices, returns those that are carries, as variables of the
-        body's jaxpr.
-        """
+        """Returns, for each carry in `results`, the argument of the body's jaxpr that is this
+        carry. `results` are indices of the scan's results. The carries have the lowest indices."""
         return {variables[loop.consts + i] for i in results if i < loop.carries}
 
     while True:
@@ -479,18 +489,20 @@ def _cut_loop(
 def _chosen(
     plan: Sequence[tuple[Step, tuple[bool, bool]]], half: int, needed: set[Any], elsewhere: set[Any]
 ) -> tuple[list[Step], set[Any]]:
-    """Returns a pair. The first is a list of the steps that a half of the backward pass (0 is the
-    first half, 1 the second) runs to compute the variables `needed`, and of the steps with side
-    effects that this half may run. The second is the set of `needed` and all variables that these
+    """Returns a list of steps for one half, and a set of variables. `half` is 0 for the first half
+    and 1 for the second. The list has the steps that compute the variables `needed`, and the steps
+    with side effects that this half may run. The set has `needed` and all variables that these
     steps read. `plan` has all steps in order, each with two booleans: whether each half may run the
     step. The half computes no variable in `elsewhere`, since only the other half computes these."""
     chosen = []
     # From the last step to the first, so that all readers of a result are known before its step.
     for step, runs_in in reversed(plan):
-        # An equation with effects runs only once: `_may_run_in` allows it in the first half alone.
-        # A scan with effects may run in both halves: only the first half's trips have the effects.
+        # A step with effects is chosen even if nothing is wanted. An equation with effects runs
+        # only once: `_may_run_in` allows it in the first half alone. A scan with effects is chosen
+        # in both halves, but only the first half's trips have the effects. If the second half
+        # wants no result of such a scan, its trips there are empty.
         wanted = needed & set(step.eqn.outvars) - elsewhere
-        if not runs_in[half] or not (wanted or _has_effects(step.eqn)):
+        if not runs_in[half] or not (wanted or has_effects(step.eqn)):
             continue
         # The `places` are for a barrier, whose result i is operand i: it takes only the operands of
         # the wanted results. Any other equation ignores them and runs as a whole.
@@ -500,12 +512,7 @@ def _chosen(
     return chosen[::-1], needed
 
 
-def _has_effects(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation has side effects, so that it runs even if no result is needed."""
-    return bool(eqn.effects)
-
-
 def _is_cheap(eqn: JaxprEqn) -> bool:
     """Returns whether an equation may be computed twice at little cost: it has no side effect, and
     all operations in it are among `CHEAP`."""
-    return not _has_effects(eqn) and all(name in CHEAP for name in primitives(eqn))
+    return not has_effects(eqn) and all(name in CHEAP for name in primitives(eqn))

@@ -24,6 +24,7 @@ ORDER = (
         "hardware",
         "jaxprs",
         "source_lines",
+        "arithmetic",
         "recording",
         "taps",
         "rules",
@@ -136,11 +137,11 @@ def check_what_is_light_stays_light() -> Iterator[str]:
 # that it may. What somebody lifts out of the package is as small as this. A figure goes up only
 # with the reason in the commit that raises it.
 MOST = {
-    "models.decoder": 76_100,
-    "pipeline": 45_000,
-    "tensor": 7_450,
+    "models.decoder": 79_650,
+    "pipeline": 46_100,
+    "tensor": 7_950,
     "grads": 13_500,
-    "zero": 25_000,
+    "zero": 25_550,
     "step": 25_500,
 }
 LOADED = (

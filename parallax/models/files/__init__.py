@@ -1,5 +1,5 @@
-"""Reads and writes models in Hugging Face's folders, for any family of models: `config.json`,
-safetensors, and files such as those of a tokenizer.
+"""Reads and writes models of any family in Hugging Face's folders. A folder has `config.json`,
+safetensors, and other files such as those of a tokenizer.
 
 A family has one `Format`, a record of tables. The tables say which setting of the model each field
 of `config.json` gives, which values of each field the code supports, and which leaf of the model

@@ -1,5 +1,5 @@
-"""Replaces the files of a folder all at once: the folder holds the old model, the new model, or no
-model that can be read.
+"""Replaces the files of a model in a folder, so that no reader loads a mix of two models. At any
+time the folder holds the old model, the new model, or no model that can be read.
 
 The new files are written into a separate folder, and synced. Then the file `last` is removed; no
 reader accepts a folder without that file. Then the other files are replaced, and the new `last` is
@@ -30,7 +30,8 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
         gone: the names of old files to remove, if no new file replaces them.
 
     Raises:
-        OSError: a file could not be written or moved. `folder` is then as it was before.
+        OSError: a file could not be written or moved. The files of `folder` are then as they were
+            before.
     """
     stage = folder / STAGE
     new, old = stage / "new", stage / "old"
@@ -53,8 +54,8 @@ def replacing(folder: Path, *, last: str, gone: Iterable[str] = ()) -> Iterator[
 
 
 def _swap(folder: Path, new: Path, old: Path, last: str, gone: set[str]) -> None:
-    """Moves to the folder `old` each file of `folder` that has the name of a file in the folder
-    `new`, or a name in `gone`. Then moves the files in `new` to `folder`.
+    """Moves each file of `folder` to the folder `old` if the folder `new` has a file of the same
+    name, or if the name is in `gone`. Then moves the files in `new` to `folder`.
 
     The file `last` is moved out first and moved in last, so a half-changed folder does not have
     this file, and is never read. If a move fails, all moves are undone.

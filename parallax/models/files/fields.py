@@ -1,11 +1,12 @@
 """`config.json` as a table: every field that it may have, and the values of each field that this
 code supports.
 
-There are three kinds of fields. *Numbers* state the sizes and rates of the model. *Free* fields
-change no logits. Any other field must have a value that the code supports: the table `only` lists
-these values, and the function `derived` makes such a table for fields whose values depend on the
-numbers. A field in no table is refused by name, so no field that changes what transformers computes
-is ignored. A *new* model is one that was made here, not loaded from files.
+There are three kinds of fields. *Numbers* state the arguments of the model's configuration, such as
+sizes, dropout rates and the epsilon of the norms. *Free* fields change no logits. Any other field
+must have a value that the code supports: the table `only` lists these values, and the function
+`derived` makes such a table for fields whose values depend on the numbers. If a field is in no
+table, an error names the field, since the field may change the logits that the library
+`transformers` computes. A *new* model was made by its class, and not loaded from files.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ from parallax.models.files.json_file import read_json, short
 
 @dataclass(frozen=True)
 class Number:
-    """A number of the model, and the fields that state it.
+    """A number in the model's configuration, such as a size or a dropout rate, and the fields of
+    `config.json` that state the number.
 
     Args:
         names: the fields that state the number. They must agree, and `save` writes all of them.
@@ -56,7 +58,10 @@ class Number:
         if not stated or any(type(value) not in kinds for value in stated.values()):
             needed = "true or false" if self.kind is bool else "a number"
             got = short(stated) if stated else "no such field"
-            raise ValueError(f"the file needs {needed} for {self.names[0]}; got {got}. Correct it.")
+            raise ValueError(
+                f"the file needs {needed} ({self.kind.__name__}) for {self.names[0]}; got {got}. "
+                "Correct it."
+            )
         if len(set(stated.values())) > 1:
             raise ValueError(
                 f"{' and '.join(stated)} must agree; got {short(stated)}. The model has one number "
@@ -65,14 +70,14 @@ class Number:
         return self.kind(next(iter(stated.values())))
 
     def written(self, value: Any) -> dict[str, Any]:
-        """Returns the fields that state the number `value`."""
+        """Returns a dict from each field of `names` to the same number, `value`."""
         return dict.fromkeys(self.names, value)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A value of the model that several fields state together, such as the scaling of rotary
-    positions.
+    """A value in the model's configuration that several fields of `config.json` state together,
+    such as the scaling of rotary positions.
 
     Args:
         names: the fields that the value is read from.
@@ -114,8 +119,8 @@ FREE: dict[str, tuple[type, ...]] = {
     "eos_token_id": (int, type(None), list),
     "pad_token_id": (int, type(None)),
 }
-# Fields of every model of transformers that change what it computes, and the values of each that
-# this code supports.
+# Fields of every model of transformers that may change its logits, and the values of each field
+# that this code supports.
 ONLY: dict[str, tuple] = {
     "is_causal": (True,),
     "is_decoder": (False, True, None),
@@ -139,15 +144,17 @@ class Fields:
     Args:
         model_type: the family's name in the file.
         title: the family's name in errors.
-        numbers: a table from the name of an argument of the family's configuration to the fields of
-            the file that state this argument.
-        only: the supported values of each field that changes what transformers computes. If a file
-            leaves the field out, the first of its supported values counts; the file of a new model
-            states this value.
-        derived: a function from the numbers to a table like `only`, of fields whose supported
-            values depend on the numbers; these fields are not written.
+        numbers: a dict. A key is the name of an argument of the family's configuration. The value
+            names the fields of the file that state this argument.
+        only: the supported values of each field that changes the logits that `transformers`
+            computes. If a file leaves the field out, the first of its supported values counts; the
+            file of a new model states this value.
+        derived: a function from a dict to a table like `only`. The dict has the names in `numbers`
+            as keys, and the model's numbers as values. `save` writes a field of the table only if
+            `new` returns the field, and writes the value from `new`.
         free: fields that change no logits, in addition to `FREE`, and the types of their values.
-        new: a function from the numbers to the other fields of a new model's file.
+        new: a function that takes the same dict as `derived`, and returns the fields of a new
+            model's file that are in neither `numbers` nor `only`.
     """
 
     model_type: str
@@ -162,17 +169,18 @@ class Fields:
         """Returns the numbers that `file` states, and its differences from the file that `save`
         would write for a new model with the same numbers.
 
-        A difference is the name of a free field (one that changes no logits), or of a field of
-        `only`, with the field's value as JSON. The value is "" for a free field that a new model's
-        file has and `file` leaves out. `save` repeats the differences: it writes the values, and
-        leaves out the fields with "".
+        A difference is a pair: the name of a field, and the field's value as JSON. The field is in
+        a table of this family (`free` or `only`) or of all families (`FREE` or `ONLY`). The value
+        is "" for a free field that a new model's file has and `file` leaves out. `save` repeats the
+        differences: it writes the values, and leaves out the fields with "".
 
         Raises:
             ValueError: a field is missing, unknown, or has a value that the code does not support.
         """
         fields, supported = read_json(file), ONLY | dict(self.only)
         try:
-            # `model_type` is only compared: `_check_known` has it in `WRITTEN_ANEW`.
+            # `model_type` must name this family. It is not in `supported`: `save` writes it anew
+            # (`WRITTEN_ANEW`), so it must not be one of the differences below.
             self._check_values(fields, {"model_type": (self.model_type,)} | supported)
             numbers = {name: number.read(fields) for name, number in self.numbers.items()}
             derived = self.derived(numbers)
@@ -193,9 +201,9 @@ class Fields:
         return numbers, tuple(differing)
 
     def blame(self, error: ValueError, file: Path) -> ValueError:
-        """Returns `error`, which a configuration raised, as an error that names `file`. For each
-        number's name in the text of `error`, such as `width`, the new error adds the fields of
-        `file` that state this number.
+        """Returns `error`, which a configuration raised, as an error that names `file`. If the text
+        of `error` names an argument of the configuration, such as `width`, the new error also names
+        the fields of `file` that state this argument.
         """
         stated = ", ".join(
             f"{name} is {' and '.join(number.names)}"
@@ -208,8 +216,8 @@ class Fields:
         self, numbers: Mapping[str, Any], differing: tuple[tuple[str, str], ...], dtype: str
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` that states these numbers and the weights' `dtype`.
-        The other fields are the fields of a new model's file, changed by `differing`, the
-        differences that `read` returned.
+        The other fields are those of `_new(numbers)`, changed by `differing`, the differences that
+        `read` returned.
         """
         texts = _as_json(self._new(numbers)) | dict(differing)
         fields = {name: json.loads(text) for name, text in texts.items() if text}  # "": left out
@@ -218,8 +226,8 @@ class Fields:
         return {"model_type": self.model_type, **fields, "torch_dtype": dtype}
 
     def fingerprint(self, numbers: Mapping[str, Any]) -> str:
-        """Returns the sha256 of the family's name and of all `numbers` (the model's sizes and
-        rates) except the dropout rates, which do not change the meaning of the weights.
+        """Returns the sha256 of the family's name and of all `numbers` except the dropout rates,
+        which do not change the meaning of the weights.
         """
         meant = {name: numbers[name] for name in sorted(numbers) if not name.endswith("dropout")}
         # `vars`: a number may be a record, and counts as the dict of its fields.
@@ -227,8 +235,8 @@ class Fields:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _new(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the `config.json` of a model that was made here, without the fields
-        that state the model's sizes and rates (`numbers`).
+        """Returns the fields of a new model's `config.json` that `only` and `new` give. The fields
+        that state `numbers`, the model's numbers, are not among them.
         """
         return {name: values[0] for name, values in self.only.items()} | dict(self.new(numbers))
 
@@ -239,15 +247,15 @@ class Fields:
             # Compared with their types: in Python 1 == True and 0 == False.
             if not any(type(value) is type(needed) and value == needed for needed in values):
                 raise ValueError(
-                    f"{name} must be {' or '.join(map(repr, values))}; it is {short(value)}, for "
-                    f"which this {self.title} has no code. Load another model."
+                    f"{name} must be {' or '.join(map(repr, values))}; it is {short(value)}, which "
+                    f"Parallax does not support in a {self.title}. Load a model with a supported "
+                    f"{name}."
                 )
 
     def _check_known(self, fields: Mapping[str, Any], others: set[str]) -> None:
-        """Refuses fields that are neither in a table nor in `others`, the names of fields whose
-        values are checked already. Also refuses fields in `free` or `FREE` whose values are of a
-        wrong type. The fields `WRITTEN_ANEW`, such as `torch_dtype`, may have any value: `save` or
-        transformers sets them in a new file.
+        """Refuses unknown fields: those that are not in `numbers`, `free`, `FREE`, `WRITTEN_ANEW`
+        or `others`. `others` has the names of the fields whose values are checked already. Also
+        refuses a field in `free` or `FREE` if its value has a wrong type.
         """
         free, known = FREE | dict(self.free), {*WRITTEN_ANEW, *others}
         for number in self.numbers.values():

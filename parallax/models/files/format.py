@@ -1,4 +1,5 @@
-"""Reads and writes models of any family, by the family's `Format`, a record of tables.
+"""Reads and writes models of any family. The family's `Format` lists the fields of `config.json`,
+and the tensors that store the model's weights.
 
 A *leaf* is an array of the model in memory, and a *tensor* is an array in a safetensors file. The
 file's metadata has two keys: `MEANT` has the fingerprint of the configuration that the weights
@@ -37,13 +38,13 @@ class Format:
     """The tables by which models of one family are read from files and written to files.
 
     Args:
-        model: the class of the model, made by `model(config, key=key, dtype=dtype)`; its attribute
-            `config` is static.
+        model: the class of the model; `model(config, key=key, dtype=dtype)` makes a model. The
+            attribute `config` of a model is static.
         config: the class of the model's configuration. Among its arguments are those that the table
             `fields.numbers` lists, and `origin`.
         fields: the table of `config.json`.
-        leaves: a function from a configuration to a dict from the path of each leaf in the model to
-            its `Leaf`, the tensors that store it.
+        leaves: a function from a configuration to a dict. A key of the dict is the path of a leaf
+            in the model. The key's value is a `Leaf`, which describes the tensors of that leaf.
         prefix: the beginning of the tensors' names; a file may leave it out.
         no_weights: a regular expression for the names, without `prefix`, of tensors that are not
             weights and are ignored, such as the causal masks in old files.
@@ -65,7 +66,7 @@ class Format:
         return self.module or self.fields.model_type
 
     def numbers(self, config: Any) -> dict[str, Any]:
-        """Returns the numbers of a configuration that a file states."""
+        """Returns a dict from each name in the table `fields.numbers` to its value in `config`."""
         return {name: getattr(config, name) for name in self.fields.numbers}
 
     def shapes(self, config: Any, dtype: Any) -> Any:
@@ -81,7 +82,7 @@ def load(
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Returns the model at `path`, with its weights in `dtype`, on JAX's default device.
-    `gpt2.load` is this function for one family, and lists the errors.
+    `gpt2.load` is this function for one family; its docstring lists the errors.
 
     Args:
         format_: the family's tables.
@@ -93,6 +94,8 @@ def load(
     options = dict(options or {})
     folder, file = locate(path, f"{format_.name}.load")
     config_file = folder / CONFIG
+    # `differing` are the fields whose values `save` would not write for a new model with these
+    # numbers. The model keeps them in its `Origin`, so that `save` writes them again.
     numbers, differing = format_.fields.read(config_file)
     origin = Origin.of(folder, differing)
     try:
@@ -116,7 +119,8 @@ def load(
         shapes = format_.shapes(config, dtype)
 
         def read(path, shape):
-            """Returns the leaf at `path` from its tensors, in the shape and type of `shape`."""
+            """Returns the model's leaf at `path`, read from the files, with the shape and type of
+            `shape`."""
             return leaves[mesh.dotted(path)].read(shape, stored)
 
         return jax.tree.map_with_path(read, shapes)
@@ -124,7 +128,7 @@ def load(
 
 def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     """Writes `model` into the folder `path`, and returns a message that says what the folder holds.
-    `gpt2.save` is this function for one family, and lists the errors.
+    `gpt2.save` is this function for one family; its docstring lists the errors.
     """
     folder, name = Path(path), f"{format_.name}.save"
     if folder.suffix == ".safetensors" or folder.is_file():
@@ -140,17 +144,19 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     if origin.generation is not None:
         texts[GENERATION] = json.loads(origin.generation)
     tokenizer = origin.tokenizer_files()
+    # Files that an earlier save wrote. If this save does not write them, they would not fit the new
+    # model and are removed, but a tokenizer stays if the model comes without one.
+    earlier = tensors.wrote(folder / WEIGHTS)
+    gone = earlier & {GENERATION, *(TOKENIZER if tokenizer else ())}
+    stay = {name for name in earlier & {*TOKENIZER} - gone if (folder / name).is_file()}
     # The metadata lists these files, so a later save can remove those that it does not write again.
-    written_too = sorted({*texts, *(file.name for file in tokenizer)} - {CONFIG})
+    written_too = sorted({*texts, *(file.name for file in tokenizer), *stay} - {CONFIG})
     metadata = {
         # transformers refuses a file without a format that it knows.
         "format": "pt",
         MEANT: format_.fields.fingerprint(numbers),
         WROTE: json.dumps(written_too),
     }
-    # Files that an earlier save wrote, and that would not fit the new model: they are removed if
-    # this save does not write them. A tokenizer stays if the model comes without one.
-    gone = tensors.wrote(folder / WEIGHTS) & {GENERATION, *(TOKENIZER if tokenizer else ())}
     safetensors = tensors.library()
     try:
         with replacing(folder, last=CONFIG, gone=gone) as new:
@@ -164,7 +170,7 @@ def save(format_: Format, model: Any, path: str | os.PathLike[str]) -> str:
     except (OSError, safetensors.SafetensorError) as error:
         raise OSError(
             f"{name} could not write {folder}: {error}. The files that were there are unchanged. "
-            "Free some of the disk, or choose another folder."
+            "Free some space on the disk, or choose another folder."
         ) from error
     return _note(folder, tokenizer)
 
@@ -229,8 +235,8 @@ def _tensors(format_: Format, model: Any) -> dict[str, np.ndarray]:
 
 def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Returns `leaf`, which the model has at `path`, as a NumPy array in the host's memory. Raises
-    `ValueError` if the leaf is not an array of this shape and of a type that a file holds, or if
-    this process does not have its values.
+    `ValueError` if the leaf is not an array of this shape and of a type in `TYPES`, or if this
+    process does not have all its values.
     """
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         raise ValueError(
@@ -265,8 +271,8 @@ def _array(name: str, path: str, leaf: Any, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
-    """Returns `dtype` as a NumPy dtype. Raises `ValueError` for a type that no file holds, and for
-    float64 if JAX has it disabled.
+    """Returns `dtype` as a NumPy dtype. Raises `ValueError` for a type that is not in `TYPES`, and
+    for float64 if JAX's option `jax_enable_x64` is off.
     """
     try:
         checked = jnp.dtype(dtype)
@@ -277,7 +283,7 @@ def _check_dtype(format_: Format, dtype: Any) -> np.dtype:
         raise ValueError(f"{format_.name}.load needs a dtype among {TYPE_NAMES}; got {got}.")
     if checked == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"{format_.name}.load: dtype=float64 needs jax.config.update('jax_enable_x64', True), "
-            "which is off now. Or use float32."
+            f"{format_.name}.load: dtype=float64 needs the option jax_enable_x64, which is off. "
+            "Call jax.config.update('jax_enable_x64', True), or use float32."
         )
     return checked

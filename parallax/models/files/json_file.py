@@ -1,6 +1,7 @@
 """Reads a JSON object from a file of unknown origin, or raises an error that says what is wrong."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,30 @@ DIGITS = 19  # those of a 64-bit number; no size or token needs more
 # The most objects and lists in a file. A configuration has about ten. A thousand nested ones would
 # overflow the stack when they are written again.
 MOST = 64
+# A text in quotes, or one that the end of the file cuts short.
+TEXT = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
 AGAIN = "Copy or download it again."
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the JSON object in `file`, which may begin with a byte order mark. Raises
-    `ValueError` if the file holds anything else.
+    """Returns the JSON object in `file`, which may begin with a byte order mark, and may have the
+    numbers NaN and Infinity, as transformers writes them. Raises `ValueError` if the file holds
+    anything else.
     """
     try:
         content = _files.read(file, "a JSON object")
     except ValueError as error:
         raise ValueError(f"{error} {AGAIN}") from error
-    nested = content.count(b"{") + content.count(b"[")
+    outside = TEXT.sub(b"", content)
+    nested = outside.count(b"{") + outside.count(b"[")
     if nested > MOST:
-        raise ValueError(f"{file} has {nested} objects and lists; needed {MOST} at most. {AGAIN}")
+        raise ValueError(
+            f"{file} has {nested} objects and lists; at most {MOST} are allowed. {AGAIN}"
+        )
     try:
         fields = json.loads(content.decode("utf-8-sig"), parse_int=_integer)
     except ValueError as error:
-        raise ValueError(f"{file} is not whole JSON ({error}). {AGAIN}") from error
+        raise ValueError(f"{file} is not valid JSON ({error}). {AGAIN}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold a JSON object; got a {type(fields).__name__}. {AGAIN}")
     return fields
@@ -48,6 +55,6 @@ def _integer(digits: str) -> int:
     """
     if len(digits.lstrip("-")) > DIGITS:
         raise ValueError(
-            f"an integer of {len(digits)} digits, {digits[:10]}...; needed {DIGITS} at most"
+            f"an integer of {len(digits)} digits, {digits[:10]}...; at most {DIGITS} are allowed"
         )
     return int(digits)

@@ -79,7 +79,7 @@ def _downloaded(name: str, asks: str) -> Path:
     except Exception as error:  # the client raises its own errors and those of its HTTP library
         raise FileNotFoundError(
             f"{asks}: there is no folder {name!r} here, and the Hugging Face hub did not give a "
-            "model of that name: "
-            f"{type(error).__name__}: {error} Correct the path or name, or load a folder that was "
-            "downloaded before."
+            "model of that name "
+            f"({type(error).__name__}: {error}). Correct the path or name, or load a folder that "
+            "was downloaded before."
         ) from error

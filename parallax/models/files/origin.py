@@ -1,5 +1,5 @@
-"""`Origin`: the fields and files that came with a model and that the model does not use. `save`
-writes them again.
+"""`Origin`: the `config.json` fields and the files that came with a model and that the model does
+not use. `save` writes them again.
 """
 
 import json
@@ -24,16 +24,16 @@ TOKENIZER = (
 
 @dataclass(frozen=True)
 class Origin:
-    """The fields and files that came with a model and that the model does not use. An `Origin` can
-    be compared and hashed, as a static part of a model must be.
+    """The `config.json` fields and the files that came with a model and that the model does not
+    use. An `Origin` can be compared and hashed, as a static part of a model must be.
 
     Attributes:
-        fields: the fields of `config.json` that differ from those that `save` writes for a model
-            that was made here, each with its value as JSON, or with "" if the file leaves the field
-            out.
+        fields: the fields of the model's `config.json` whose values are not those that `save`
+            writes for a new model (a model that was not loaded from files). Each field comes with
+            its value as JSON, or with "" if the file leaves the field out.
         generation: `generation_config.json`, as JSON; None if there was none.
-        tokenizer: the folder that the model came from; None if that folder has no files of a
-            tokenizer.
+        tokenizer: the folder that the model came from; None if it has no files of a tokenizer.
+            `save` copies these files as they are when `save` runs.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -42,8 +42,8 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, fields: tuple[tuple[str, str], ...]) -> "Origin":
-        """Returns the `Origin` of a model in `folder`. `fields` are the names and JSON values of
-        the fields of `config.json` that differ from a new model's. Raises `ValueError` for damaged
+        """Returns the `Origin` of the model in `folder`. `fields` is the value of the attribute
+        `fields`: pairs of a field's name and its value as JSON. Raises `ValueError` for damaged
         JSON.
         """
         generation = folder / GENERATION
@@ -64,10 +64,10 @@ class Origin:
         present = [file for file in files if file.is_file()]
         if not present:
             raise ValueError(
-                f"the model came with a tokenizer from {self.tokenizer}, and its files are not "
-                "there any more. Put them back, or leave it out with "
-                "dataclasses.replace(config.origin, tokenizer=None) and copy "
-                f"{', '.join(TOKENIZER[:2])} to the saved model yourself: without them "
+                f"the model came with a tokenizer from {self.tokenizer}, and the tokenizer's files "
+                "are not there any more. Put the files back. Or save without a tokenizer, with "
+                "dataclasses.replace(config.origin, tokenizer=None), and add "
+                f"{' and '.join(TOKENIZER[:2])} to the saved folder yourself: without these files "
                 "transformers makes an empty tokenizer."
             )
         return present

@@ -43,7 +43,7 @@ class Leaf:
         over: each word in braces, with the number of values that the word takes, such as
             `(("layer", 12),)` for the layers 0 to 11. The values of the first word are the places
             along the leaf's first dim, those of the second word the places along the second dim.
-        transposed: whether the file has the tensor as [out, in], and the leaf as [in, out].
+        transposed: whether the dims are [out, in] in the file, and [in, out] in the leaf.
         copies: other names under which a file may hold a copy of the tensor. A head that is tied to
             the embedding is such a copy.
         outside: whether files write the name as it is here, without the family's prefix before it.
@@ -85,6 +85,7 @@ class Leaf:
         """Yields the name and the value of each tensor of the leaf `array`, without padding."""
         # `self.shape` is the shape in the file; this is the shape in memory, without padding.
         shape = self.shape[::-1] if self.transposed else self.shape
+        # A row for each tensor: first the tensor's elements, then the padding, if there is any.
         parts = np.ascontiguousarray(array).reshape(self.count, -1)
         for name, part in zip(self.names(), parts, strict=True):
             yield name, np.ascontiguousarray(self._turned(part[: math.prod(shape)].reshape(shape)))
@@ -101,8 +102,8 @@ class Stored(NamedTuple):
 
     Attributes:
         name: the name of the tensor in the file.
-        file: the file.
-        handle: the opened file, of `safetensors.safe_open`.
+        file: the path of the file.
+        handle: the opened file, as `safetensors.safe_open` returns it.
     """
 
     name: str
@@ -145,8 +146,8 @@ class Stored(NamedTuple):
 
 def locate(folder: Path) -> tuple[list[Path], Path | None]:
     """Returns the safetensors files of a model in `folder`, and the index that lists them. If the
-    folder has a file `model.safetensors`, this file is the only one, and the index is None, even if
-    there is an index in the folder: transformers also takes this file first.
+    folder has a file `model.safetensors`, returns only this file, and None as the index. An index
+    in the folder is then ignored: transformers also takes this file first.
 
     Raises:
         FileNotFoundError: there is no file, or a file that the index lists is missing.
@@ -158,8 +159,8 @@ def locate(folder: Path) -> tuple[list[Path], Path | None]:
     if not index.is_file():
         present = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
         raise FileNotFoundError(
-            f"a model needs {WEIGHTS} or {INDEX} in {folder}; it holds {present}. Other formats "
-            "can be converted with transformers: "
+            f"a model needs {WEIGHTS} or {INDEX} in {folder}; the folder holds {present}. Other "
+            "formats can be converted with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)."
         )
     files = [folder / name for name in sorted(set(weight_map(index).values()))]
@@ -204,8 +205,8 @@ def opened(
     there is no such file.
 
     Raises:
-        ValueError: a file is not a whole safetensors file; a tensor is there twice; or a file does
-            not hold exactly the tensors that the index lists for this file.
+        ValueError: a file is not a whole safetensors file; a tensor is stored twice; or a file
+            does not hold exactly the tensors that the index lists for this file.
     """
     safetensors = library()
     listed: dict[str, set[str]] = {}
@@ -220,19 +221,19 @@ def opened(
                 f"{file} is not a whole safetensors file ({str(error)[:200]}). Copy or download it "
                 "again."
             ) from error
-        # The names that are in the file or in the index, and not in both.
+        # The names that are in only one of the two files. `some` adds "is": "wte.weight is".
         wrong = sorted(set(handle.keys()) ^ listed[file.name]) if index else []
         if wrong:
             raise ValueError(
-                f"{file} and {index} must name the same tensors; {some(wrong)} in only one of "
-                "them. Copy both again."
+                f"{file} and {index} must name the same tensors, but {some(wrong)} in only one of "
+                "the two files. Copy both again."
             )
         for name in handle.keys():  # noqa: SIM118 (a handle is no dict)
             plain = name.removeprefix(prefix)
             if plain in stored:
                 raise ValueError(
-                    f"{stored[plain].place} and {file}: {name} are the same tensor twice. "
-                    "Remove one."
+                    f"the tensor {plain} is stored twice: as {stored[plain].name} in "
+                    f"{stored[plain].file}, and as {name} in {file}. Remove one of the two."
                 )
             if not re.fullmatch(no_weights, plain):
                 stored[plain] = Stored(name, file, handle)
@@ -283,22 +284,22 @@ def check(
         config: the `config.json` that states the sizes, for errors.
         what: the model and its sizes, for errors: "GPT-2 of n_layer=3, n_head=2".
     """
-    asked = f"a {what}, as {config} says it is"  # the end of sentences in errors
+    asked = f"a {what} (sizes from {config})"  # the model, for errors
     count = sum(leaf.count for leaf in leaves.values())
     if count > 4 * len(stored) + 10_000:  # a wrong size: listing every name would take too long
         raise ValueError(
-            f"{_files_of(stored)}: there are {len(stored)} tensors; needed {count} for {asked}. "
-            f"Correct the sizes in {config.name}."
+            f"{_files_of(stored)}: there are {len(stored)} tensors, but {count} are needed for "
+            f"{asked}. Correct the sizes in {config.name}."
         )
     needed = {name: leaf for leaf in leaves.values() for name in leaf.names()}
     copies = {name: leaf for leaf in leaves.values() for name in leaf.copies}
     for name, leaf in copies.items():
         if name in stored and leaf.name not in stored:
             raise ValueError(
-                f"{leaf.name} is missing. There is {stored[name].place}, which is only a copy of "
-                f"{leaf.name} in {asked}. Store it as {leaf.name}."
+                f"{leaf.name} is missing, and only its copy is there: {stored[name].place}. In "
+                f"{asked}, the two tensors are equal. Store the copy as {leaf.name}."
             )
-    _check_names(stored, needed, copies, asked, f"{config} asks for: {what}")
+    _check_names(stored, needed, copies, asked, f"{config} asks for it: {what}")
     for name, tensor in stored.items():
         _check_one(tensor, (needed.get(name) or copies[name]).shape, asked)
     for name, leaf in copies.items():
@@ -307,7 +308,8 @@ def check(
         ):
             raise ValueError(
                 f"{stored[name].place} must equal {stored[leaf.name].name}, since this model's "
-                "head is its embedding transposed; it differs. An untied head cannot be loaded."
+                "head is tied to its embedding; the two tensors differ. An untied head cannot be "
+                "loaded."
             )
 
 
@@ -318,12 +320,14 @@ def _check_names(
     asked: str,
     asks: str,
 ) -> None:
-    """Refuses tensors of an adapter, missing tensors, and tensors that the model does not have.
+    """Raises `ValueError` if the files hold tensors of an adapter, lack a tensor of the model, or
+    hold a tensor that the model does not have.
 
-    `needed` is a dict from the name of each tensor to its leaf, and `copies` is a dict from the
-    name of each copy to its leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for:
-    GPT-2 of ...") describe the model in errors. The function `some` names tensors in errors, as in
-    "wte.weight (and 2 more) is".
+    `needed` is a dict from the name of each tensor of the model to the tensor's leaf. `copies` is a
+    dict from each name under which a file may hold a copy of a tensor (`Leaf.copies`) to the
+    tensor's leaf. `asked` ("a GPT-2 of ...") and `asks` ("config.json asks for it: GPT-2 of
+    ...") describe the model in errors. In the errors below, the verb "is" comes from the function
+    `some`: `some(["wte.weight"])` is "wte.weight is".
     """
     files = _files_of(stored)
     if adapters := [
@@ -331,10 +335,10 @@ def _check_names(
         for tensor in stored.values()
         if re.search(r"\.lora_|\.base_layer\.", tensor.name)
     ]:
-        raise ValueError(f"{files}: {some(adapters)} of an adapter (LoRA). {MERGE}")
+        raise ValueError(f"{files}: {some(adapters)} part of an adapter (LoRA). {MERGE}")
     if missing := [name for name in needed if name not in stored]:
         raise ValueError(
-            f"{files}: the tensor {some(missing)} missing, which {asks}. Correct config.json, or "
+            f"{files}: the tensor {some(missing)} missing, but {asks}. Correct config.json, or "
             "copy or download the weights again."
         )
     if extra := [
@@ -354,17 +358,18 @@ def _files_of(stored: Mapping[str, Stored]) -> str:
 
 def _check_one(tensor: Stored, shape: tuple[int, ...], asked: str) -> None:
     """Refuses a tensor that has another shape than `shape`, or a type that is not floating-point.
-    `asked` describes the model in errors: "a GPT-2 of n_layer=3, as config.json says it is".
+    `asked` describes the model in errors: "a GPT-2 of n_layer=3 (sizes from config.json)".
     """
     if tensor.shape != shape:
         raise ValueError(
-            f"{tensor.place} must be of shape {shape} in {asked}; it is {short(tensor.shape)}. "
-            "Correct the sizes in config.json, or use the weights that belong to it."
+            f"{tensor.place} must be of shape {shape} in {asked}; its shape is "
+            f"{short(tensor.shape)}. Correct the sizes in config.json, or use the weights that "
+            "belong to this config.json."
         )
     if tensor.kind not in FLOATS:
         raise ValueError(
-            f"{tensor.place} must be one of {', '.join(FLOATS)}; it is {tensor.kind}. Convert it "
-            "first."
+            f"{tensor.place} must have one of the types {', '.join(FLOATS)}; its type is "
+            f"{tensor.kind}. Convert it first."
         )
 
 

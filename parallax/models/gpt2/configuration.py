@@ -11,8 +11,8 @@ _END = 50256  # <|endoftext|>, in GPT-2's own vocabulary
 
 
 def _new(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a new GPT-2's `config.json`, without those for its sizes and rates.
-    This function is the argument `new` of GPT-2's `Fields`.
+    """Returns the fields of a new GPT-2's `config.json`, without those for its sizes, dropout rates
+    and epsilon, and without those in the table `FIELDS.only`. `FIELDS.new` is this function.
 
     The fields `bos_token_id` and `eos_token_id` have GPT-2's own token for the end of a text if the
     vocabulary has that token; otherwise both fields are null.

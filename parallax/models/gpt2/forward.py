@@ -6,8 +6,8 @@ Legend: B batch, T tokens, D width, H heads, K head width, L layers. A *site* is
 `comms` is a `tensor.Comms`, the functions by which the devices of the tensor axis communicate:
 `comms.column` multiplies by a device's columns of a weight; `comms.row` multiplies by a device's
 rows, and sums the products over the devices; `comms.local_tokens` takes this device's part of the
-tokens. `decoder_taps.split` returns its argument unchanged; while `bisect` records, `split` also
-reports that argument.
+tokens. `decoder_taps.split` returns its argument unchanged. In a run that `parallax.bisect`
+records, `split` also reports the argument to `bisect`.
 """
 
 import functools
@@ -28,7 +28,7 @@ from parallax.models.gpt2.model import Config, attention
 
 # The gradient of the position embeddings is summed over at most so many sequences at once.
 SUMMED_AT_ONCE = 16
-_gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; its backward pass keeps only its input
+_gelu = remat.of_arguments(jax.nn.gelu)  # the tanh-GELU; only its input is kept for backward
 
 
 def block(
@@ -41,16 +41,17 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens width"]:
-    """Returns the residual stream after one block, as `block.apply` computes it.
+    """Returns the residual stream after one block, as `models.block.apply` computes it.
 
     `keys`, one for each sequence, and `layer` choose the masks of dropout; with None as `keys`
     there is no dropout. With dropout of the attention weights, `_attention_with_dropout` takes the
-    place of `attend`.
+    place of `attend`; if the backward pass recomputes `attend`, it recomputes this function too.
     """
     qkv, up, down = weights.attention.qkv, weights.mlp.up, weights.mlp.down
     if keys is not None and config.attention_dropout:
         # The last argument is H, this device's number of heads: the bias is [3, H, K].
-        attend = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
+        dropped_out = _attention_with_dropout(config, comms, _at(keys, layer, 3), qkv.bias.shape[1])
+        attend = remat.in_place_of(attend, dropped_out)
 
     def heads(y):
         """Returns this device's queries, keys and values by head, from the normalised stream."""
@@ -67,7 +68,9 @@ def block(
         return comms.row(_gelu(y), down.weight, down.bias), None
 
     def dropped(y, site):
-        """Returns `y` with dropout, by the mask of this layer and of `site`, which is 1 or 2."""
+        """Returns `y` with the dropout of this layer at `site`: site 1 is after the attention, and
+        site 2 after the feed-forward.
+        """
         return _dropped(y, keys, config.dropout, comms, layer, site)
 
     options = {"heads": heads, "feed_forward": feed_forward, "dropped": dropped}
@@ -133,8 +136,8 @@ def _attention_with_dropout(
     if comms.context_shards > 1:
         raise ValueError(
             f"gpt2: attention_dropout={config.attention_dropout} needs all tokens on a device; "
-            f"they are split over {comms.context_shards} devices. Configure attention_dropout=0; "
-            "`dropout`, that of the residual stream, can be used."
+            f"they are split over {comms.context_shards} devices. Configure attention_dropout=0. "
+            "The argument `dropout`, for the residual stream, may stay as it is."
         )
     first_head, rate = comms.axis.index() * local_heads, config.attention_dropout
 
@@ -146,12 +149,12 @@ def _attention_with_dropout(
 
 
 def _at(keys, layer, site: int):
-    """Returns each sequence's key for the dropout at one `site` of a layer. Site 0 is in no layer;
-    for it, `layer` is L, the number of layers.
+    """Returns each sequence's random key for the dropout at the site `site` of the layer `layer`.
+    Site 0 is in no layer; for site 0, `layer` is L, the number of layers.
     """
 
     def key_at(key):
-        """Returns the random key of one sequence for this site and layer."""
+        """Returns the key for the dropout at `site` in `layer`, from one sequence's `key`."""
         return jax.random.fold_in(jax.random.fold_in(key, layer), site)
 
     return jax.vmap(key_at)(keys)
@@ -168,7 +171,7 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
     T, D = x.shape[1] * comms.token_shards, x.shape[2]
 
     def mask(key):
-        """Returns the mask of one sequence, [T, D]."""
+        """Returns the dropout mask [T, D] of one sequence, drawn from its random `key`."""
         return jax.random.bernoulli(key, 1 - rate, (T, D))
 
     survives = comms.local_tokens(jax.vmap(mask)(_at(keys, layer, site)), dim=1)
@@ -178,14 +181,14 @@ def _dropped(x, keys, rate: float, comms: tensor.Comms, layer, site: int):
 
 
 def _dropped_heads(weights, keys, first_head, rate: float):
-    """Returns attention weights [B, H, T, S] with dropout: each sequence and each head of the whole
-    model has its own mask, however the heads are split over devices. `first_head` is the number of
-    this device's first head.
+    """Returns attention weights [B, H, T, S], for T queries and S keys, with dropout. Each sequence
+    and each head of the whole model has its own mask, however the heads are split over devices.
+    `first_head` is the number of this device's first head.
     """
     heads = first_head + jnp.arange(weights.shape[1], dtype=jnp.int32)
 
     def mask(key, head):
-        """Returns the mask of one head of one sequence, [T, S]."""
+        """Returns the dropout mask [T, S] of one head, drawn from a sequence's random `key`."""
         return jax.random.bernoulli(jax.random.fold_in(key, head), 1 - rate, weights.shape[2:])
 
     of_all_heads = jax.vmap(mask, in_axes=(None, 0))

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from parallax import precision, remat
 from parallax import rules as sharding
-from parallax.collectives.types import AxisName
+from parallax.collectives.types import AxisName, axes
 from parallax.models import checked_numbers
 from parallax.models.block import Block, Linear
 from parallax.models.decoder_parts import initial, vocabulary_rows
@@ -50,11 +50,11 @@ class Config:
         dropout: the rate of dropout after the embedding and after each half of a block.
         attention_dropout: the rate of dropout of the attention weights.
         epsilon: the number that layer normalisation adds to the variance.
-        origin: the further fields and files of a model that was loaded, for `save`.
+        origin: files and `config.json` fields that a loaded model does not use, kept for `save`.
 
     Raises:
         ValueError: a size is no whole number from 1 to 2^31 - 1, the heads do not divide the width,
-            a rate is outside [0, 1), or epsilon is below 0.
+            a rate is outside [0, 1), epsilon is below 0, or `vocabulary_multiple` is above 2^20.
     """
 
     layers: int = 12
@@ -69,11 +69,12 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
-        """Checks the fields, and stores them as `int` and `float`."""
+        """Checks the fields, and stores them as `int` and `float`. Raises the `ValueError`s that
+        the docstring of `Config` lists."""
         check = checked_numbers.Checked("gpt2.Config", self)
         check.whole("layers", "heads", "width", "context", "vocabulary")
         check.whole("vocabulary_multiple", most=checked_numbers.LARGEST_MULTIPLE)
-        check.divides("width", "heads")
+        check.divides("width", "heads")  # the width is a multiple of the heads
         check.real("dropout", "attention_dropout", bound=checked_numbers.RATE)
         check.real("epsilon", bound=checked_numbers.NOT_NEGATIVE)
 
@@ -128,8 +129,9 @@ class Norm(eqx.Module):
     ) -> Float[Array, "batch tokens width"]:
         """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias.
 
-        `remat.of_arguments` makes the backward pass keep only `x` and the weight, and compute the
-        other values again.
+        With `remat.of_arguments`, only `x` and the weight are kept for the backward pass, which
+        computes the other values again. Without it, JAX would keep two other arrays of the shape of
+        `x`, one of them in float32 or wider.
         """
 
         def scaled(x, weight):
@@ -272,7 +274,7 @@ def rules(
     # the biases that are added after the devices' sum. After the layers, the weight of qkv is [D,
     # 3, H, K], out is [H, K, D], up is [D, F] and down is [F, D].
     specs = {
-        "wte": P(axis_name if stage is None else (stage, axis_name)),
+        "wte": P(axis_name if stage is None else (stage, *axes(axis_name))),
         "blocks.attention.qkv.weight": P(*layers, None, None, axis_name),
         "blocks.attention.qkv.bias": P(*layers, None, axis_name),
         "blocks.attention.out.weight": P(*layers, axis_name),

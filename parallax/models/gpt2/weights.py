@@ -61,11 +61,12 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     `transformers.GPT2LMHeadModel.from_pretrained`.
 
     Each leaf keeps its dtype. `config.json` states one dtype that can represent the numbers of all
-    leaves; transformers loads all weights in this dtype. Of a loaded model, these are written as
-    they were read, also after training: the fields of `config.json` that the model does not use,
+    leaves; transformers loads all weights in this dtype. If `model` was loaded, three things are
+    saved unchanged, even after training: the fields of `config.json` that the model does not use,
     the file `generation_config.json`, and the files of the tokenizer.
 
-    A save replaces the files that it writes, and removes files that only an earlier save wrote;
+    A save replaces the files that it writes. It removes files that an earlier save wrote and that
+    this save does not write; but a tokenizer's files stay if `model` comes without a tokenizer. All
     other files stay. New files replace old ones only after they are complete and on the disk, so a
     save that fails changes nothing. A save that is killed leaves the old model, the new model, or a
     folder without `config.json`, which `load` refuses. With several processes, gather the model
@@ -73,8 +74,8 @@ def save(model: GPT2, path: str | os.PathLike[str]) -> str:
     process.
 
     Returns:
-        A message for the user that says what the folder now holds. If the model came without a
-        tokenizer, it tells the user to copy the tokenizer's files there.
+        A message for the user that says what the folder now holds. If the folder has no tokenizer,
+        the message tells the user to copy the tokenizer's files into the folder.
 
     Raises:
         ImportError: the extra `hub` is not installed.

@@ -51,8 +51,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", THETA)
     if not isinstance(kind, str) or kind not in NEEDED:
         raise ValueError(
-            f"rope_type must be 'default' or 'llama3'; it is {short(kind)}, for which this Llama "
-            "has no code. Load another model."
+            f"rope_type must be 'default' or 'llama3'; it is {short(kind)}, which Parallax does "
+            "not support. Load a model with one of these types."
         )
     if isinstance(theta, bool) or not isinstance(theta, int | float):
         raise ValueError(f"rope_theta must be a number; it is {short(theta)}. Correct the file.")
@@ -122,8 +122,8 @@ NO_WINDOWS = {"use_sliding_window": (False,)}
 
 def _new(architecture: str) -> Any:
     """Returns the argument `new` of `Fields`, for the class `architecture` of transformers. The
-    returned function takes the model's numbers and does not use them: the fields of a new
-    `config.json` that it returns are the same for all sizes.
+    returned function ignores its argument, the sizes of the model, and returns the same fields of a
+    new `config.json` for all sizes.
 
     The fields of the special tokens are null: if they were left out, transformers would use its
     default tokens.

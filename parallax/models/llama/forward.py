@@ -8,8 +8,8 @@ bias, is `()`.
 `comms.all_tokens` gathers the tokens of the residual stream, which may be split over the devices;
 `comms.row` multiplies by a device's rows of a weight and sums over the devices; `comms.copy_to`
 returns its argument, a weight that all devices have, and in the backward pass sums the weight's
-gradients over the devices. `decoder_taps.split` returns its argument unchanged; while `bisect`
-records, `split` also reports that argument.
+gradients over the devices. `decoder_taps.split` returns its argument unchanged. In a run that
+`parallax.bisect` records, `split` also reports the argument to `bisect`.
 """
 
 import functools
@@ -36,7 +36,7 @@ Turns = tuple[Float[Array, "tokens pairs"], Float[Array, "tokens pairs"]]
 
 @remat.of_arguments
 def _gated(gate, up):
-    """Returns silu(gate) * up. The backward pass keeps only `gate` and `up`."""
+    """Returns silu(gate) * up. Only `gate` and `up` are kept for the backward pass."""
     return jax.nn.silu(gate) * up
 
 
@@ -51,9 +51,9 @@ def block(
     comms: tensor.Comms,
     attend: Callable[..., Any],
 ) -> Float[Array, "batch tokens_shard width"] | pipeline.Output:
-    """Returns the residual stream after one block, as `block.apply` computes it. A block with
-    experts returns an `Output` that holds the stream, the block's auxiliary losses and its
-    `experts.Statistics`.
+    """Returns the residual stream after one block, as `models.block.apply` computes it. A block
+    with experts returns an `Output` that holds the stream, the sum of the block's auxiliary losses,
+    and its `experts.Statistics`.
 
     `keys` and `layer` are for dropout, which a Llama does not have; blocks of all families take
     them. `turns` is the result of `rotary` for the positions of all tokens in
@@ -204,10 +204,10 @@ def attended_groups(layer: Linear, *, heads: int, config: Config, comms: tensor.
 
 def rotary(config: Config, positions: Int[Array, " tokens"]) -> Turns:
     """Returns the cosine and the sine, both [T, K / 2], of the angle by which each pair of numbers
-    of a head is turned at each position; in float32, or in float64 if JAX has it enabled.
+    of a head is rotated at each position; in float32, or in float64 if JAX has it enabled.
 
-    Pair i of the K / 2 pairs of numbers in a head of width K turns by position * theta^(-2i/K),
-    with theta = `config.theta`. For pairs that turn slowly, `config.scaling` divides this angle.
+    Pair i of the K / 2 pairs of numbers in a head of width K rotates by position * theta^(-2i/K),
+    with theta = `config.theta`. For pairs that rotate slowly, `config.scaling` divides this angle.
 
     Sources: Su et al., RoFormer (arXiv 2104.09864); for the scaling, the code that Meta published
     with Llama 3.1.
@@ -230,9 +230,9 @@ def rotated(
     x: Float[Array, "batch tokens heads head_width"],
     turns: Turns,
 ) -> Float[Array, "batch tokens heads head_width"]:
-    """Returns `x` with the numbers i and i + K / 2 of each head turned as a pair, by the angles
-    whose cosines and sines are `turns`. The computation is in float32 or wider, the result in the
-    type of `x`.
+    """Returns `x` with the numbers i and i + K / 2 of each head rotated as a pair, for i < K / 2; K
+    is the width of a head. `turns` has the cosines and sines of the angles. The computation is in
+    float32 or wider, the result in the type of `x`.
     """
     cosine, sine = (turn.astype(accumulation_dtype(x.dtype))[None, :, None] for turn in turns)
     a, b = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
@@ -240,8 +240,9 @@ def rotated(
 
 
 def _projected(y: Float[Array, "batch tokens width"], layer: Linear) -> Float[Array, "..."]:
-    """Returns the outputs of a column-parallel layer, from activations that all devices have. They
-    are [B, T, H, K] for queries, [B, T, G, K] for keys or values, and [B, T, F] for hidden units.
+    """Returns the outputs of a column-parallel layer: [B, T, H, K] for queries, [B, T, G, K] for
+    keys or values, and [B, T, F] for hidden units. All devices of the tensor axis have the same
+    `y`.
     """
     y = jnp.tensordot(y, layer.weight, axes=1)
     # A plain `+` fails if JAX is set to refuse arrays with different numbers of dims.

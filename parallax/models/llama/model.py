@@ -1,10 +1,10 @@
 """Llama as Equinox modules, which hold the whole model or one device's shard. The modules read the
 sizes from the arrays.
 
-Legend: B batch, T tokens, D width, F feed-forward, H heads of queries, G heads of keys and values
-(groups), K head width, V rows of the vocabulary, L layers. The L blocks are one `Block` whose
-leaves have a leading dim of layers; `lax.scan` runs the blocks. Matrices are stored [in, out]. An
-attribute for a part that the model lacks, such as a bias, is `()`.
+Legend: B batch, T tokens, D width, F hidden units of the feed-forward, H heads of queries, G heads
+of keys and values (groups), K head width, V rows of the vocabulary, L layers. The L blocks are one
+`Block` whose leaves have a leading dim of layers; `lax.scan` runs the blocks. Matrices are stored
+[in, out]. An attribute for a part that the model lacks, such as a bias, is `()`.
 
 Sources: Touvron et al., LLaMA (arXiv 2302.13971); Grattafiori et al., The Llama 3 herd of models
 (arXiv 2407.21783); for biases, and for norms of queries and keys, the Qwen2 and Qwen3 technical
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Key
 
 from parallax import experts, precision, remat
 from parallax import rules as sharding
-from parallax.collectives.types import AxisName
+from parallax.collectives.types import AxisName, axes
 from parallax.models import checked_numbers
 from parallax.models.block import Block, Linear
 from parallax.models.decoder_parts import initial, vocabulary_rows
@@ -49,8 +49,8 @@ class Norm(eqx.Module):
     ) -> Float[Array, "*dims width"]:
         """Returns x / sqrt(mean of squares + epsilon) * weight.
 
-        `remat.of_arguments` makes the backward pass keep only `x` and the weight, and compute the
-        other values again.
+        Keeps only `x` and the weight for the backward pass. The backward pass computes all other
+        values again (`remat.of_arguments`).
         """
 
         def scaled(x, weight):
@@ -73,8 +73,8 @@ class Attention(eqx.Module):
             device has all heads of keys.
         value: a layer like `key`.
         out: a row-parallel layer [H, K, D].
-        query_norm: the norm of each head of queries, [K], or `()`.
-        key_norm: the norm of each head of keys, [K], or `()`.
+        query_norm: a `Norm` of weight [K], applied to each head of queries; `()`: no norm.
+        key_norm: a `Norm` of weight [K], applied to each head of keys; `()`: no norm.
     """
 
     query: Linear
@@ -102,7 +102,8 @@ class MLP(eqx.Module):
 
 
 class MoE(eqx.Module):
-    """Experts in place of the feed-forward, split over devices by experts and by hidden units.
+    """Experts in place of the feed-forward. The expert axis splits the experts over devices, and
+    the tensor axis splits the hidden units of each expert.
 
     Sources: Jiang et al., Mixtral of experts (arXiv 2401.04088); for the shared expert, Dai et al.,
     DeepSeekMoE (arXiv 2401.06066).
@@ -129,7 +130,7 @@ class Llama(eqx.Module):
         table: `[V, D]`, the embedding of tokens; it is also the head if the head is tied.
         blocks: all blocks, as one `Block` with a leading dim of layers.
         norm: the norm before the head.
-        head: `[V, D]`, or `()` if the head is tied.
+        head: `[V, D]`, or an empty tuple if the head is tied.
         config: the sizes of the whole model, also on a shard.
     """
 
@@ -234,20 +235,20 @@ def rules(
     device has all these heads; `forward.block` picks the heads that the device's queries attend to.
 
     With `stage`, the rule is for a model whose blocks are [v, L / v, ...], for v chunks per stage.
-    The rule splits dim 1 of the blocks over the stages, and the vocabulary over `stage` and
-    `axis_name`. Along dim 1 stand the layers of one chunk of stage 0, then those of one chunk of
-    stage 1, and so on.
+    Index c of dim 0 has the layers of the c-th chunk of every stage, in the order of the stages. So
+    the rule splits dim 1 over the stages. It splits the vocabulary over `stage` and `axis_name`.
 
     The hidden dim of each expert is split over `axis_name`. With `expert`, an axis that splits the
     batch, the experts are split over `expert`.
 
     Raises:
-        ValueError: neither of `size` and the number of heads of keys and values divides the other.
-            The returned rule raises this error when it is called.
+        ValueError: `size` does not divide the number of heads of keys and values, and that number
+            does not divide `size`. The returned rule raises this error, by `split_groups`, when it
+            is called.
     """
     # The entries of a spec for the first dims of a block's leaves: [L], or [v, L / v].
     layers = (None,) if stage is None else (None, stage)
-    rows = P(axis_name if stage is None else (stage, axis_name))
+    rows = P(axis_name if stage is None else (stage, *axes(axis_name)))
     # The entries for [D, F] and [F, D], of which F is split. Attention has [H, K] in place of F,
     # and splits H.
     column, row = (None, axis_name), (axis_name,)
@@ -298,15 +299,16 @@ def split_groups(groups: int, devices: int) -> bool:
     each device has all these heads.
 
     Raises:
-        ValueError: neither of the numbers `groups` and `devices` divides the other. Heads of
-            queries that share a head of keys would then be on two devices, of which one would also
-            need another head of keys.
+        ValueError: `devices` does not divide `groups`, and `groups` does not divide `devices`. A
+            group is the heads of queries that share one head of keys. Some device would have heads
+            of several groups, and only a part of at least one of these groups.
     """
     if groups % devices and devices % groups:
         fewer_devices = max(n for n in range(1, devices) if groups % n == 0 or n % groups == 0)
         fewer_groups = checked_numbers.divisor(devices, groups)  # the most that divide `devices`
         raise ValueError(
-            f"llama: {groups} heads of keys and values and {devices} devices that split the heads: "
-            f"one must divide the other. Use {fewer_devices} devices, or groups={fewer_groups}."
+            f"llama: groups={groups}, the number of heads of keys and values, must divide "
+            f"{devices}, the number of devices that split the heads, or be a multiple of "
+            f"{devices}. Use {fewer_devices} devices, or groups={fewer_groups}."
         )
     return groups % devices == 0

@@ -12,8 +12,8 @@ from parallax.models.files.origin import Origin
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How Llama 3.1 stretches rotary positions to longer contexts: pairs of numbers that rotate
-    slowly with the position rotate still more slowly, and fast pairs stay unchanged.
+    """How Llama 3.1 stretches rotary positions to longer contexts. Rotary positions rotate pairs of
+    numbers by angles. The angles of slow pairs are divided by `factor`; fast pairs stay unchanged.
 
     Args:
         factor: the number by which the angles of slow pairs are divided.
@@ -39,7 +39,7 @@ class Scaling:
         check.whole("original")
         if self.low >= self.high:
             raise ValueError(
-                f"llama.Scaling needs a high above low; got low={self.low}, high={self.high}."
+                f"llama.Scaling needs high > low; got low={self.low}, high={self.high}."
             )
 
 
@@ -76,17 +76,19 @@ class Config:
             experts are divided by their sum.
         shared: the number of hidden units of one more expert, to which all tokens go; 0: there is
             no such expert.
-        balance: the weight of the auxiliary loss that evens out the router's load,
-            `experts.Statistics.balance`.
-        z: the weight of the auxiliary loss that keeps the router's logits small,
-            `experts.Statistics.z`.
-        origin: of a loaded model, the other fields and files of its folder, which `save` writes.
+        balance: the weight of the auxiliary loss `experts.Statistics.balance`. This loss evens out
+            the load of the experts.
+        z: the weight of the auxiliary loss `experts.Statistics.z`. This loss keeps the router's
+            logits small.
+        origin: files and `config.json` fields that a loaded model does not use, kept for `save`.
 
     Raises:
-        ValueError: a size is not a whole number from 1 to 2^31 - 1; `groups` does not divide
-            `heads`, or, without a `head_width`, `heads` does not divide `width`; `head_width` is
-            odd; `theta` is not above 0, or `epsilon` is below 0; `chosen` is more than `experts`;
-            or `shared`, `balance` or `z` is set without experts.
+        ValueError: an integer argument is not a whole number in its range: 0 to 2^31 - 1 for
+            `head_width`, `experts` and `shared`, 1 to 2^20 for `vocabulary_multiple`, and 1 to
+            2^31 - 1 for all others. Also raised if `groups` does not divide `heads`; if
+            `head_width` is 0 and `heads` does not divide `width`; if K is odd; if `theta` is not
+            above 0; if `epsilon`, `balance` or `z` is below 0; if E > 0 and `chosen` > E; or if
+            E = 0 and `shared`, `balance` or `z` is not 0.
     """
 
     layers: int = 12
@@ -112,8 +114,8 @@ class Config:
     origin: Origin = dataclasses.field(default=Origin(), repr=False)
 
     def __post_init__(self):
-        """Checks the fields, and stores their numbers as `int` and `float`, with the default
-        `head_width`.
+        """Checks the fields, and stores their numbers as `int` and `float`. If `head_width` is 0,
+        D / H is stored in its place.
         """
         check = checked_numbers.Checked("llama.Config", self)
         check.whole("layers", "heads", "groups", "width", "hidden", "context", "vocabulary")
@@ -125,8 +127,8 @@ class Config:
         check.whole("head_width")
         if self.head_width % 2:
             raise ValueError(
-                "llama.Config needs an even head_width, since rotary positions turn the two "
-                f"halves of a head; got {self.head_width}."
+                "llama.Config needs an even head_width, since rotary positions rotate pairs of "
+                f"numbers in a head; got {self.head_width}."
             )
         check.real("epsilon", "balance", "z", bound=checked_numbers.NOT_NEGATIVE)
         check.real("theta", bound=checked_numbers.POSITIVE)
@@ -172,7 +174,9 @@ class Config:
         attention = D * K * (qkv_heads + self.heads)  # and `out`, [H, K, D]
         attention += self.bias * qkv_heads * K + self.head_norms * 2 * K
         feed_forward = 3 * D * self.hidden  # the SwiGLU's three matrices
-        if self.experts:  # the router, and such matrices for each expert
+        if self.experts:
+            # The router, and three matrices for each expert, of `hidden` units, and for one more
+            # expert, of `shared` units.
             feed_forward = D * self.experts + 3 * D * (self.experts * self.hidden + self.shared)
         of_layers = self.layers * (attention + feed_forward + 2 * D)  # 2 D: the two norms
         # The embedding, and the head if it is not tied; the layers; the last norm.

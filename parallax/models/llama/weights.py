@@ -2,8 +2,9 @@
 tables in `configuration` say which tensor stores which leaf.
 
 A tensor in a file is one of our leaves at one layer, transposed: `q_proj`, [H K, D], is our [D, H,
-K]. Rotary positions turn the two halves of a head, as in transformers, so no row is permuted. Our
-embedding and head also have rows after the vocabulary, as padding. No file holds these rows.
+K]. Rotary positions rotate the numbers i and i + K / 2 of a head as a pair, as in the library
+`transformers`, so no row is permuted. Our embedding and head also have rows after the vocabulary,
+as padding. No file holds these rows.
 """
 
 import os
@@ -48,7 +49,7 @@ def load(
     if not isinstance(kind, str) or kind not in FORMATS:
         raise ValueError(
             f"{folder / CONFIG}: model_type must be {' or '.join(map(repr, FORMATS))}; it is "
-            f"{short(kind)}, for which this Llama has no code. Load another model."
+            f"{short(kind)}, which llama.load does not support. Load another model."
         )
     # `config.json` has no fields for biases, or for norms of queries and keys: the kind of the
     # model implies them.
@@ -75,9 +76,9 @@ def save(model: Llama, path: str | os.PathLike[str]) -> str:
     Raises:
         ImportError: the extra `hub` is not installed.
         OSError: the folder could not be written; its old files are unchanged.
-        ValueError: `path` or a leaf of the model cannot be saved (`gpt2.save` lists the reasons);
-            the model has more than one of these: biases, norms of queries and keys, experts; or the
-            model has a shared expert, which none of the four kinds of model has.
+        ValueError: the model cannot be saved in `path` (`gpt2.save` lists the reasons); the model
+            has more than one of these: biases, norms of queries and keys, experts; or the model has
+            a shared expert, which none of the four kinds of model has.
     """
     config = getattr(model, "config", None)
     kinds = [kind for field, kind in MAKES.items() if getattr(config, field, False)]
